@@ -1,0 +1,52 @@
+# Every target sets up .venv first, when pyproject.toml or constraints.txt changed.
+#   make PYTHON=python3.12 VENV=.venv312 test     another Python, in an environment of its own
+#   make course ARGS="05 06 --strict"             arguments for perf-helpers course; for pytest in make test
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# The stamp holds the folder it was made in. It is void when the interpreter is gone (an upgraded Python) or the
+# folder was moved or copied (the environment would run the other folder's code).
+MADE_IN := $(shell $(BIN)/python -c "print(open('$(STAMP)').read().strip())" 2>/dev/null)
+ifneq ($(MADE_IN),$(CURDIR))
+FRESH := fresh
+endif
+
+help:
+	@echo "make course    run every lesson, then build/course/index.html tells what held on this machine"
+	@echo "make lab       JupyterLab on the lessons"
+	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
+	@echo "make check     ruff, structure, generated files up to date: seconds"
+	@echo "make test      check, then every test and every lesson"
+
+course: $(STAMP)
+	$(BIN)/perf-helpers course --out build/course $(ARGS)
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS) notebooks/
+
+lessons: $(STAMP)
+	$(BIN)/python notebooks/build.py
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python notebooks/build.py --check
+	$(BIN)/python -m pytest -q tests/test_repo.py
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+$(STAMP): pyproject.toml constraints.txt $(FRESH)
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1 || true)" >&2; \
+		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version). The first time this takes minutes and some GB."
+	@$(if $(FRESH),$(PYTHON) -m venv --clear $(VENV))
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "$(CURDIR)" > $(STAMP)
+
+.PHONY: help course lab lessons check test fresh
+fresh: ;

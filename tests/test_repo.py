@@ -1,0 +1,421 @@
+"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, a README that is true.
+
+Each check is a pure function that returns the problems it found; next to its test on this repository stands one on
+bad input.
+"""
+
+import ast
+import graphlib
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "perf_helpers"
+
+# Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone.
+CHAIN = ("hardware", "arguments", "task", "meters", "worker", "processes", "lab")
+ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
+    "runs": set(),
+    "claims": {"hardware", "runs"},
+    "plots": {"runs"},
+    "widgets": {"plots", "runs"},
+    "exercises": {"runs"},
+    "results": {"claims", "hardware", "runs"},
+    "course": {"claims", "hardware", "lab", "plots", "results", "runs"},
+    "cli": {*CHAIN, "claims", "course", "results", "runs"},
+    "__init__": set(),
+}
+DRAWS = {"runs": {"plots"}, "lab": {"plots"}, "cli": {"plots"}}  # inside a function only: what shows itself
+BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
+
+HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")
+CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch"}
+
+# Written in pieces, so that this file does not match itself.
+STRAY = {
+    "a path of one machine": r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot|ho" + r"me/\w+|Us" + r"ers/\w+)/",
+    "a package registry's host": "py" + r"pi\.org|python" + r"hosted\.org|npm" + r"js\.(?:org|com)|debian" + r"\.org|"
+    "py" + r"torch\.org/whl|ana" + r"conda\.org",
+    "an open end": r"\b(?:TO" + r"DO|FIX" + r"ME)\b",
+}
+
+
+def some(items, what):
+    """The items as a list; a check over nothing is a failure."""
+    found = list(items)
+    assert found, f"nothing to check: no {what}"
+    return found
+
+
+def repository_files():
+    """What is or would be committed, as paths relative to the root; all files, where git cannot tell."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        paths = [Path(name) for name in listing.split("\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        paths = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        made = {"build", "dist", "__pycache__"}
+        paths = [p for p in paths if not made & set(p.parts) and not any(part.startswith(".") for part in p.parts)]
+    return some((path for path in sorted(paths) if (ROOT / path).is_file()), "files")
+
+
+def pyproject():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def declared(project, extras=True):
+    """{distribution: Requirement} of the dependencies, with those of every extra."""
+    texts = [*project["dependencies"]]
+    if extras:
+        texts += [text for group in project["optional-dependencies"].values() for text in group]
+    return {canonicalize_name(r.name): r for r in map(Requirement, some(texts, "dependencies"))}
+
+
+# ---- imports
+
+
+def imports(source):
+    """(imported module, inside a function?) for each import in a source, but for those only a type checker sees."""
+    found = []
+
+    def visit(node, inside):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = f"{PACKAGE}.{base}".rstrip(".")
+            if base == PACKAGE:
+                found.extend((f"{PACKAGE}.{alias.name}", inside) for alias in node.names)
+            else:
+                found.append((base, inside))
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def import_problems(module, source):
+    if module not in ALLOWED:
+        return [f"{module} has no row in ALLOWED (tests/test_repo.py): say what it may import"]
+    problems = []
+    for name, inside in imports(source):
+        head, _, tail = name.partition(".")
+        if head != PACKAGE:
+            continue
+        target = tail.split(".")[0] or "__init__"
+        allowed = ALLOWED[module] | (DRAWS.get(module, set()) if inside else set())
+        if target not in allowed | {"__version__"}:
+            problems.append(f"{module} imports {target}: it may import {', '.join(sorted(allowed)) or 'nothing'}")
+    return problems
+
+
+def undeclared(source, distributions, owners):
+    """Third-party modules that a source imports and none of the distributions provides (owners: module -> names)."""
+    heads = {name.split(".")[0] for name, _ in imports(source)} - set(sys.stdlib_module_names) - {PACKAGE}
+    provided = {head for head in heads if {canonicalize_name(o) for o in owners.get(head, [])} & set(distributions)}
+    return sorted(heads - provided)
+
+
+def modules():
+    return {path.stem: path.read_text() for path in some(sorted((ROOT / PACKAGE).glob("*.py")), "modules")}
+
+
+def test_imports_run_one_way():
+    assert [problem for module, source in modules().items() for problem in import_problems(module, source)] == []
+    graphlib.TopologicalSorter(ALLOWED).prepare()  # raises CycleError where the table itself runs in a circle
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("hardware", "from perf_helpers import task"),
+        ("task", "from .lab import Lab"),
+        ("meters", "def f():\n    import perf_helpers.worker as w"),
+        ("lab", "from perf_helpers.cli import main"),
+        ("lab", "from perf_helpers import plots"),
+        ("claims", "def f():\n    from . import plots"),
+        ("worker", "from perf_helpers import Lab"),
+        ("odds", "import json"),
+    ],
+)
+def test_an_import_upwards_is_reported(module, source):
+    assert len(import_problems(module, source)) == 1
+
+
+def test_allowed_imports_are_not_reported():
+    assert import_problems("lab", "from perf_helpers import runs\ndef f():\n    from perf_helpers import plots") == []
+    assert import_problems("task", "if TYPE_CHECKING:\n    from perf_helpers.lab import Lab") == []
+
+
+def test_modules_are_nouns():
+    assert {path.stem for path in repository_files() if path.suffix == ".py"} & BANNED_NAMES == set()
+
+
+def test_every_import_is_a_declared_dependency():
+    project, owners = pyproject(), importlib.metadata.packages_distributions()
+    every, core = declared(project), declared(project, extras=False)
+    problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
+    for folder in ("tests", "notebooks"):
+        for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
+            siblings = {other.stem: ["pytest"] for other in path.parent.glob("*.py")} | {"build": ["pytest"]}
+            problems[f"{folder}/{path.name}"] = undeclared(path.read_text(), every, {**owners, **siblings})
+    assert {where: names for where, names in problems.items() if names} == {}
+
+
+def test_an_undeclared_import_is_reported():
+    source, owners = "import json, numpy, scipy.linalg", {"numpy": ["numpy"], "scipy": ["SciPy"]}
+    assert undeclared(source, {"numpy"}, owners) == ["scipy"]
+
+
+def loaded_after(statement):
+    """The heavy modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert loaded_after(f"import {PACKAGE}") == []
+
+
+def test_its_public_names_and_its_command_load_nothing_heavy():
+    names = f"from {PACKAGE} import *; import {PACKAGE}.cli; {PACKAGE}.Lab, {PACKAGE}.Task, {PACKAGE}.plots"
+    assert loaded_after(names) == []
+
+
+def test_a_heavy_import_is_seen():
+    assert loaded_after("import matplotlib") == ["matplotlib"]
+
+
+def test_public_names():
+    import perf_helpers
+
+    assert {"Lab", "Task", "claims", "hardware", "plots"} <= set(perf_helpers.__all__) <= set(dir(perf_helpers))
+    assert all(getattr(perf_helpers, name) is not None for name in perf_helpers.__all__)
+    with pytest.raises(AttributeError, match="it offers Lab"):
+        perf_helpers.Labb  # noqa: B018
+
+
+# ---- dependencies
+
+
+def pins(text):
+    """({distribution: version}, problems) of a constraints file."""
+    pinned, problems = {}, []
+    for line in text.splitlines():
+        line = line.split("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"([\w.-]+)==([\w.!]+)", line)
+        if not match:
+            problems.append(f"not an exact pin without a local tag: {line}")
+        elif (name := canonicalize_name(match[1])) in pinned:
+            problems.append(f"pinned twice: {name}")
+        else:
+            pinned[name] = Version(match[2])
+    return pinned, problems
+
+
+def pin_problems(project, constraints):
+    pinned, problems = pins(constraints)
+    for name, requirement in declared(project).items():
+        if name not in pinned:
+            problems.append(f"{name} is in pyproject.toml and not in constraints.txt")
+        elif pinned[name] not in requirement.specifier:
+            problems.append(f"{name} {pinned[name]} in constraints.txt is outside pyproject's {requirement.specifier}")
+    return problems
+
+
+def as_specifier(text):
+    """conda's `=3.11` in pip's words; what both understand, as it is."""
+    return SpecifierSet(re.sub(r"^=(?!=)(.+)$", r"==\1.*", text.replace(" ", "")))
+
+
+def environment_problems(environment, folder, project, constraints):
+    """What is wrong with a conda environment (parsed) that stands in `folder` (relative to the root)."""
+    problems, pinned = [], pins(constraints)[0]
+    lines = [line for line in environment["dependencies"] if isinstance(line, str)]
+    pip_lines = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
+    paths = [line.split()[-1] for line in pip_lines if line.startswith(("-e ", "--editable ", "."))]
+    homes = [(ROOT / folder / path.split("[")[0]).resolve() for path in paths]
+    if "pip" not in lines or homes != [ROOT]:
+        problems.append("it does not install the package itself, once, through pip")
+    requirements = {}
+    for line in [*lines, *(line for line in pip_lines if line[0].isalnum())]:
+        name, spec = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*(.*)", line).groups()
+        requirements[CONDA_NAMES.get(name, canonicalize_name(name))] = as_specifier(spec)
+    python = requirements.pop("python", SpecifierSet())
+    versions = [Version(f"3.{minor}.0") for minor in range(6, 30)]
+    admitted = [version for version in versions if version in python]
+    wanted = SpecifierSet(project["requires-python"])
+    if not python or not admitted or not all(version in wanted for version in admitted):
+        problems.append(f"python{python} does not keep to requires-python {wanted}")
+    for name, specifier in requirements.items():
+        asked = declared(project).get(name)
+        exact = pinned.get(name) is not None and str(specifier) == f"=={pinned[name]}"
+        if asked and specifier and not exact and specifier != asked.specifier:
+            problems.append(f"{name}{specifier} is neither pyproject's range {asked.specifier} nor the tested version")
+    return problems
+
+
+def test_constraints_pin_every_dependency_within_its_range():
+    assert pin_problems(pyproject(), (ROOT / "constraints.txt").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "constraints, problem",
+    [
+        ("torch==2.13.0+cpu\ntorch==2.13.0\npytest==9", "local tag: torch"),
+        ("torch>=2.13\ntorch==2.13.0\npytest==9", "local tag: torch"),
+        ("torch==2.13.0", "pytest is in pyproject"),
+        ("torch==2.10.0\npytest==9", "torch 2.10.0 in constraints.txt is outside"),
+        ("torch==2.13.0\nTorch==2.12.0\npytest==9", "twice"),
+    ],
+)
+def test_a_bad_pin_is_reported(constraints, problem):
+    project = {"dependencies": ["torch>=2.11"], "optional-dependencies": {"dev": ["pytest>=8"]}}
+    (found,) = pin_problems(project, constraints)
+    assert problem in found
+    assert pin_problems(project, "torch==2.13.0\npytest==9") == []
+
+
+@pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
+def test_environments_follow_from_pyproject(name):
+    environment = yaml.safe_load((ROOT / name).read_text())
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert environment_problems(environment, Path(name).parent, pyproject(), constraints) == []
+
+
+@pytest.mark.parametrize(
+    "dependencies, problem",
+    [
+        (["python=3.10", "pip", {"pip": ["-e ."]}], "requires-python"),
+        (["python>=3.9", "pip", {"pip": ["-e ."]}], "requires-python"),
+        (["python", "pip", {"pip": ["-e ."]}], "requires-python"),
+        (["python=3.11", "pip", {"pip": ["-e .."]}], "package itself"),
+        (["python=3.11", "pip", {"pip": ["torch"]}], "package itself"),
+        (["python=3.11", "pip", "pytorch-cpu>=2.5", {"pip": ["-e ."]}], "torch>=2.5"),
+        (["python=3.11", "pip", {"pip": ["-e .[dev]", "torch==2.12.0"]}], "torch==2.12.0"),
+    ],
+)
+def test_an_environment_that_goes_its_own_way_is_reported(dependencies, problem):
+    project = {"requires-python": ">=3.11", "dependencies": ["torch>=2.11"], "optional-dependencies": {}}
+    (found,) = environment_problems({"dependencies": dependencies}, ".", project, "torch==2.13.0")
+    assert problem in found
+    good = {"dependencies": ["python=3.12", "pip", "pytorch>=2.11", {"pip": ["-e ..", "torch==2.13.0"]}]}
+    assert environment_problems(good, "binder", project, "torch==2.13.0") == []
+
+
+# ---- text
+
+
+def stray(text):
+    return [f"{what}: {match[0]}" for what, pattern in STRAY.items() for match in re.finditer(pattern, text)]
+
+
+def test_no_file_names_a_machine_a_registry_or_an_open_end():
+    contents = ((path, (ROOT / path).read_bytes()) for path in repository_files())
+    texts = some(((path, raw.decode(errors="replace")) for path, raw in contents if b"\0" not in raw), "text files")
+    assert [f"{path}: {problem}" for path, text in texts for problem in stray(text)] == []
+
+
+@pytest.mark.parametrize("pieces", ["/wo rk/x", "('/ho me/ann/x')", "py pi.org", "TO DO:", "FIX ME"])
+def test_stray_text_is_reported(pieces):
+    assert stray(pieces) == []
+    assert len(stray(pieces.replace(" ", ""))) == 1
+    assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
+
+
+def tree(readme):
+    """The paths in the README's file tree: the names before the first two blanks of each line, below their folders."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.M | re.S)
+    blocks = [block for block in blocks if re.search(rf"^\W*{PACKAGE}/", block, re.M)]
+    assert len(blocks) == 1, "the README has not exactly one fenced file tree with perf_helpers/"
+    paths, folders = [], []
+    for line in re.sub(r"[│├└─]", " ", blocks[0]).splitlines():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        above = "".join(folder for _, folder in folders)
+        names = re.split(r" {2,}| #", line.strip())[0].split(" ")
+        paths += [above + name for name in names]
+        if names[0].endswith("/"):
+            folders.append((indent, names[0]))
+    return paths
+
+
+def tree_problems(readme, files):
+    """What the tree has and the repository has not, and the other way round. NN_slug and <x> stand for any name."""
+    listed, problems = some(tree(readme), "entries in the file tree"), []
+    names = {str(path) for path in files} | {f"{parent}/" for path in files for parent in path.parents}
+    for path in listed:
+        pattern = re.sub(r"NN_slug|<\w+>", "[^/]+", re.escape(path))
+        if not any(re.fullmatch(pattern, name) for name in names):
+            problems.append(f"in the README's tree, not in the repository: {path}")
+    heads = {path.split("/")[0] for path in listed}
+    expected = {path.parts[0] for path in files} - heads
+    expected |= {str(path) for path in files if path.parts[0] == PACKAGE and len(path.parts) == 2} - set(listed)
+    expected = {path for path in expected if not path.split("/")[-1].startswith((".", "__"))}
+    return problems + [f"in the repository, not in the README's tree: {path}" for path in sorted(expected)]
+
+
+def test_the_file_tree_of_the_readme_is_true():
+    assert tree_problems((ROOT / "README.md").read_text(), repository_files()) == []
+
+
+def test_a_wrong_file_tree_is_reported():
+    readme = "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab.py  z\n```\n"
+    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab.py"]
+    files = [Path(name) for name in names]
+    assert tree_problems(readme, files) == []
+    assert tree_problems(readme, [*files, Path("tests/a.py")]) == ["in the repository, not in the README's tree: tests"]
+    assert len(tree_problems(readme, [*files, Path(f"{PACKAGE}/runs.py")])) == 1
+    assert tree_problems(readme, files[:-1]) == ["in the README's tree, not in the repository: perf_helpers/lab.py"]
+
+
+# ---- notebooks
+
+
+def notebook_problems(notebook):
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    tagged = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
+    problems = [] if len(tagged) == 1 else [f"{len(tagged)} cells are tagged parameters: papermill needs one"]
+    if any(cell["outputs"] or cell["execution_count"] for cell in code):
+        problems.append("it has outputs")
+    return problems
+
+
+def test_notebooks_have_parameters_and_no_outputs():
+    for path in some((path for path in repository_files() if path.suffix == ".ipynb"), "notebooks"):
+        assert notebook_problems(json.loads((ROOT / path).read_text())) == [], path
+
+
+def test_a_notebook_with_outputs_or_without_parameters_is_reported():
+    cell = {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "outputs": [], "execution_count": None}
+    assert notebook_problems({"cells": [cell]}) == []
+    assert notebook_problems({"cells": [cell, {**cell, "metadata": {}, "outputs": ["1"]}]}) == ["it has outputs"]
+    assert len(notebook_problems({"cells": [cell, cell]})) == len(notebook_problems({"cells": []})) == 1
+
+
+def test_a_check_over_nothing_fails():
+    with pytest.raises(AssertionError, match="no notebooks"):
+        some([], "notebooks")
