@@ -1,0 +1,534 @@
+"""What this machine is and can do, found without importing torch and without creating a CUDA context.
+
+GPUs come from NVML, each query guarded on its own: MIG, vGPU, WSL and unified memory each refuse some. NVML counts
+GPUs in PCI order, CUDA the fastest first: where that can matter, the CUDA driver is asked in a child process and the
+two lists are matched by UUID. What cannot be known is None.
+"""
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+DISTRIBUTION = "perf-helpers"
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
+PACKAGES += ("papermill", "ipywidgets", "jupyterlab")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
+CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
+ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+LITTLE_BYTES, SMALL_SHM_BYTES = 4_000_000_000, 500_000_000
+
+# What to type or do, by words of a reason; the first that fits counts.
+REMEDIES = {
+    "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` (Windows: `set CUDA_VISIBLE_DEVICES=`) and start again.",
+    "container": "Start the container with `docker run --gpus all ...`; the host needs the NVIDIA Container Toolkit.",
+    "mismatch": "Restart the machine: its driver was updated while the old one was loaded.",
+    "nvidia-ml-py": "pip install nvidia-ml-py",
+    "without CUDA": "Run `pip uninstall -y torch`, then install the CUDA build that pytorch.org names for this system.",
+    "not installed": "pip install torch",
+    "Driver Not Loaded": "Run `nvidia-smi`; if it fails too, `sudo modprobe nvidia` or install the driver again.",
+    "CUDA driver": "Run `nvidia-smi`; if it works, restart the machine or container, else install the driver again.",
+}
+
+# Runs in a process of its own: after cuInit a process can no longer fork children that use CUDA.
+DRIVER_SCRIPT = """
+import ctypes, json, sys, uuid
+cuda, number, text, rows = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.c_char_p(), []
+def call(name, *arguments):
+    if code := getattr(cuda, name)(*arguments):
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        sys.exit(f"{(text.value or b'unknown error').decode()} ({name}: {code})")
+    return number.value
+call("cuInit", 0)
+for index in range(call("cuDeviceGetCount", ctypes.byref(number))):
+    name, key, total = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
+    device = call("cuDeviceGet", ctypes.byref(number), index)
+    call("cuDeviceGetName", name, 256, device)
+    call("cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", key, device)
+    call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+    capability = [call("cuDeviceGetAttribute", ctypes.byref(number), which, device) for which in (75, 76)]
+    rows.append(dict(index=index, uuid=f"GPU-{uuid.UUID(bytes=bytes(key))}", name=name.value.decode(),
+                     memory_bytes=total.value, capability=capability))
+print(json.dumps(rows))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as CUDA numbers it."""
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    memory_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    driver: str | None = None
+    free_bytes: int | None = None
+
+
+def _gpu(capability=None, **rest) -> Gpu:
+    return Gpu(capability=tuple(capability) if capability else None, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine as this process may use it: a container's limits count, and so does CUDA_VISIBLE_DEVICES."""
+
+    name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
+    kind: str  # "cuda" where experiments run on a GPU, else "cpu"
+    system: str | None = None
+    python: str | None = None
+    cpu_model: str | None = None
+    cpu_cores: int | None = None  # usable: affinity and cgroup quota
+    cpu_features: tuple[str, ...] | None = None  # None: unknown
+    memory_bytes: int | None = None  # the machine's, or the cgroup's limit if that is less
+    memory_available_bytes: int | None = None
+    shm_bytes: int | None = None  # free in /dev/shm
+    gpus: tuple[Gpu, ...] = ()  # also those that this torch cannot use
+    cuda_reason: str | None = None  # why there is no CUDA
+    nvml_reason: str | None = None  # why NVML gives nothing
+    cuda_visible_devices: str | None = None
+    torch_build: str | None = None
+    cpu_quota: float | None = None  # cores' worth of time that a cgroup allows
+    machine_cores: int | None = None
+    visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder: "amd-epyc-2-cores"."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "machine"
+
+    @property
+    def native_bf16(self) -> bool | None:
+        """Whether the device itself computes in bf16; torch.cuda.is_bf16_supported() counts emulation too."""
+        if self.kind == "cuda":
+            return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
+        return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
+
+    def to_dict(self) -> dict:
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_dict(cls, record: dict) -> "Machine":
+        """Read what to_dict wrote, also by another version: fields it does not know are left out."""
+        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+        features = known.get("cpu_features")
+        gpus = tuple(_gpu(**gpu) for gpu in known.get("gpus", ()))
+        return cls(**known | {"cpu_features": None if features is None else tuple(features), "gpus": gpus})
+
+
+def describe(root: str | Path = "/") -> Machine:
+    """This machine, now. `root` is where /proc, /sys and /dev are looked for."""
+    root = Path(root)
+    model, features = read_cpu(root)
+    memory, (limit, left, quota) = psutil.virtual_memory(), cgroup_limits(root)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, max(1, int(quota or cores)))
+    build, built_with_cuda = torch_build()
+    gpus, nvml_reason, visible_reason, reason = find_gpus(root)
+    if gpus and not built_with_cuda:
+        reason = f"torch {build} is built without CUDA" if build else "torch is not installed"
+    kind, machine_cores = "cpu" if reason else "cuda", os.cpu_count()
+    names = Counter(gpu.name or "NVIDIA GPU" for gpu in gpus)
+    name = " + ".join(f"{count} x {each}" if count > 1 else each for each, count in names.items())
+    if reason:
+        name = f"{model or platform.machine() or 'CPU'}, {cores} core{'s' * (cores > 1)}"
+    system, python = f"{platform.system()} {platform.release()} {platform.machine()}", platform.python_version()
+    total, available = least(memory.total, limit), least(memory.available, left)
+    shm = shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    host = (name, kind, system, python, model, cores, features, total, available, shm)
+    return Machine(*host, gpus, reason, nvml_reason, visible, build, quota, machine_cores, visible_reason)
+
+
+this_machine = functools.cache(describe)
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions, read from the packages' metadata: nothing is imported; None where not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
+    """Whether a machine (this one, if none is given) has what a claim needs, and if not, what is missing, in words."""
+    machine = machine or this_machine()
+    cuda, bf16 = machine.kind == "cuda", not CPU_BF16.isdisjoint(machine.cpu_features or ())
+    no_cuda, no_bf16 = "needs an NVIDIA GPU", "a CPU with bf16 instructions"
+    if not cuda and (machine.gpus or machine.visible_reason):
+        no_cuda += f" ({machine.cuda_reason})"
+    if machine.cpu_features is None:
+        no_bf16 += ", this one's are unknown"
+    capability = machine.gpus[0].capability if cuda else None
+    this = "this is {}.{}".format(*capability) if capability else "this one's is unknown"
+    old = f"needs compute capability 8.0 or more, {this}" if cuda else no_cuda
+    needs = {
+        "any": (True, ""),
+        "cuda": (cuda, no_cuda),
+        "sm80": (bool(cuda and machine.native_bf16), old),
+        "gpus2": (cuda and len(machine.gpus) > 1, "needs two GPUs, this machine shows one" if cuda else no_cuda),
+        "cpu-bf16": (bf16, f"needs {no_bf16}"),
+        "cuda-or-cpu-bf16": (cuda or bf16, f"{no_cuda} or {no_bf16}"),
+        "text": (False, "nothing to measure: explained and sourced"),
+    }
+    if feature not in needs:
+        raise ValueError(f"unknown feature {feature!r}: use one of {', '.join(needs)}")
+    met, missing = needs[feature]
+    return met, "" if met else missing
+
+
+def device_used_bytes(gpu_index: int = 0) -> int | None:
+    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts and the driver's own included, as NVML tells.
+
+    Where NVML does not, CUDA is asked if this process already uses it (never started for this); else None.
+    """
+    uuids = visible_uuids(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    if gpu_index < len(uuids) and uuids[gpu_index]:
+        with nvml() as (ask, _):
+            memory = ask("nvmlDeviceGetMemoryInfo", ask("nvmlDeviceGetHandleByUUID", uuids[gpu_index]))
+        if memory:
+            return memory.used
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized() and gpu_index < torch.cuda.device_count():
+        free, total = torch.cuda.mem_get_info(gpu_index)
+        return total - free
+    return None
+
+
+# GPUs ----------------------------------------------------------------------------------------------------------------
+
+
+def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
+    """The GPUs that CUDA shows, why NVML gives nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU."""
+    rows, nvml_reason = nvml_gpus()
+    value, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+    uuids = [row.uuid or "" for row in rows]
+    positions, visible_reason = visible_devices(value, uuids) if rows else ([], None)
+    by_number = not (value or "").startswith("GPU-")
+    ordered = len(rows) == 1 or order == "PCI_BUS_ID" or not by_number
+    known = all(row.memory_bytes and row.capability and (row.uuid or "").startswith("GPU-") for row in rows)
+    answer, driver_reason = (None, None) if rows and ordered and known else ask_driver(value, order)
+    if answer is not None:
+        seen = {uuid[4:]: row for uuid, row in zip(uuids, rows, strict=True) if uuid}  # less its "GPU-" or "MIG-"
+        told = [{k: v for k, v in asdict(seen.get(gpu.uuid[4:], gpu)).items() if v is not None} for gpu in answer]
+        gpus = tuple(replace(gpu, **more | {"index": gpu.index}) for gpu, more in zip(answer, told, strict=True))
+    else:
+        gpus = tuple(replace(rows[at], index=i) if ordered else Gpu(index=i) for i, at in enumerate(positions))
+    if gpus:
+        return gpus, nvml_reason, visible_reason, None
+    if not nvml_reason:
+        missing = "this machine has no NVIDIA GPU"
+    elif (root / "proc/driver/nvidia/version").exists():
+        missing = f"the host has an NVIDIA driver, but no GPU was given to this container ({nvml_reason})"
+    else:
+        found = "was found" if "Not Found" in nvml_reason or "installed" in nvml_reason else "works"
+        missing = f"no NVIDIA driver {found} ({nvml_reason})"
+    if driver_reason and value is not None:
+        driver_reason += f" (CUDA_VISIBLE_DEVICES={value!r})"
+    hidden = None if positions else visible_reason
+    return (), nvml_reason, visible_reason, hidden or driver_reason or missing
+
+
+@functools.cache
+def visible_uuids(visible: str | None, order: str | None) -> list[str | None]:
+    return [gpu.uuid for gpu in find_gpus()[0]]
+
+
+def visible_devices(value: str | None, uuids: list[str]) -> tuple[list[int], str | None]:
+    """Positions of the GPUs that CUDA_VISIBLE_DEVICES=`value` shows, and in words what it hides.
+
+    As CUDA reads it (CUDA Programming Guide, environment variables; torch.cuda does the same): numbers like C's
+    strtoul, names by a prefix that fits one GPU; the first entry that is no GPU ends the list; a repeat leaves none.
+    """
+    if value is None:
+        return list(range(len(uuids))), None
+    if not value.strip():
+        return [], "CUDA_VISIBLE_DEVICES is set but empty, which hides every GPU"
+    kind = value[:4] if value.startswith(("GPU-", "MIG-")) else None
+    shown: list[int] = []
+    for entry in value.split(","):
+        if kind:
+            fits = [at for at, uuid in enumerate(uuids) if entry.startswith(kind) and uuid.startswith(entry)]
+        else:
+            digits = re.match(r"\+?\d+", entry.strip())
+            fits = [int(digits[0])] if digits and int(digits[0]) < len(uuids) else []
+        if len(fits) != 1:
+            problem = f"{entry!r} fits {'several GPUs' if fits else f'none of the {len(uuids)} GPU(s) here'}"
+            end = f"only the {len(shown)} before it can be used" if shown else "every GPU is hidden"
+            return shown, f"CUDA_VISIBLE_DEVICES={value!r}: {problem}, so {end}"
+        if fits[0] in shown:
+            return [], f"CUDA_VISIBLE_DEVICES={value!r} names one GPU twice, which hides every GPU"
+        shown += fits
+    return shown, None
+
+
+@contextmanager
+def nvml():
+    """Yield a function that puts a query to NVML (None for whatever it refuses), and why NVML is not there, if so."""
+    try:
+        import pynvml  # of the package nvidia-ml-py
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        absent = isinstance(error, ImportError)
+        yield (lambda *_: None), ("nvidia-ml-py is not installed" if absent else str(error).rstrip("."))
+        return
+
+    def ask(query: str, *arguments):
+        try:
+            answer = getattr(pynvml, query)(*arguments)
+        except Exception:  # not only NVMLError: old bindings lack functions and broken drivers answer nonsense
+            return None
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+    try:
+        yield ask, None
+    finally:
+        ask("nvmlShutdown")
+
+
+def nvml_gpus() -> tuple[list[Gpu], str | None]:
+    """Every GPU, or the MIG slices of one that is cut up, in NVML's order; and why NVML gives nothing."""
+    with nvml() as (ask, reason):
+        driver, rows = ask("nvmlSystemGetDriverVersion"), []
+        for number in range(ask("nvmlDeviceGetCount") or 0):
+            whole = ask("nvmlDeviceGetHandleByIndex", number)
+            cut = (ask("nvmlDeviceGetMigMode", whole) or [0])[0]
+            slices = range(ask("nvmlDeviceGetMaxMigDeviceCount", whole) or 0) if cut else ()
+            parts = [part for at in slices if (part := ask("nvmlDeviceGetMigDeviceHandleByIndex", whole, at))]
+            capability = tuple(ask("nvmlDeviceGetCudaComputeCapability", whole) or ()) or None
+            for part in parts if cut else [whole]:
+                memory = ask("nvmlDeviceGetMemoryInfo", part)
+                total, free = (memory.total, memory.free) if memory else (None, None)
+                uuid, name = ask("nvmlDeviceGetUUID", part), ask("nvmlDeviceGetName", part)
+                rows.append(Gpu(len(rows), uuid, name, total, capability, driver, free))
+    return rows, reason
+
+
+@functools.cache
+def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
+    """The GPUs in CUDA's own order and why there are none; (None, None) where there is no CUDA driver to ask."""
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(library)
+        command = [sys.executable, "-I", "-S", "-c", DRIVER_SCRIPT, library]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except OSError:
+        return None, None
+    except subprocess.TimeoutExpired:
+        return [], "the CUDA driver gave no answer in 60 s"
+    if done.returncode:
+        return [], f"the CUDA driver says: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
+    return [_gpu(**row) for row in json.loads(done.stdout)], None
+
+
+def torch_build() -> tuple[str | None, bool]:
+    """torch's version with its build ("2.13.0+cpu") and whether that has CUDA, from its version.py alone."""
+    spec = importlib.util.find_spec("torch")
+    if not spec or not spec.origin:
+        return None, False
+    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return said["__version__"], bool(said.get("cuda"))
+
+
+# The CPU and its limits ----------------------------------------------------------------------------------------------
+
+
+def read_cpu(root: Path = Path("/")) -> tuple[str | None, tuple[str, ...] | None]:
+    """The CPU's short name and its features that matter here; None where unknown."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
+        return parse_cpu(subprocess.run(command, capture_output=True, text=True).stdout)
+    return parse_cpu(read(root / "proc/cpuinfo"))
+
+
+def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
+    """Read Linux's /proc/cpuinfo of x86 ("flags") or Arm ("Features"; a part number for a name), or macOS's sysctl."""
+    facts: dict[str, str] = {}
+    for key, _, value in (line.partition(":") for line in text.splitlines()):
+        facts.setdefault(key.strip().removeprefix("hw.optional."), value.strip())
+    arm = ARM_CORES.get(facts.get("CPU part", ""))
+    model = facts.get("model name") or facts.get("machdep.cpu.brand_string") or arm or facts.get("Model") or ""
+    short = " ".join(re.sub(r"(?i)\((r|tm)\)|@.*| with .*|\b\d+-core\b|\bcpu\b|\bprocessor\b", " ", model).split())
+    if {"flags", "Features", *SYSCTL}.isdisjoint(facts):
+        return short or None, None
+    has = facts.get("flags", facts.get("Features", "")).split()
+    has += [feature for key, feature in SYSCTL.items() if facts.get(key) == "1"]
+    return short or None, tuple(feature for feature in CPU_FEATURES if feature in has)
+
+
+def cgroup_limits(root: Path = Path("/")) -> tuple[int | None, int | None, float | None]:
+    """This process's memory limit and what is left of it in bytes, and its CPU quota in cores; cgroup v1 or v2.
+
+    Every level up to the mount is read, since the tightest one counts. Page cache that the kernel drops when it needs
+    to ("inactive_file") counts as left.
+    """
+    limit = left = quota = None
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        v1 = {"memory", "cpu"}.intersection(controllers.split(","))
+        for mount in v1 if controllers else ["."]:
+            for level in (PurePosixPath(path), *PurePosixPath(path).parents):
+                folder = root / "sys/fs/cgroup" / mount / str(level).lstrip("/")
+                cap = number(folder / "memory.max", folder / "memory.limit_in_bytes")
+                used = number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
+                stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1: with what is below
+                if cap is not None:
+                    limit, left = least(limit, cap), least(left, max(0, cap - max(0, used - cache)))
+                time = number(folder / "cpu.max", folder / "cpu.cfs_quota_us")
+                period = number(folder / "cpu.cfs_period_us") or int((read(folder / "cpu.max").split() or [0])[-1])
+                if time and period:
+                    quota = least(quota, time / period)
+    return limit, left, quota
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def number(*paths: Path) -> int | None:
+    """The first word of the first of these files that exists; None for "max", -1 and v1's "no limit" near 2**63."""
+    word = next((text.split()[0] for path in paths if (text := read(path))), "")
+    return int(word) if word.isdigit() and int(word) < 2**60 else None
+
+
+def least(*values):
+    return min((value for value in values if value is not None), default=None)
+
+
+# The doctor ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's: level "ok", "note", "warning" or "error"; remedy: what to type or do, or empty."""
+
+    level: str
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
+    """What a user of this machine should know, each with its remedy. `installed` is what versions() gives."""
+    return [
+        *_about_gpus(machine),
+        *_about_precision(machine),
+        *_about_host(machine),
+        *_about_packages(versions() if installed is None else installed),
+    ]
+
+
+def _about_gpus(machine: Machine) -> Iterator[Finding]:
+    def remedy(reason: str, otherwise: str) -> str:
+        return next((what for words, what in REMEDIES.items() if words in reason), otherwise)
+
+    if machine.cuda_reason:
+        fix, unused = remedy(machine.cuda_reason, ""), ", ".join(gpu.name or "an NVIDIA GPU" for gpu in machine.gpus)
+        text = f"Everything runs on the CPU{unused and f', though there is {unused}'}: {machine.cuda_reason}."
+        elsewhere = "Nothing to repair. For claims about CUDA use a machine with an NVIDIA GPU, such as Colab's T4."
+        yield Finding("warning" if fix else "note", "GPU", text, fix or elsewhere)
+    elif machine.visible_reason:
+        yield Finding("note", "GPU", f"{machine.visible_reason}.", REMEDIES["CUDA_VISIBLE_DEVICES"])
+    silent = machine.nvml_reason
+    if silent and (machine.gpus or (remedy(silent, "") and silent not in machine.cuda_reason)):
+        text = f"NVML gives nothing ({silent}): device-used memory can only be asked of CUDA."
+        yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it says what is wrong."))
+    for gpu in machine.gpus if machine.kind == "cuda" else ():
+        subject, free = f"GPU {gpu.index}", _size(gpu.free_bytes)
+        capability = "{}.{}".format(*gpu.capability) if gpu.capability else "unknown"
+        text = f"{gpu.name or 'an NVIDIA GPU'} with {_size(gpu.memory_bytes)} of memory, {free} of it free"
+        yield Finding("ok", subject, f"{text}; compute capability {capability}, driver {gpu.driver or 'unknown'}.")
+        if gpu.free_bytes is not None and gpu.free_bytes < LITTLE_BYTES:
+            text = f"Only {free} of its memory are free: other programs hold the rest."
+            yield Finding("warning", subject, text, "`nvidia-smi` lists them; shut down notebooks that are done.")
+        if "+cu13" in (machine.torch_build or "") and gpu.capability and gpu.capability < (7, 5):
+            text = f"torch {machine.torch_build} has no kernels for this GPU: CUDA 13 dropped what is below 7.5."
+            yield Finding("error", subject, text, "Install torch built for CUDA 12.6, listed on pytorch.org.")
+    if machine.kind == "cuda" and len(machine.gpus) > 1:
+        text = f"{len(machine.gpus)} GPUs are visible, and a Trainer in one process uses them all (DataParallel)."
+        yield Finding("note", "GPUs", text, "For one: `export CUDA_VISIBLE_DEVICES=0`. Lesson 15 is about several.")
+
+
+def _about_precision(machine: Machine) -> Iterator[Finding]:
+    native, on_gpu = machine.native_bf16, machine.kind == "cuda"
+    if native:
+        yield Finding("ok", "precision", f"bf16 is native on this {'GPU' if on_gpu else 'CPU'}.")
+    elif native is None:
+        yield Finding("note", "precision", "Whether bf16 is native here is unknown.", "Let lesson 07 measure it.")
+    else:
+        what = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
+        fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
+        text = f"This {what} operations run but are emulated: slower, same memory."
+        yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
+
+
+def _about_host(machine: Machine) -> Iterator[Finding]:
+    cores, everything, free = machine.cpu_cores, machine.machine_cores, machine.memory_available_bytes
+    if machine.cpu_quota and everything and machine.cpu_quota < everything:
+        allowed = f"{machine.cpu_quota:g} of {everything} cores"
+        text = f"A cgroup allows the time of {allowed}, but torch starts a thread for each: it is throttled."
+        remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
+        yield Finding("warning", "CPU", text, remedy)
+    if cores == 1:
+        text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."
+        yield Finding("warning", "CPU", text, "Use two cores or more for lessons 12, 15 and 19.")
+    else:
+        yield Finding("ok", "CPU", f"{machine.cpu_model or 'CPU'}: {cores} of {everything} cores can be used.")
+    little = free is not None and free < LITTLE_BYTES
+    remedy = "Close other programs, or allow more (`docker run --memory=8g`)." if little else ""
+    text = f"{'Only ' if little else ''}{_size(free)} of {_size(machine.memory_bytes)} are free."
+    yield Finding("warning" if little else "ok", "memory", text, remedy)
+    if machine.shm_bytes is not None and machine.shm_bytes < SMALL_SHM_BYTES:
+        text = f"/dev/shm has {_size(machine.shm_bytes)} free: DataLoader workers can die in it (Bus error)."
+        yield Finding("warning", "/dev/shm", text, "Start the container with `--shm-size=2g` or `--ipc=host`.")
+
+
+def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
+    for package in (name for name, version in installed.items() if version is None):
+        level, without = "error", "lessons cannot run"
+        if package == "bitsandbytes":
+            level, without = "note", "8-bit Adam (lessons 09, 13 and 14) cannot run"
+        yield Finding(level, package, f"{package} is not installed: {without}.", f"pip install {package}")
+    try:
+        from packaging.requirements import Requirement
+
+        tested = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or ()]
+    except ImportError:  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
+        return
+    for wanted in tested:
+        version = installed.get(wanted.name)
+        if version and not wanted.specifier.contains(version, prereleases=True):
+            text = f"{wanted.name} {version} is outside of the tested range {wanted.specifier}: verdicts may differ."
+            yield Finding("warning", wanted.name, text, f'pip install "{wanted.name}{wanted.specifier}"')
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "an unknown amount"
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
