@@ -1,0 +1,322 @@
+"""The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from perf_helpers import arguments as training_arguments
+from perf_helpers import hardware, processes
+from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
+from perf_helpers.task import Task, choose_profile
+from perf_helpers.worker import Experiment
+
+# Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns with
+# itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
+NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
+
+
+class Lab:
+    """Runs experiments, one clean process each.
+
+    Args:
+        profile: "auto", "cpu", "t4" or "gpu": the task and the lengths of measurement.
+        strict: let `claims.finish` raise when a verdict is not the expected one.
+        out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
+        lesson: name of the lesson, e.g. "05_gradient_accumulation".
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere (Dask's, for one); each still gets
+            a clean process on the machine that performs it. None: here.
+        timeout: seconds that one experiment may take.
+
+    Raises:
+        ValueError: no such profile.
+    """
+
+    def __init__(
+        self,
+        profile: str = "auto",
+        *,
+        strict: bool = False,
+        out: str | os.PathLike = "",
+        lesson: str = "",
+        executor: Executor | None = None,
+        timeout: float = 600,
+    ):
+        self.machine = hardware.describe()
+        self.versions = hardware.versions()
+        self.profile = choose_profile(profile, self.machine)
+        self.task = self.profile.task
+        self.strict, self.out, self.lesson = strict, str(out), lesson
+        self.executor, self.timeout = executor, timeout
+        self.runs: list[Run] = []
+        self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
+        self._experiments: dict[str, Experiment] = {}
+        if executor is None:
+            processes.start()
+
+    def train(
+        self,
+        name: str,
+        *,
+        task: Task | None = None,
+        optimizer: Callable | None = None,
+        measure: Sequence[str] = ("memory", "time"),
+        processes: int = 1,
+        steps: int | None = None,
+        timeout: float | None = None,
+        **arguments,
+    ) -> Run:
+        """Train the task with transformers' Trainer and return what it took.
+
+        Args:
+            name: what the run is called in tables and pictures.
+            task: another task than the lab's.
+            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
+            measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time meter,
+                losses kept), each in a clean process of its own.
+            processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
+            steps: optimizer steps to time; default: the profile's.
+            arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
+
+        Raises:
+            ValueError: an unknown argument or a value out of range, before anything is built. What goes wrong while the
+                experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
+        """
+        training_arguments.check(arguments)
+        training_arguments.check_values(arguments)
+        experiment = Experiment(
+            name=name,
+            task=task or self.task,
+            arguments=arguments,
+            optimizer=_pickled(optimizer),
+            processes=_count("processes", processes),
+            steps=_count("steps", steps or self.profile.steps),
+            warmup_steps=self.profile.warmup_steps,
+        )
+        return self._run(experiment, measure, timeout)
+
+    def run(
+        self,
+        function: Callable[[Task], Any],
+        name: str | None = None,
+        *,
+        task: Task | None = None,
+        measure: Sequence[str] = ("memory", "time"),
+        processes: int = 1,
+        samples_per_step: int | None = None,
+        timeout: float | None = None,
+    ) -> Run:
+        """Run a function of one's own, e.g. a training loop, in a clean process; same figures as `train`.
+
+        Args:
+            function: takes the task and returns something that JSON can hold (`run.value`). It may be defined in a
+                notebook. Each entry of `measure` calls it in a clean process of its own (memory on CPU: in two, see
+                `meters.MemoryMeter`); it needs no measuring code.
+            measure: as in `train`; ("none",) runs it once with no meter.
+            samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
+        """
+        experiment = Experiment(
+            name=name or getattr(function, "__name__", "function"),
+            task=task or self.task,
+            arguments={} if samples_per_step is None else {"samples_per_step": samples_per_step},
+            function=_pickled(function),
+            processes=_count("processes", processes),
+            steps=self.profile.steps,
+            warmup_steps=self.profile.warmup_steps,
+        )
+        return self._run(experiment, measure, timeout)
+
+    def compare(
+        self, baseline: Run, other: Run, *, turns: int | None = None, steps_per_turn: int = 1, timeout: float | None = None
+    ) -> Comparison:
+        """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
+
+        Both are run once more in clean processes, in turns (A B, B A, ...), on one thread on a CPU. The speed ratio
+        is the median of the pairs' ratios, its interval a bootstrap over the pairs widened by `NOISE_FLOOR`.
+
+        Args:
+            turns: pairs of turns; default: the profile's.
+            steps_per_turn: optimizer steps in a turn, of which the fastest counts.
+        """
+        for run in (baseline, other):
+            if run.id not in self._experiments:
+                raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
+        memory_ratio = None
+        if baseline.peak_bytes and other.peak_bytes:
+            memory_ratio = other.peak_bytes / baseline.peak_bytes
+        turns = _count("turns", turns or self.profile.turns)
+        speed_ratio = None
+        if baseline.ok and other.ok:
+            speed_ratio = self._speed_ratio(baseline, other, turns, _count("steps_per_turn", steps_per_turn), timeout)
+        return Comparison(baseline, other, memory_ratio, speed_ratio)
+
+    def ratio(self, pairs: Sequence[float]) -> Ratio:
+        """A ratio from pairs measured in turns: median, bootstrap interval, widened by this machine's noise floor."""
+        import numpy as np
+
+        if len(pairs) < 3:
+            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
+        values = np.asarray(pairs, dtype=float)
+        rng = np.random.default_rng(0)
+        medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        value, floor = float(np.median(values)), NOISE_FLOOR[self.machine.kind]
+        return Ratio(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
+
+    def __getitem__(self, name: str) -> Run:
+        """The latest run of that name."""
+        for run in reversed(self.runs):
+            if run.name == name:
+                return run
+        raise KeyError(f"no run {name!r} yet; there are {', '.join(run.name for run in self.runs) or 'none'}")
+
+    def _run(self, experiment: Experiment, measure: Sequence[str], timeout: float | None) -> Run:
+        measure = (measure,) if isinstance(measure, str) else tuple(measure)
+        if not measure or set(measure) - {"memory", "time", "none"}:
+            raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
+        merged: dict[str, Any] = {"status": "ok", "message": ""}
+        quiet = bool(self.out or self.executor)  # from afar there is no progress to show
+        with _progress(experiment, quiet) as on_step:
+            for meter in measure:
+                outcome = self._perform(processes.execute, experiment, meter, timeout or self.timeout, on_step)
+                if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
+                    outcome["ranks"] = [a | b for a, b in zip(merged["ranks"], outcome["ranks"], strict=True)]
+                merged |= {key: value for key, value in outcome.items() if value is not None or key not in merged}
+                if outcome["status"] != "ok":
+                    break
+                if meter == "memory" and outcome["memory"]["breakdown"] is None:
+                    parts = self._perform(processes.execute, experiment, "categories", timeout or self.timeout, on_step)
+                    merged |= _explained(outcome, parts)
+        if merged["status"] == "invalid":
+            raise ValueError(merged["message"])
+        if experiment.function and merged.get("output"):
+            print(merged["output"], end="")
+        run = Run(
+            name=experiment.name,
+            status=merged["status"],
+            message=merged["message"],
+            arguments=experiment.arguments,
+            task=experiment.task.to_dict(),
+            memory=Memory.from_dict(merged.get("memory")),
+            timing=Timing.from_dict(merged.get("timing")),
+            losses=tuple(merged["losses"]) if merged.get("losses") is not None else None,
+            value=merged.get("value"),
+            ranks=tuple(_rank_summary(rank) for rank in merged["ranks"]) if merged.get("ranks") else None,
+            processes=experiment.processes,
+            profile=self.profile.name,
+            machine=self.machine.to_dict(),
+            versions=self.versions,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            id=uuid.uuid4().hex[:12],
+        )
+        self._experiments[run.id] = experiment
+        self.runs.append(run)
+        try:
+            self.store.append(run)
+        except OSError as error:
+            print(f"The run could not be kept in {self.store.path}: {error.strerror}.", file=sys.stderr)
+        return run
+
+    def _perform(self, function, *arguments):
+        if self.executor is None:
+            return function(*arguments)
+        return self.executor.submit(function, *arguments).result()
+
+    def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio | None:
+        pair = []
+        for run in (baseline, other):
+            experiment = self._experiments[run.id]
+            arguments = {
+                name: value
+                for name, value in experiment.arguments.items()
+                if name not in ("max_steps", "num_train_epochs")
+            }
+            threads = 1 if self.machine.kind == "cpu" else None
+            pair.append(experiment.replace(arguments=arguments, threads=threads))
+        together = self.machine.kind == "cpu" or self._fit_together(baseline, other)
+        outcome = self._perform(
+            processes.alternate, *pair, turns, steps_per_turn, timeout or self.timeout, together
+        )
+        if outcome["status"] != "ok":
+            print(f"Speed not measured: {outcome['status']}, {outcome['message']}.", file=sys.stderr)
+            return None
+        samples = [_samples(experiment) for experiment in pair]
+        per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
+        return self.ratio([a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)])
+
+    def _fit_together(self, *runs: Run) -> bool:
+        needed = sum(run.memory.reserved_bytes or 0 for run in runs if run.memory)
+        free = self.machine.gpus[0].free_bytes if self.machine.gpus else None
+        return bool(needed and free and needed + 2e9 < 0.9 * free)
+
+
+def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """The memory of an outcome with the categories of a second pass, on each rank; as it was where that pass failed."""
+    if parts["status"] != "ok":
+        return {}
+    joined: dict[str, Any] = {
+        "memory": Memory.from_dict(outcome["memory"]).explained(Memory.from_dict(parts["memory"])).to_dict()
+    }
+    if outcome.get("ranks"):
+        pairs = zip(outcome["ranks"], parts["ranks"], strict=True)
+        joined["ranks"] = [total | _explained({**total, "ranks": None}, each) for total, each in pairs]
+    return joined
+
+
+def _samples(experiment: Experiment) -> int | None:
+    if experiment.function:
+        return experiment.arguments.get("samples_per_step")
+    return training_arguments.samples_per_step(experiment.arguments, experiment.processes)
+
+
+def _rank_summary(outcome: dict[str, Any]) -> dict[str, Any]:
+    memory = outcome.get("memory") or {}
+    return {"peak_bytes": memory.get("peak_bytes"), "breakdown": memory.get("breakdown"), "value": outcome.get("value")}
+
+
+def _pickled(function: Callable | None) -> bytes | None:
+    if function is None:
+        return None
+    if not callable(function):
+        raise ValueError(f"{function!r} is not a function: pass one that takes the task")
+    import cloudpickle
+
+    return cloudpickle.dumps(function)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    return value
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("PERF_HELPERS_HOME")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
+
+
+@contextlib.contextmanager
+def _progress(experiment: Experiment, quiet: bool):
+    """A bar for one experiment. None where nobody looks: under papermill tqdm's widget stays at 0 %."""
+    if quiet or not (_in_notebook() or sys.stderr.isatty()):
+        yield None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=experiment.steps + experiment.warmup_steps, desc=experiment.name, unit="step", leave=False) as bar:
+        yield lambda number: bar.update(number - bar.n)
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+def dump(run: Run) -> str:
+    """A run as one JSON object (see the README for its fields)."""
+    return json.dumps(run.to_dict(), default=str)

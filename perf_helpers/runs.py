@@ -1,0 +1,251 @@
+"""What experiments yield: runs, comparisons, and the file they are kept in.
+
+Every figure is None where it was not measured; nothing is ever 0 for want of a measurement.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+CATEGORIES = (
+    "weights",
+    "weight_copies",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "inputs",
+    "temporaries",
+    "inside_operations",
+)
+STATUSES = ("ok", "out of memory", "crashed", "killed", "timed out", "refused")
+
+
+class Record:
+    """to_dict and from_dict for the dataclasses of this module; unknown keys of a newer file are left out."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any] | None):
+        if data is None:
+            return None
+        nested = {"memory": Memory, "timing": Timing, "baseline": Run, "other": Run, "speed_ratio": Ratio}
+        values = {}
+        for item in dataclasses.fields(cls):
+            if item.name in data:
+                value = data[item.name]
+                if item.name in nested:
+                    value = nested[item.name].from_dict(value)
+                values[item.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Record):
+    """Memory of an experiment in bytes.
+
+    `kind` says what was counted: "counted" (CPU: live bytes, from the allocator's own events) or "allocated" (CUDA:
+    the peak that torch's caching allocator handed out). `breakdown` splits `peak_bytes` by `CATEGORIES`, and sums to it.
+    `phases` is what is live at the end of forward, backward and step in the last step recorded; `timeline` is that step as a series: {"phase": [...], "weights": [bytes, ...], ...}, one entry for
+    each of some 200 stretches of operations, taken where the stretch is highest. `reserved_bytes` is the
+    peak that the CUDA allocator holds, `device_used_bytes` what NVML reports for the whole device, `context_bytes` what
+    the CUDA context takes of it, `rss_bytes` the peak resident memory of the process (information only).
+    """
+
+    peak_bytes: int
+    kind: str
+    peak_phase: str | None = None
+    peak_operation: str | None = None
+    breakdown: dict[str, int] | None = None
+    phases: dict[str, int] | None = None
+    phase_breakdowns: dict[str, dict[str, int]] | None = None
+    timeline: dict[str, Any] | None = None
+    parameters: int | None = None
+    reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    context_bytes: int | None = None
+    rss_bytes: int | None = None
+
+    def explained(self, categories: "Memory") -> "Memory":
+        """This total with the breakdowns of a second pass that followed every tensor; the parts sum to the total."""
+        if categories.breakdown is None:
+            return self
+        return dataclasses.replace(
+            self,
+            peak_phase=categories.peak_phase,
+            peak_operation=categories.peak_operation,
+            breakdown=explain(categories.breakdown, self.peak_bytes),
+            phase_breakdowns={
+                phase: explain(parts, self.phases[phase])
+                for phase, parts in categories.phase_breakdowns.items()
+                if phase in self.phases
+            },
+            timeline=categories.timeline,
+        )
+
+
+def explain(live: dict[str, int], total: int) -> dict[str, int]:
+    """Bytes by category, and what no tensor shows, workspaces inside operations, so that the parts sum to `total`."""
+    seen = {category: live[category] for category in CATEGORIES[:-1]}
+    return seen | {"inside_operations": total - sum(seen.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing(Record):
+    """Seconds of an optimizer step: median, interquartile range, and every step that was timed, warm-up left out."""
+
+    step_seconds: float
+    spread_seconds: float
+    steps: int
+    warmup_steps: int
+    samples_per_second: float | None
+    all_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Record):
+    """What one experiment yielded. `status` is one of `STATUSES`; anything but "ok" comes with a `message`."""
+
+    name: str
+    status: str
+    message: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+    timing: Timing | None = None
+    losses: tuple[float, ...] | None = None
+    value: Any = None
+    ranks: tuple[Any, ...] | None = None
+    processes: int = 1
+    profile: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    id: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.memory.peak_bytes if self.memory else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.timing.step_seconds if self.timing else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self.timing.samples_per_second if self.timing else None
+
+    def __repr__(self) -> str:
+        peak = "not measured" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:.1f} MB {self.memory.kind}"
+        speed = "" if self.samples_per_second is None else f", {self.samples_per_second:.3g} samples/s"
+        return f"{self.name}: {self.status}{': ' + self.message if self.message else f', {peak}{speed}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio(Record):
+    """A measured ratio with its interval. `low` and `high` contain the bootstrap interval and the machine's noise floor:
+    an effect that does not clear both is too small to tell."""
+
+    value: float
+    low: float
+    high: float
+    pairs: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(Record):
+    """Two runs side by side: `memory_ratio` is other / baseline in peak bytes, `speed_ratio` in samples per second."""
+
+    baseline: Run
+    other: Run
+    memory_ratio: float | None
+    speed_ratio: Ratio | None
+
+    def __repr__(self) -> str:
+        memory = "not measured" if self.memory_ratio is None else f"{self.memory_ratio:.3f} x the memory"
+        speed = "speed not measured" if self.speed_ratio is None else f"{self.speed_ratio} x the speed"
+        return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
+
+    def _repr_html_(self) -> str:
+        from perf_helpers import plots
+
+        return plots.comparison(self)._repr_html_()
+
+
+class Store:
+    """Runs in a file of JSON lines that several notebooks may write at once.
+
+    A line is appended whole, under a lock, and flushed to the disk. A line that a crash or a full disk damaged is
+    reported when the file is read and skipped; the lines around it are kept.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def append(self, run: Run) -> None:
+        """Raises OSError where the file cannot be written; nothing is left half written then."""
+        line = json.dumps({"schema": SCHEMA} | run.to_dict(), allow_nan=True, default=str).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab") as file, _locked(file):
+            start = file.seek(0, os.SEEK_END)
+            # A writer that died in mid-line leaves no newline: begin on a line of our own.
+            if start and not _ends_with_newline(self.path):
+                line = b"\n" + line
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(start)
+                raise
+
+    def read(self) -> list[Run]:
+        """All runs in the order in which they were written; a damaged line is reported as a warning and skipped."""
+        if not self.path.exists():
+            return []
+        runs = []
+        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                runs.append(Run.from_dict(json.loads(line)))
+            except (ValueError, TypeError, AttributeError) as error:
+                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
+        return runs
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+@contextlib.contextmanager
+def _locked(file):
+    try:
+        import fcntl
+    except ImportError:  # Windows: appends of one write are not interleaved there
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

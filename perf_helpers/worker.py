@@ -1,0 +1,297 @@
+"""What happens inside the clean process: one experiment is performed once, under one meter.
+
+The process that calls `perform` is fresh and will end after it: nothing needs to be put back.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from perf_helpers import arguments as training_arguments
+from perf_helpers import hardware
+from perf_helpers.task import Task
+
+# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is not among them: importing
+# it touches the device.
+PRELOAD = (
+    "torch",
+    "torch.profiler",
+    "torch.distributed.launcher.api",
+    "numpy",
+    "datasets",
+    "accelerate",
+    "transformers",
+    "transformers.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "cloudpickle",
+    "perf_helpers.meters",
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training (or any function) of a task under given arguments.
+
+    `function` is a cloudpickled callable: it takes the task and returns something that JSON can hold. Without one, the
+    Trainer runs. `optimizer` is a cloudpickled callable (model, training arguments) -> optimizer for the Trainer.
+    """
+
+    name: str
+    task: Task
+    arguments: dict[str, Any] = field(default_factory=dict)
+    function: bytes | None = None
+    optimizer: bytes | None = None
+    processes: int = 1
+    steps: int = 4
+    warmup_steps: int = 1
+    threads: int | None = None
+
+    def replace(self, **changes) -> "Experiment":
+        return dataclasses.replace(self, **changes)
+
+
+def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Perform an experiment under one meter and return an outcome: a dict with `status`, `message` and what was measured.
+
+    Args:
+        measure: "memory" (two optimizer steps under the memory meter), "categories" (the same, followed tensor by tensor,
+            see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
+        on_step: called after each optimizer step with its number.
+    """
+    try:
+        if experiment.processes > 1:
+            return _launch(experiment, measure, on_step)
+        return _perform(experiment, measure, on_step)
+    except BaseException as error:  # whatever ended it, the caller gets a result
+        return failure(error)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The outcome of an experiment that an exception ended."""
+    text = f"{type(error).__name__}: {error}".strip()
+    lowered = text.lower()
+    out_of_memory = (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "out of memory" in lowered
+        or "defaultcpuallocator: can't allocate" in lowered
+        or "not enough memory" in lowered
+    )
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
+    return {
+        "status": "out of memory" if out_of_memory else "crashed",
+        "message": text.split("\n")[0][:500] + where,
+        "traceback": "".join(traceback.format_exception(error))[-4000:],
+    }
+
+
+def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
+    import torch
+
+    from perf_helpers import meters
+
+    if experiment.threads:
+        torch.set_num_threads(experiment.threads)
+    if refusal := _refusal(experiment):
+        return {"status": "refused", "message": refusal}
+    outcome: dict[str, Any] = {"status": "ok", "message": ""}
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
+        if measure in ("memory", "categories"):
+            with meters.MemoryMeter(categories=True if measure == "categories" else None) as meter:
+                outcome |= _execute(experiment, folder, steps=2, keep_losses=False)
+            outcome["memory"] = meter.result().to_dict()
+        elif measure == "time":
+            with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
+                outcome |= _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
+            samples = training_arguments.samples_per_step(experiment.arguments, experiment.processes)
+            if experiment.function:
+                samples = experiment.arguments.get("samples_per_step")
+            timing = meter.result(samples)
+            outcome["timing"] = timing.to_dict() if timing else None
+        else:
+            outcome |= _execute(experiment, folder, experiment.steps, keep_losses=True)
+    return outcome
+
+
+def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool) -> dict[str, Any]:
+    if experiment.function:
+        import cloudpickle
+
+        return {"value": cloudpickle.loads(experiment.function)(experiment.task)}
+    losses = train(experiment, folder, steps, keep_losses)
+    return {"losses": losses} if keep_losses else {}
+
+
+def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
+    """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
+
+    `steps` optimizer steps, unless the arguments say `max_steps` or `num_train_epochs`.
+    """
+    import cloudpickle
+    from transformers import PrinterCallback, Trainer
+
+    training, model_arguments = training_arguments.split(experiment.arguments)
+    if not {"max_steps", "num_train_epochs"} & training.keys():
+        training["max_steps"] = steps
+    elif not keep_losses and training.get("max_steps", -1) > 0:  # the memory pass needs no more than its steps
+        training["max_steps"] = min(training["max_steps"], steps)
+    args = training_arguments.build(training, folder)
+    model = experiment.task.build_model(**model_arguments)
+    dataset = experiment.task.dataset()
+    optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None
+
+    losses: list[list[Any]] = []
+
+    class LossKeeper(Trainer):
+        """Keeps each micro-batch's loss as it is, on the device: reading it out would wait for the device."""
+
+        def training_step(self, *inputs, **options):
+            loss = super().training_step(*inputs, **options)
+            if len(losses) <= self.state.global_step:
+                losses.append([])
+            losses[-1].append(loss)
+            return loss
+
+    kind = LossKeeper if keep_losses else Trainer
+    trainer = kind(model=model, args=args, train_dataset=dataset, optimizers=(optimizer, None))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return [sum(float(loss) for loss in step) for step in losses]
+
+
+def _refusal(experiment: Experiment) -> str | None:
+    """Why the experiment is not even started: weights and gradients alone exceed this machine's memory."""
+    if experiment.function:
+        return None
+    import torch
+
+    training, model = training_arguments.split(experiment.arguments)
+    on_cpu = training.get("use_cpu") or not torch.cuda.is_available()
+    machine = hardware.describe()
+    available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
+    size = 4 if model.get("dtype") in (None, "float32") else 2
+    parameters = experiment.task.parameters()
+    needed = 2 * size * parameters
+    if not available or needed <= available:
+        return None
+    return (
+        f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: its weights and gradients alone take "
+        f"{needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
+    )
+
+
+def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> dict[str, Any]:
+    """Perform the experiment on `processes` ranks under torch's elastic launcher; rank 0 speaks for all."""
+    import multiprocessing
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    fork = multiprocessing.get_context("fork")
+    barrier, failures = fork.Barrier(experiment.processes), fork.SimpleQueue()
+    threads = experiment.threads or max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=experiment.processes,
+            run_id=f"perf_helpers-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",  # else the machine's name is looked up, which may fail or take seconds
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="fork",
+        )
+        try:
+            ranks = elastic_launch(config, _rank)(
+                experiment.replace(threads=threads), measure, on_step, folder, barrier, failures
+            )
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            told = {}
+            while not failures.empty():
+                told |= failures.get()
+            outcome = told.get(rank) or died(first.exitcode)
+            return outcome | {"message": f"rank {rank}: {outcome['message']}"}
+    outcomes = [ranks[rank] for rank in sorted(ranks)]
+    refused = next((outcome for outcome in outcomes if outcome["status"] != "ok"), None)
+    return refused or outcomes[0] | {"ranks": outcomes}
+
+
+def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, failures) -> dict[str, Any]:
+    """One rank: a process of its own that dies with its parent.
+
+    A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
+    collective. The launcher keeps the first one that ends, which should be the one at fault: a rank that merely lost its
+    connection waits a moment. When runs take turns, all ranks of one stop and go together.
+    """
+    import torch
+
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+    if torch.cuda.device_count() >= experiment.processes:
+        torch.cuda.set_device(rank)
+
+    def in_step(number: int) -> None:
+        barrier.wait()
+        if rank == 0:
+            on_step(number)
+        barrier.wait()
+
+    takes_turns = getattr(on_step, "takes_turns", False)
+    try:
+        outcome = _perform(experiment, measure, in_step if takes_turns else on_step if rank == 0 else None)
+    except BaseException as error:
+        outcome = failure(error)
+        failures.put({rank: outcome})
+        if any(words in outcome["message"].lower() for words in _LOST_CONNECTION):
+            time.sleep(2)
+        sys.stdout.flush()
+        os._exit(1)  # no destroy_process_group: it waits for the others
+    if torch.distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            torch.distributed.destroy_process_group()
+    return outcome
+
+
+_LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+
+
+def died(code: int | None) -> dict[str, Any]:
+    """The outcome of an experiment whose process ended without one; `code` is negative for a signal, None if unknown."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
+        reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
+        return {"status": "killed", "message": f"the process was ended by {name}{reason}"}
+    return {"status": "crashed", "message": f"the process ended with exit code {code} and without a result"}
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing happens)."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+
+
+def preload() -> None:
+    """Import what experiments need; a module that this version of a library lacks is left out."""
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
