@@ -1,0 +1,185 @@
+"""perf-helpers: the command line. Results go to standard output, everything else to standard error."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perf_helpers import hardware
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
+)
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+
+
+@app.command()
+def doctor(json_output: Json = False) -> None:
+    """What this machine is and can do, what is wrong, and the remedy."""
+    machine, versions = hardware.describe(), hardware.versions()
+    findings = hardware.diagnose(machine, versions)
+    if json_output:
+        found = [{"level": f.level, "subject": f.subject, "text": f.text, "remedy": f.remedy} for f in findings]
+        _print_json({"machine": machine.to_dict(), "versions": versions, "findings": found})
+    else:
+        typer.echo(machine.name)
+        for finding in findings:
+            typer.echo(f"{finding.level:>8}  {finding.subject}: {finding.text}")
+            if finding.remedy:
+                typer.echo(f"          -> {finding.remedy}")
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def course(
+    lessons: Annotated[list[str] | None, typer.Argument(help="Numbers, names or paths; none: all of them.")] = None,
+    profile: Annotated[str, typer.Option(help="Sizes: auto, cpu, t4 or gpu.")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="A lesson fails at a verdict that is not expected.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")] = Path(
+        "build/course"
+    ),
+    baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 1800,
+) -> None:
+    """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
+    from perf_helpers import course as module
+
+    result = module.run_course(
+        lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout
+    )
+    typer.echo(str(out / "index.html"))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def measure(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")],
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")] = None,
+    architecture: Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")] = None,
+    dataset_size: Annotated[int, typer.Option(help="Samples in the generated data set.")] = 512,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps to time.")] = None,
+    processes: Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")] = 1,
+    memory_only: Annotated[bool, typer.Option("--memory-only", help="Leave the timing out.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Train a model for a few steps in a clean process and say what it took.
+
+    Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
+    --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
+    """
+    from perf_helpers.lab import Lab
+    from perf_helpers.task import Task
+
+    given = _training_arguments(context.args)
+    lab = Lab(timeout=3600)
+    task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
+    task.family()  # so that a model nobody knows is refused before anything runs
+    task.length()
+    run = lab.train(
+        model,
+        task=task,
+        measure=("memory",) if memory_only else ("memory", "time"),
+        steps=steps,
+        processes=processes,
+        **given,
+    )
+    if json_output:
+        _print_json(_flat(run))
+    else:
+        from perf_helpers import plots
+
+        typer.echo(repr(plots.table([run], f"{task}, {lab.machine.name}")))
+        if run.memory and run.memory.breakdown:
+            for category, size in run.memory.breakdown.items():
+                if size:
+                    typer.echo(f"  {plots.name_text(category):<18} {plots.bytes_text(size):>12}")
+    if not run.ok:
+        typer.echo(f"{run.status}: {run.message}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(old: Path, new: Path, json_output: Json = False) -> None:
+    """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
+    from perf_helpers import results
+
+    changes = results.compare(old, new)
+    if json_output:
+        _print_json(changes.to_dict())
+    else:
+        typer.echo(changes.to_text())
+
+
+@app.command()
+def report(directory: Path) -> None:
+    """Make the pages of a course run again from its results.json and executed notebooks."""
+    from perf_helpers import results
+
+    typer.echo(str(results.report(directory)))
+
+
+def _training_arguments(words: list[str]) -> dict[str, Any]:
+    from perf_helpers import arguments
+
+    given, rest = arguments.parse(words)
+    arguments.check(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
+    if rest:
+        raise ValueError(f"not understood: {' '.join(rest)}")
+    return given
+
+
+def _flat(run) -> dict[str, Any]:
+    """The JSON of `measure`: a run's figures side by side, in bytes and seconds; null where not measured."""
+    memory, timing = run.memory, run.timing
+    return {
+        "status": run.status,
+        "message": run.message,
+        "arguments": run.arguments,
+        "task": run.task,
+        "processes": run.processes,
+        "peak_bytes": run.peak_bytes,
+        "peak_kind": memory and memory.kind,
+        "peak_phase": memory and memory.peak_phase,
+        "breakdown": memory and memory.breakdown,
+        "phases": memory and memory.phases,
+        "parameters": memory and memory.parameters,
+        "reserved_bytes": memory and memory.reserved_bytes,
+        "device_used_bytes": memory and memory.device_used_bytes,
+        "context_bytes": memory and memory.context_bytes,
+        "rss_bytes": memory and memory.rss_bytes,
+        "step_seconds": run.step_seconds,
+        "step_seconds_spread": timing and timing.spread_seconds,
+        "steps": timing and timing.steps,
+        "samples_per_second": run.samples_per_second,
+        "losses": run.losses,
+        "machine": run.machine,
+        "versions": run.versions,
+        "date": run.date,
+    }
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, default=str) + "\n")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except (ValueError, FileNotFoundError) as error:
+        if "--json" in sys.argv:
+            _print_json({"status": "invalid", "message": str(error)})
+        print(f"perf-helpers: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
