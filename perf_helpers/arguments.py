@@ -16,8 +16,8 @@ MODEL_ARGUMENTS = {
     "dtype": "type of the weights: 'float32' (default), 'bfloat16', 'float16'",
 }
 
-# Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers 5.18-5.23
-# and the first goes away in 6.
+# Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers
+# 5.18-5.23 and the first goes away in 6.
 _SYNONYMS = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -68,8 +68,9 @@ def check(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
             continue
         if name in _REMOVED:
             raise ValueError(f"{name!r} is no longer a training argument. Instead: {_REMOVED[name]}.")
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else " The names are those of transformers.TrainingArguments."
+        near = difflib.get_close_matches(name, sorted(valid), n=2, cutoff=0.6)
+        meant = " or ".join(map(repr, near))
+        hint = f" Did you mean {meant}?" if near else " The names are those of transformers.TrainingArguments."
         raise ValueError(f"unknown training argument {name!r}.{hint}")
 
 

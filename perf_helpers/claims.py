@@ -363,7 +363,12 @@ def finish(lab) -> None:
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, versions, date)))
     display(Scoreboard(title, tuple(made), tuple(problems)))
     if lab.out:
-        content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile, "machine": lab.machine.to_dict()}
+        content = {
+            "schema": 1,
+            "lesson": lab.lesson,
+            "profile": getattr(lab.profile, "name", lab.profile),
+            "machine": lab.machine.to_dict(),
+        }
         content |= {"versions": dict(lab.versions), "date": date, "claims": [decision.to_dict() for decision in made]}
         content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
         _write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))

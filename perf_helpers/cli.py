@@ -50,9 +50,7 @@ def course(
     """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
     from perf_helpers import course as module
 
-    result = module.run_course(
-        lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout
-    )
+    result = module.run_course(lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout)
     typer.echo(str(out / "index.html"))
     if not result.ok:
         raise typer.Exit(1)
@@ -62,7 +60,9 @@ def course(
 def measure(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")],
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")
+    ] = None,
     architecture: Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")] = None,
     dataset_size: Annotated[int, typer.Option(help="Samples in the generated data set.")] = 512,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps to time.")] = None,

@@ -17,8 +17,8 @@ from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.worker import Experiment
 
-# Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns with
-# itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
+# Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
+# with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
 NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
 
 
@@ -78,8 +78,8 @@ class Lab:
             name: what the run is called in tables and pictures.
             task: another task than the lab's.
             optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
-            measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time meter,
-                losses kept), each in a clean process of its own.
+            measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
+                meter, losses kept), each in a clean process of its own.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
             steps: optimizer steps to time; default: the profile's.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
@@ -133,7 +133,13 @@ class Lab:
         return self._run(experiment, measure, timeout)
 
     def compare(
-        self, baseline: Run, other: Run, *, turns: int | None = None, steps_per_turn: int = 1, timeout: float | None = None
+        self,
+        baseline: Run,
+        other: Run,
+        *,
+        turns: int | None = None,
+        steps_per_turn: int = 1,
+        timeout: float | None = None,
     ) -> Comparison:
         """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
 
@@ -240,9 +246,7 @@ class Lab:
             threads = 1 if self.machine.kind == "cpu" else None
             pair.append(experiment.replace(arguments=arguments, threads=threads))
         together = self.machine.kind == "cpu" or self._fit_together(baseline, other)
-        outcome = self._perform(
-            processes.alternate, *pair, turns, steps_per_turn, timeout or self.timeout, together
-        )
+        outcome = self._perform(processes.alternate, *pair, turns, steps_per_turn, timeout or self.timeout, together)
         if outcome["status"] != "ok":
             print(f"Speed not measured: {outcome['status']}, {outcome['message']}.", file=sys.stderr)
             return None

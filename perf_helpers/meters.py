@@ -1,9 +1,9 @@
 """The two meters of an experiment. They are never on at the same time.
 
-The time meter sees each optimizer step through torch's global hooks, so the code that is measured needs no measuring code
-in it. The memory meter takes the total from the allocator itself and the categories from a dispatch mode that follows
-every tensor's storage from birth to death; what one operation allocates inside itself, where no mode can see it, is
-reported as a part of its own and never spread over the others.
+The time meter sees each optimizer step through torch's global hooks, so the code that is measured needs no measuring
+code in it. The memory meter takes the total from the allocator itself and the categories from a dispatch mode that
+follows every tensor's storage from birth to death; what one operation allocates inside itself, where no mode can see
+it, is reported as a part of its own and never spread over the others.
 """
 
 import bisect
@@ -107,8 +107,8 @@ def _elapsed(begin, end) -> float:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One live storage: its bytes, and what they are for. The category may become known after the birth (a tensor born in
-    backward turns out to be a gradient)."""
+    """One live storage: its bytes, and what they are for. The category may become known after the birth: a tensor born
+    in backward turns out to be a gradient."""
 
     bytes: int
     category: str
@@ -135,9 +135,9 @@ class Tracker(Watcher, TorchDispatchMode):
     """Births and deaths of storages in the order of the operations, each with a category.
 
     Works on real and on fake tensors alike. The rules, by the moment of birth: from a module's forward to backward
-    (also when checkpointing runs the forward again inside backward): activations; a cast of a weight there: weight copies; in backward:
-    temporaries, unless they end up as a parameter's gradient; in the optimizer's step: temporaries, unless they end up in
-    the optimizer's state; before a forward: inputs; else: temporaries.
+    (also when checkpointing runs the forward again inside backward): activations; a cast of a weight there: weight
+    copies; in backward: temporaries, unless they end up as a parameter's gradient; in the optimizer's step:
+    temporaries, unless they end up in the optimizer's state; before a forward: inputs; else: temporaries.
     """
 
     def __init__(self, granularity: int = 1):
@@ -222,9 +222,9 @@ def _storage(tensor: torch.Tensor):
 
 @contextlib.contextmanager
 def watched(tracker: Watcher):
-    """Follow a training with a watcher or a tracker: phases, parameters, gradients and optimizer states are found by global hooks.
+    """Follow a training with a watcher or a tracker: global hooks find phases, parameters, gradients and states.
 
-    Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop, plain torch.
+    Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop.
     """
     state = {"modules": 0, "backwards": 0}
     parameters: dict[int, torch.Tensor] = {}
@@ -303,17 +303,19 @@ def watched(tracker: Watcher):
 class MemoryMeter:
     """Peak memory of everything that runs inside `with MemoryMeter() as meter`.
 
-    The peak is taken from the first forward on, so that building the model does not colour it. Enter it before the model
-    is built: what was allocated earlier is not seen on CPU.
+    The peak is taken from the first forward on, so that building the model does not colour it. Enter it before the
+    model is built: what was allocated earlier is not seen on CPU.
 
     Args:
-        categories: follow every tensor, for the breakdown. On CPU that itself allocates: each number among an operation's
-            arguments is wrapped once more, 8 bytes for the time of the operation. So there the total comes from a pass
-            without categories, and `Memory.explained` joins the two; on CUDA, where such wraps lie on the host, one pass does.
+        categories: follow every tensor, for the breakdown. On CPU that itself allocates: each number among an
+            operation's arguments is wrapped once more, 8 bytes for the time of the operation. So there the total comes
+            from a pass without categories, and `Memory.explained` joins the two; on CUDA, where such wraps lie on the
+            host, one pass does both. None: what one pass can do.
+        on_cpu: the experiment uses the CPU although there is a GPU.
     """
 
-    def __init__(self, categories: bool | None = None):
-        self._cuda = torch.cuda.is_available()
+    def __init__(self, categories: bool | None = None, on_cpu: bool = False):
+        self._cuda = torch.cuda.is_available() and not on_cpu
         self._categories = self._cuda if categories is None else categories
 
     def __enter__(self):
@@ -331,7 +333,7 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *error):
-        self._device_used = hardware.device_used_bytes() if self._cuda else None
+        self._device_used = hardware.device_used_bytes(torch.cuda.current_device()) if self._cuda else None
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory:
@@ -406,9 +408,7 @@ class _CudaTracker(Tracker):
         self._at_marks.append(torch.cuda.memory_allocated())
 
     def account(self) -> "_Account":
-        return _Account(
-            torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations
-        )
+        return _Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
 
 
 @dataclass(slots=True)
@@ -480,9 +480,9 @@ def _replay(profile, tracker: Tracker) -> _Account:
 
 def _context_cost() -> int | None:
     """Device-used bytes that the first CUDA tensor of this process brings; None where NVML does not tell."""
-    before = hardware.device_used_bytes()
+    before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
-    after = hardware.device_used_bytes()
+    after = hardware.device_used_bytes(index)
     return None if before is None or after is None else after - before - torch.cuda.memory_reserved()
 
 

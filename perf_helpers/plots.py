@@ -1,6 +1,6 @@
 """Pictures and tables of runs. One palette and one order of categories everywhere; each picture returns its Axes.
 
-The colours are those of Okabe and Ito, told apart by colour-blind readers; hatches and direct labels say the same again.
+The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
 """
 
 import html
@@ -22,7 +22,6 @@ PALETTE = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 110}
 
 
 def bytes_text(size: float | None) -> str:
@@ -202,8 +201,10 @@ class Table:
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = ["  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
-                 for row in [self.header, ["-" * width for width in widths], *self.rows]]
+        lines = [
+            "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
+            for row in [self.header, ["-" * width for width in widths], *self.rows]
+        ]
         return "\n".join(([self.caption] if self.caption else []) + lines)
 
     def _repr_html_(self) -> str:
@@ -250,8 +251,10 @@ def _axes(ax, size: tuple[float, float], largest: float):
     import matplotlib.pyplot as plt
 
     if ax is None:
-        with plt.rc_context(_STYLE):
-            _, ax = plt.subplots(figsize=size, layout="constrained")
+        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and no
+        # later figure would be shown.
+        _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
+        ax.spines[["top", "right"]].set_visible(False)
     scale, unit = (1e9, "GB") if largest >= 2e9 else (1e6, "MB")
     return ax, scale, unit
 

@@ -1,9 +1,9 @@
 """Clean processes: one for each experiment, forked from a server that has imported torch and never touched a device.
 
-A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and is
-just as clean. Where there is no fork (Windows), a fresh interpreter is spawned. No process outlives its parent, whatever
-kills it: children are in a session of their own, ask the kernel to die with the server, and the server ends when the
-socket to its parent closes.
+A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
+is just as clean. Where there is no fork (Windows), a fresh interpreter is spawned. No process outlives its parent,
+whatever kills it: children are in a session of their own, ask the kernel to die with the server, and the server ends
+when the socket to its parent closes.
 """
 
 import atexit
@@ -52,7 +52,8 @@ class _Server:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        code = f"import sys; sys.path[:] = {sys.path!r}; from perf_helpers import processes; processes._serve({theirs.fileno()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}\n"
+        code += f"from perf_helpers.processes import _serve; _serve({theirs.fileno()})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
@@ -232,7 +233,7 @@ class CleanProcess:
     """
 
     def __init__(self, experiment: Experiment, measure: str, turn: tuple[int, int] | None = None):
-        self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
         if HAS_FORK:
             ours, theirs = socket.socketpair()
@@ -344,7 +345,12 @@ def execute(
 
 
 def alternate(
-    first: Experiment, second: Experiment, turns: int, steps_per_turn: int = 1, timeout: float = 600, together: bool = True
+    first: Experiment,
+    second: Experiment,
+    turns: int,
+    steps_per_turn: int = 1,
+    timeout: float = 600,
+    together: bool = True,
 ) -> dict[str, Any]:
     """Let two experiments take turns (A B, B A, A B, ...), each in its clean process, and time every turn.
 

@@ -54,11 +54,12 @@ class Memory(Record):
     """Memory of an experiment in bytes.
 
     `kind` says what was counted: "counted" (CPU: live bytes, from the allocator's own events) or "allocated" (CUDA:
-    the peak that torch's caching allocator handed out). `breakdown` splits `peak_bytes` by `CATEGORIES`, and sums to it.
-    `phases` is what is live at the end of forward, backward and step in the last step recorded; `timeline` is that step as a series: {"phase": [...], "weights": [bytes, ...], ...}, one entry for
-    each of some 200 stretches of operations, taken where the stretch is highest. `reserved_bytes` is the
-    peak that the CUDA allocator holds, `device_used_bytes` what NVML reports for the whole device, `context_bytes` what
-    the CUDA context takes of it, `rss_bytes` the peak resident memory of the process (information only).
+    the peak that torch's caching allocator handed out). `breakdown` splits `peak_bytes` by `CATEGORIES`, and sums to
+    it. `phases` is what is live at the end of forward, backward and step in the last step recorded; `timeline` is that
+    step as a series: {"phase": [...], "weights": [bytes, ...], ...}, one entry for each of some 200 stretches of
+    operations, taken where the stretch is highest. `reserved_bytes` is the peak that the CUDA allocator holds,
+    `device_used_bytes` what NVML reports for the whole device, `context_bytes` what the CUDA context takes of it,
+    `rss_bytes` the peak resident memory of the process (information only).
     """
 
     peak_bytes: int
@@ -156,8 +157,8 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Record):
-    """A measured ratio with its interval. `low` and `high` contain the bootstrap interval and the machine's noise floor:
-    an effect that does not clear both is too small to tell."""
+    """A measured ratio with its interval, `low` to `high`: the bootstrap's, widened by the machine's noise floor. An
+    effect that does not clear it is too small to tell."""
 
     value: float
     low: float

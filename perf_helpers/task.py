@@ -234,7 +234,10 @@ class Task:
         rng = np.random.default_rng(self.seed)
         classes = getattr(config, "num_labels", None) or 2
         if family == "vision":
-            side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+            side = getattr(config, "image_size", None)
+            side = side[0] if isinstance(side, list | tuple) else side
+            if side is None:
+                raise ValueError(f"{self.model}: its configuration has no image_size, so no images can be made for it")
             pixels = rng.standard_normal((size, getattr(config, "num_channels", 3), side, side), dtype=np.float32)
             return {"pixel_values": pixels, "labels": rng.integers(0, classes, size)}
         length = self.length(config)
@@ -284,7 +287,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a preset, a config.json or a folder.") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}). Give a preset, a config.json or a folder."
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(fields, dict) or "model_type" not in fields:

@@ -20,8 +20,8 @@ from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
 from perf_helpers.task import Task
 
-# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is not among them: importing
-# it touches the device.
+# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is not among them:
+# importing it touches the device.
 PRELOAD = (
     "torch",
     "torch.profiler",
@@ -60,11 +60,16 @@ class Experiment:
         return dataclasses.replace(self, **changes)
 
 
+class Invalid(ValueError):
+    """What the user asked for cannot be built."""
+
+
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Perform an experiment under one meter and return an outcome: a dict with `status`, `message` and what was measured.
+    """Perform an experiment under one meter; the outcome is a dict with `status`, `message` and what was measured.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter), "categories" (the same, followed tensor by tensor,
+        measure: "memory" (two optimizer steps under the memory meter), "categories" (the same, followed tensor by
+        tensor,
             see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
@@ -72,6 +77,8 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         if experiment.processes > 1:
             return _launch(experiment, measure, on_step)
         return _perform(experiment, measure, on_step)
+    except Invalid as error:
+        return {"status": "invalid", "message": str(error)}
     except BaseException as error:  # whatever ended it, the caller gets a result
         return failure(error)
 
@@ -108,7 +115,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
     outcome: dict[str, Any] = {"status": "ok", "message": ""}
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
         if measure in ("memory", "categories"):
-            with meters.MemoryMeter(categories=True if measure == "categories" else None) as meter:
+            categories = True if measure == "categories" else None
+            with meters.MemoryMeter(categories, on_cpu=bool(experiment.arguments.get("use_cpu"))) as meter:
                 outcome |= _execute(experiment, folder, steps=2, keep_losses=False)
             outcome["memory"] = meter.result().to_dict()
         elif measure == "time":
@@ -128,9 +136,22 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool)
     if experiment.function:
         import cloudpickle
 
-        return {"value": cloudpickle.loads(experiment.function)(experiment.task)}
+        return {"value": _plain(cloudpickle.loads(experiment.function)(experiment.task))}
     losses = train(experiment, folder, steps, keep_losses)
     return {"losses": losses} if keep_losses else {}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it: tensors and arrays become lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot hold: return numbers or text")
 
 
 def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
@@ -146,9 +167,12 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         training["max_steps"] = steps
     elif not keep_losses and training.get("max_steps", -1) > 0:  # the memory pass needs no more than its steps
         training["max_steps"] = min(training["max_steps"], steps)
-    args = training_arguments.build(training, folder)
-    model = experiment.task.build_model(**model_arguments)
-    dataset = experiment.task.dataset()
+    try:
+        args = training_arguments.build(training, folder)
+        model = experiment.task.build_model(**model_arguments)
+        dataset = experiment.task.dataset()
+    except (ValueError, ImportError) as error:
+        raise Invalid(str(error)) from error
     optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None
 
     losses: list[list[Any]] = []
@@ -176,12 +200,16 @@ def _refusal(experiment: Experiment) -> str | None:
         return None
     import torch
 
+    try:
+        parameters = experiment.task.parameters()
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+
     training, model = training_arguments.split(experiment.arguments)
     on_cpu = training.get("use_cpu") or not torch.cuda.is_available()
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
     size = 4 if model.get("dtype") in (None, "float32") else 2
-    parameters = experiment.task.parameters()
     needed = 2 * size * parameters
     if not available or needed <= available:
         return None
@@ -236,8 +264,8 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, f
     """One rank: a process of its own that dies with its parent.
 
     A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
-    collective. The launcher keeps the first one that ends, which should be the one at fault: a rank that merely lost its
-    connection waits a moment. When runs take turns, all ranks of one stop and go together.
+    collective. The launcher keeps the first one that ends, which should be the one at fault: a rank that merely lost
+    its connection waits a moment. When runs take turns, all ranks of one stop and go together.
     """
     import torch
 

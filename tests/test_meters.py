@@ -1,4 +1,6 @@
-"""Counted memory against an independent count: a bare Trainer under torch.profiler, summed by hand, in a clean process."""
+"""Counted memory against an independent count: a bare Trainer under torch.profiler, summed by hand, in a clean
+process.
+"""
 
 import pytest
 
@@ -36,7 +38,10 @@ def independent_peak(architecture, config, arguments, model_arguments, optimizer
         ids = np.random.default_rng(1).integers(100, 1900, (64, length))
         labels = ids if "LM" in architecture or "Generation" in architecture else np.zeros(64, dtype=int)
         data = Dataset.from_dict({"input_ids": ids, "labels": labels}).with_format("torch")
-        with tempfile.TemporaryDirectory() as folder, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
             model = getattr(transformers, architecture)._from_config(
                 config_class(**config), **({"dtype": torch.float32} | model_arguments)
             )
@@ -172,7 +177,9 @@ def test_categories_are_what_arithmetic_says(lab):
 
 
 def test_autocast_holds_copies_of_the_weights_that_it_casts(lab):
-    run = lab.train("bf16", task=TINY.replace(seq_len=12), measure=("memory",), per_device_train_batch_size=2, bf16=True)
+    run = lab.train(
+        "bf16", task=TINY.replace(seq_len=12), measure=("memory",), per_device_train_batch_size=2, bf16=True
+    )
     linear = sum(
         p.numel() for n, p in TINY.build_model(device="meta").named_parameters() if p.ndim == 2 and "embedding" not in n
     )

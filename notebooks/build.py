@@ -1,0 +1,174 @@
+"""Builds the lessons that readers open from the sources that authors edit, and checks their shape.
+
+    python notebooks/build.py            notebooks/src/NN_slug.py (jupytext percent format) -> notebooks/NN_slug.ipynb
+    python notebooks/build.py --check    writes nothing; exit code 1 names what is stale, missing or orphaned
+
+Both lint every lesson, and exit with 1 if one is out of shape. The bytes are a function of the source alone: no
+outputs, no versions, and cell ids made from the cell's own text, so that a cell inserted in the source is the only one
+in the diff. Before the last cell stands what recorded runs (results/<machine>/) measured for the lesson's claims.
+"""
+
+import argparse
+import ast
+import hashlib
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+HERE = Path(__file__).parent
+LESSONS = "[0-9][0-9]_*"
+
+MAX_CODE_LINES = 25  # a cell and its output fit one laptop screen
+MIN_CELLS, MAX_CELLS = 20, 40  # fewer hides steps in long cells, more is two lessons
+MAX_WORDS = 1800  # ten minutes of reading; the rest of the time belongs to the experiments
+PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
+
+ONCE = ("parameters", "setup", "finish")
+EXERCISE = ("exercise", "check", "solution")
+RECORDED = "recorded"  # the cell that is made here, from recorded runs; it counts neither as a cell nor as prose
+TAGS = {*ONCE, *EXERCISE, "claim", "widget", RECORDED}  # any other tag is a misspelt one
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # as JupyterLab spells it, and as Colab does
+
+
+def build(source: str, recorded: str = "") -> str:
+    """Return the notebook (JSON text) of a lesson's source (percent format): always the same bytes.
+
+    `recorded` is markdown that goes before the last cell.
+    """
+    seen, cells = Counter(), []
+    parsed = jupytext.reads(source, fmt="py:percent").cells
+    if recorded:
+        parsed.insert(-1, nbformat.v4.new_markdown_cell(recorded, metadata={"tags": [RECORDED]}))
+    for cell in parsed:
+        metadata = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
+        if "solution" in tags(cell):
+            metadata |= FOLDED
+        text = f"{cell.cell_type}\n{cell.source}"
+        seen[text] += 1
+        new = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")(cell.source, metadata=metadata)
+        new.id = hashlib.sha256(f"{text}\n{seen[text]}".encode()).hexdigest()[:12]
+        cells.append(new)
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata=metadata), version=4) + "\n"
+
+
+def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
+    """Return, as markdown, what the newest recorded run of each machine measured for a lesson's claims; "" without
+    any.
+    """
+    from perf_helpers.results import load_results, measured
+
+    parts = []
+    for path in {path.parent.name: path for path in sorted(results.glob("*/*.json"))}.values():
+        data = load_results(path)
+        rows = [claim for claim in data["claims"] if claim["lesson"][:2] == lesson[:2]]
+        if rows:
+            versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers"))
+            head = f"On {data['machine']['name']} ({versions}, profile {data['profile']}, {data['date'][:10]}):"
+            lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured(claim)} |" for claim in rows]
+            parts.append("\n".join([head, "", "| claim | verdict | measured |", "|---|---|---|", *lines]))
+    return "\n\n".join(["**What recorded runs measured**, to hold yours against.", *parts]) if parts else ""
+
+
+def tags(cell) -> list[str]:
+    """Return the papermill tags of a cell."""
+    return list(cell.metadata.get("tags", []))
+
+
+def lint(notebook) -> list[str]:
+    """Return what is wrong with the shape of a lesson (an nbformat 4 notebook), one line each; empty if nothing is."""
+    return [*_lint_tags(notebook.cells), *_lint_code(notebook.cells), *_lint_prose(notebook.cells)]
+
+
+def _lint_tags(cells):
+    place = {tag: number for number, cell in enumerate(cells) for tag in tags(cell)}
+    count = Counter(tag for cell in cells for tag in tags(cell))
+    for tag in ONCE:
+        if count[tag] != 1:
+            yield f"exactly one cell is tagged {tag}; here {count[tag]}"
+    for tag in ("claim", *EXERCISE):
+        if not count[tag]:
+            yield f"no cell is tagged {tag}"
+    if len({count[tag] for tag in EXERCISE}) > 1:
+        yield f"each exercise has one check and one solution; here {', '.join(f'{count[t]} {t}' for t in EXERCISE)}"
+    for tag in sorted(set(count) - TAGS):
+        yield f"unknown tag {tag}; known: {', '.join(sorted(TAGS))}"
+    if place.get("parameters", 0) > place.get("setup", len(cells)):
+        yield "the parameters cell comes before the setup cell"
+    if not cells or "finish" not in tags(cells[-1]):
+        yield "the last cell is not the one tagged finish"
+
+
+def _lint_code(cells):
+    for number, cell in enumerate(cells, 1):
+        if cell.cell_type != "code":
+            continue
+        if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES:
+            yield f"cell {number} has {lines} lines; at most {MAX_CODE_LINES}"
+        if cell.outputs or cell.execution_count is not None:
+            yield f"cell {number} has outputs; lessons are kept without"
+        if "solution" in tags(cell) and not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            yield f"cell {number}, a solution, is not folded (metadata jupyter.source_hidden)"
+        if "parameters" in tags(cell) and _assignments(cell.source) != PARAMETERS:
+            expected = "; ".join(f"{name} = {value!r}" for name, value in PARAMETERS.items())
+            yield f"cell {number}: the parameters are exactly {expected}"
+
+
+def _assignments(source):
+    """Return {name: value} if the source is nothing but assignments of constants, else None."""
+    try:
+        return {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(source).body}
+    except (AttributeError, SyntaxError, ValueError):
+        return None
+
+
+def _lint_prose(cells):
+    cells = [cell for cell in cells if RECORDED not in tags(cell)]
+    if not MIN_CELLS <= len(cells) <= MAX_CELLS:
+        yield f"{len(cells)} cells; {MIN_CELLS} to {MAX_CELLS}"
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    words = len(re.findall(r"\w[\w'’.,%/-]*", re.sub(r"\]\([^)]*\)", "]", text)))  # of a link, its text alone is read
+    if words > MAX_WORDS:
+        yield f"{words} words of prose; at most {MAX_WORDS}"
+    unfenced = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^# +(.+?) *$", unfenced, flags=re.MULTILINE)
+    if len(titles) != 1:
+        yield f"exactly one heading of level one; here {len(titles)}"
+    if not (cells and cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")):
+        yield "the first cell starts with the title (# ...)"
+    if titles and not titles[0].endswith("?"):
+        yield f"the title is a question; here: {titles[0]}"
+
+
+def main(arguments=None, folder: Path = HERE) -> int:
+    """Build all lessons of a folder (with --check: only compare), lint them, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Build the lessons from their sources and check their shape.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a notebook is not up to date")
+    check = parser.parse_args(arguments).check
+    sources = sorted((folder / "src").glob(f"{LESSONS}.py"))
+    problems = [] if sources else [f"no lessons in {folder / 'src'} (files NN_slug.py)"]
+    for source in sources:
+        target = folder / f"{source.stem}.ipynb"
+        text = build(source.read_text(encoding="utf-8"), recorded_text(source.stem))
+        if not target.exists() or target.read_bytes() != text.encode():
+            if check:
+                state = "stale" if target.exists() else "missing"
+                problems.append(f"{target.name}: {state}; run python notebooks/build.py")
+            else:
+                target.write_bytes(text.encode())
+                print(f"wrote {target.name}")
+        problems += [f"{source.name}: {problem}" for problem in lint(nbformat.reads(text, as_version=4))]
+    for name in sorted({p.stem for p in folder.glob(f"{LESSONS}.ipynb")} - {p.stem for p in sources}):
+        problems.append(f"{name}.ipynb: orphaned, there is no src/{name}.py; delete it or add its source")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What the time meter costs: the same Trainer with it and bare, in turns, each in a clean process.
+
+    python tests/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
+
+Compares processor seconds of the whole of `trainer.train()` on one thread, which a busy neighbour disturbs less than
+the clock on the wall. On CUDA it compares seconds on the wall.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from perf_helpers import Lab, Task
+
+
+def train(task, steps: int, metered: bool) -> float:
+    """Seconds that `trainer.train()` takes, with the lab's time meter and loss keeping or without."""
+    import tempfile
+    import time
+
+    import torch
+    from transformers import Trainer, TrainingArguments, trainer
+
+    from perf_helpers import meters, worker
+
+    torch.set_num_threads(1)
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    plain = Trainer.train
+    taken = []
+
+    def timed(self, *arguments, **options):
+        begin = clock()
+        result = plain(self, *arguments, **options)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(clock() - begin)
+        return result
+
+    trainer.Trainer.train = timed
+    with tempfile.TemporaryDirectory() as folder:
+        if metered:
+            experiment = worker.Experiment("metered", task, {"per_device_train_batch_size": 4})
+            with meters.TimeMeter(1, lambda number: None):
+                worker.train(experiment, folder, steps)
+        else:
+            arguments = TrainingArguments(
+                folder,
+                per_device_train_batch_size=4,
+                max_steps=steps,
+                use_cpu=not torch.cuda.is_available(),
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                logging_strategy="no",
+                log_level="error",
+            )
+            Trainer(task.build_model(), arguments, train_dataset=task.dataset()).train()
+    return taken[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lab = Lab(out="build/overhead")
+    task = lab.task if lab.machine.kind == "cuda" else Task("bert-small", seq_len=128)
+    pairs = []
+    for number in range(options.rounds):
+        seconds = {}
+        for metered in (True, False) if number % 2 else (False, True):
+            run = lab.run(lambda t, m=metered: train(t, options.steps, m), "overhead", task=task, measure=("none",))
+            if not run.ok:
+                raise SystemExit(run.message)
+            seconds[metered] = run.value
+        pairs.append(seconds[True] / seconds[False])
+        print(f"{pairs[-1]:.4f}", flush=True)
+    import numpy as np
+
+    medians = np.median(np.random.default_rng(0).choice(pairs, (2000, len(pairs))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    report = {
+        "what": "time of trainer.train() with the time meter / bare, median of pairs",
+        "ratio": round(statistics.median(pairs), 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
+        "pairs": [round(pair, 4) for pair in pairs],
+        "clock": "wall" if lab.machine.kind == "cuda" else "processor",
+        "steps": options.steps,
+        "task": str(task),
+        "machine": lab.machine.name,
+        "versions": lab.versions,
+        "date": run.date,
+    }
+    print(json.dumps(report, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The lab as a user sees it: clean processes, failures as results, mistakes refused before anything is built."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from perf_helpers.lab import Lab
+from perf_helpers.runs import Store
+from perf_helpers.task import Task
+
+TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("lab"), timeout=120)
+
+
+def test_each_experiment_has_a_process_of_its_own(lab):
+    def look(_):
+        import builtins
+        import os
+
+        seen = hasattr(builtins, "left_behind")
+        builtins.left_behind = True
+        return [os.getpid(), os.getppid(), seen]
+
+    (first, server, dirty_1), (second, server_2, dirty_2) = (lab.run(look, measure=("none",)).value for _ in range(2))
+    assert first != second and not dirty_1 and not dirty_2
+    assert server == server_2 != os.getpid()  # both forked from one server
+
+
+def test_the_server_has_imported_torch_and_touched_no_device(lab):
+    def look(_):
+        import sys
+
+        import torch
+
+        return ["transformers.trainer" in sys.modules, "bitsandbytes" in sys.modules, torch.cuda.is_initialized()]
+
+    assert lab.run(look, measure=("none",)).value == [True, False, False]
+
+
+def test_functions_travel_with_what_they_close_over(lab):
+    factor = 7
+
+    def function(task):
+        import math
+
+        return math.floor(factor * 1.5) + len(task.model)
+
+    assert lab.run(function, task=TINY, measure=("none",)).value == 10 + len("bert-tiny")
+
+
+def test_environment_and_folder_are_the_callers(lab, monkeypatch, tmp_path):
+    monkeypatch.setenv("A_SETTING_OF_THE_TEST", "seen")
+    monkeypatch.chdir(tmp_path)
+
+    def look(_):
+        import os
+
+        return [os.environ.get("A_SETTING_OF_THE_TEST"), os.getcwd()]
+
+    assert lab.run(look, measure=("none",)).value == ["seen", str(tmp_path)]
+
+
+def test_what_a_function_prints_reaches_the_caller(lab, capfd):
+    lab.run(lambda task: print("hello from", task.model), task=TINY, measure=("none",))
+    assert capfd.readouterr().out == "hello from bert-tiny\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("raise KeyError('lost')", "crashed", "KeyError: 'lost'"),
+        ("import os; os._exit(9)", "crashed", "exit code 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed", "SIGSEGV"),
+        ("import torch; torch.empty(10**15)", "out of memory", "allocate"),
+        ("raise MemoryError", "out of memory", "MemoryError"),
+        ("import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried')", "out of memory", "Tried"),
+        ("import sys; sys.exit('enough')", "crashed", "enough"),
+        ("return lambda: 0", "crashed", "JSON"),
+    ],
+)
+def test_a_failure_is_a_result_and_the_next_experiment_is_clean(lab, body, status, message):
+    namespace = {}
+    exec(f"def function(task):\n    {body}", namespace)
+    run = lab.run(namespace["function"], measure=("none",))
+    assert (run.status, message in run.message) == (status, True), run
+    assert run.peak_bytes is None and run.samples_per_second is None
+    assert lab.run(lambda task: "fine", measure=("none",)).value == "fine"
+
+
+def test_a_hang_is_ended_with_everything_it_started(lab, tmp_path):
+    def hang(_):
+        import subprocess
+        import time
+
+        child = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        time.sleep(1000)
+
+    run = lab.run(hang, measure=("none",), timeout=3)
+    assert run.status == "timed out"
+    assert _gone(int((tmp_path / "pid").read_text()))
+
+
+def _gone(pid):
+    """Whether a process ends, or is a zombie that nobody collects here. Waits for it, up to the test's own limit."""
+    while psutil.pid_exists(pid):
+        with_status = psutil.Process(pid)
+        if with_status.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return True
+
+
+def test_nothing_survives_a_killed_kernel(tmp_path):
+    script = tmp_path / "kernel.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from perf_helpers import Lab
+            lab = Lab("cpu", out={str(tmp_path)!r})
+            def hang(_):
+                import os, pathlib, time
+                pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}")
+                time.sleep(1000)
+            lab.run(hang, measure=("none",))
+            """
+        )
+    )
+    kernel = subprocess.Popen([sys.executable, str(script)])
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        assert kernel.poll() is None
+        time.sleep(0.05)
+    kernel.send_signal(signal.SIGKILL)
+    kernel.wait()
+    for pid in (tmp_path / "pids").read_text().split():
+        assert _gone(int(pid))
+
+
+def test_a_killed_server_is_replaced(lab):
+    lab.run(lambda task: 1, measure=("none",))
+    from perf_helpers import processes
+
+    os.kill(processes._server().process.pid, signal.SIGKILL)
+    processes._server().process.wait()
+    assert lab.run(lambda task: 2, measure=("none",)).value == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"gradient_acumulation_steps": 4}, "gradient_accumulation_steps"),
+        ({"per_device_batch_size": 4}, "per_device_train_batch_size"),
+        ({"adafactor": True}, "optim='adafactor'"),
+        ({"per_device_train_batch_size": 0}, "at least 1"),
+        ({"per_device_train_batch_size": "four"}, "at least 1"),
+        ({"gradient_accumulation_steps": -1}, "at least 1"),
+        ({"optim": "adamm"}, "adam"),
+        ({"bf16": "yes"}, "True or False"),
+        ({"dtype": "float8"}, "float16"),
+        ({"attn_implementation": "flush"}, "eager"),
+        ({"lr_scheduler_type": "linaer"}, "linear"),
+        ({"bf16": True, "fp16": True}, "fp16"),
+        ({"gradient_checkpointing": True, "activation_checkpointing": True}, "checkpointing"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_built(lab, arguments, hint):
+    before = len(lab.runs)
+    with pytest.raises(ValueError, match=hint):
+        lab.train("mistake", task=TINY, **arguments)
+    assert len(lab.runs) == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lab: lab.train("x", measure=("speed",)),
+        lambda lab: lab.train("x", processes=0),
+        lambda lab: lab.train("x", steps=-3),
+        lambda lab: lab.run("not a function"),
+        lambda lab: Lab("gpuu"),
+        lambda lab: Task("bert-tiny", seq_len=0),
+        lambda lab: Task("bert-tiny", data="learned"),
+        lambda lab: lab.train("x", task=Task("bert-tiny", seq_len=100_000)),
+        lambda lab: lab.train("x", task=Task("no/such-model-anywhere")),
+    ],
+)
+def test_other_mistakes_are_value_errors_too(lab, call):
+    with pytest.raises(ValueError):
+        call(lab)
+
+
+def test_a_model_that_cannot_fit_is_refused_with_numbers(lab):
+    run = lab.train("too large", task=Task("llama-3-8b", config={"num_hidden_layers": 320}), measure=("memory",))
+    assert run.status == "refused" and "GB" in run.message
+
+
+def test_old_and_new_names_of_an_argument_mean_the_same(lab):
+    old = lab.train("old", task=TINY, measure=("memory",), gradient_checkpointing=True)
+    new = lab.train("new", task=TINY, measure=("memory",), activation_checkpointing=True)
+    assert old.peak_bytes == new.peak_bytes
+
+
+def test_two_processes_train_together(lab):
+    def reduce(task):
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor([float(torch.distributed.get_rank() + 1)])
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    run = lab.run(reduce, processes=2, measure=("none",))
+    assert run.ok and [rank["value"] for rank in run.ranks] == [3.0, 3.0]
+    trained = lab.train("ddp", task=TINY, processes=2, steps=2, per_device_train_batch_size=2)
+    assert trained.ok, trained.message
+    assert trained.samples_per_second == pytest.approx(4 / trained.step_seconds)
+    first, second = (rank["peak_bytes"] for rank in trained.ranks)
+    assert first == pytest.approx(second, rel=0.01)
+
+
+def test_a_rank_that_fails_ends_the_others(lab):
+    def fail(task):
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("rank one has had enough")
+        torch.distributed.barrier()
+
+    run = lab.run(fail, processes=2, measure=("none",), timeout=60)
+    assert run.status == "crashed" and "rank one has had enough" in run.message
+
+
+def test_a_comparison_takes_turns(lab):
+    a = lab.train("a", task=TINY, steps=2, per_device_train_batch_size=2)
+    b = lab.train("b", task=TINY, steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    comparison = lab.compare(a, b, turns=3)
+    assert comparison.memory_ratio == b.peak_bytes / a.peak_bytes
+    assert len(comparison.speed_ratio.pairs) == 3
+    assert comparison.speed_ratio.low <= comparison.speed_ratio.value <= comparison.speed_ratio.high
+    assert "ratio" in comparison._repr_html_()
+
+
+def test_a_comparison_of_runs_of_another_lab_is_refused(lab, tmp_path):
+    run = Lab("cpu", out=tmp_path).run(lambda task: 1, measure=("none",))
+    with pytest.raises(ValueError, match="not run by this lab"):
+        lab.compare(run, run)
+
+
+def test_an_interval_is_no_narrower_than_the_machines_noise(lab):
+    ratio = lab.ratio([2.0, 2.0, 2.0, 2.0])
+    assert (ratio.value, ratio.low, ratio.high) == (2.0, 2.0 / 1.3, 2.0 * 1.3)
+    wide = lab.ratio([0.5, 1.0, 2.0, 4.0, 8.0])
+    assert wide.low < 2.0 / 1.3 and wide.high > 2.0 * 1.3
+    with pytest.raises(ValueError, match="at least 3"):
+        lab.ratio([1.0])
+
+
+def test_runs_are_kept_with_machine_versions_and_date(lab):
+    run = lab.train("kept", task=TINY, steps=2, per_device_train_batch_size=2)
+    kept = [each for each in Store(lab.store.path).read() if each.id == run.id]
+    assert kept == [run]
+    assert run.machine["cpu_cores"] >= 1 and run.versions["torch"] and run.date.startswith("20")
+    assert run.arguments == {"per_device_train_batch_size": 2} and run.task["model"] == "bert-tiny"
+
+
+def test_an_executor_can_take_the_place_of_this_machine(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as executor:
+        lab = Lab("cpu", out=tmp_path, executor=executor)
+        run = lab.train("afar", task=TINY, steps=2, per_device_train_batch_size=2)
+    assert run.ok and run.peak_bytes and run.step_seconds
+
+
+def test_a_sweep_spreads_over_a_cluster(tmp_path):
+    distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        lab = Lab("cpu", out=tmp_path, executor=client.get_executor())
+        run = lab.train("afar", task=TINY, measure=("memory",), per_device_train_batch_size=2)
+    assert run.ok and run.peak_bytes

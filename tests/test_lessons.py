@@ -1,0 +1,77 @@
+"""Every lesson, executed by papermill under strict with the network cut off, and what its verdicts must be."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from perf_helpers import claims, course
+
+HERE = Path(__file__).parent
+LESSONS = [path.stem for path in course.find_lessons()]
+
+
+def _path_with(folder):
+    return os.pathsep.join([str(HERE / folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
+def executed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("course")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", _path_with("offline"))
+        patch.setenv("OFFLINE_ATTEMPTS", str(out / "attempts"))
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        result = course.run_course(profile="cpu", strict=True, out=out, timeout_per_lesson=600)
+    result.data["attempts"] = (out / "attempts").read_text() if (out / "attempts").exists() else ""
+    return result
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
+    (lesson,) = [lesson for lesson in executed.data["lessons"] if lesson["name"] == name]
+    assert lesson["status"] == "ok", lesson["message"]
+    decided = {claim["id"]: claim for claim in executed.data["claims"] if claim["lesson"] == name}
+    assert decided.keys() == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
+    for claim in decided.values():
+        assert claim["as_expected"], claim
+    assert {claim["verdict"] for claim in decided.values()} - {"not testable here"}
+
+
+def test_the_course_is_ok_as_a_whole(executed):
+    assert LESSONS and executed.problems == []
+
+
+def test_no_lesson_tries_the_network(executed):
+    assert executed.data["attempts"] == ""
+
+
+def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
+    """The measured values, decided once more with each claim turned around: no decided claim may come out the same."""
+    ledger, turned = claims.load(), 0
+    for decision in executed.data["claims"]:
+        claim = ledger[decision["id"]]
+        if decision["verdict"] not in ("holds", "refuted") or claim.direction not in ("below", "above"):
+            continue
+        reversed_claim = _reversed(claim)
+        value = tuple(decision["interval"]) if decision["interval"] else decision["value"]
+        assert claims.decide(reversed_claim, value, True) != decision["verdict"], claim.id
+        turned += 1
+    assert turned > 10
+
+
+def _reversed(claim):
+    import dataclasses
+
+    return dataclasses.replace(
+        claim, direction={"below": "above", "above": "below"}[claim.direction], refuted_from=None
+    )
+
+
+def test_checkpointing_that_is_silently_ignored_fails_its_lesson(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", _path_with("ignored_checkpointing"))
+    result = course.run_course(["06"], profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)
+    assert not result.ok
+    (lesson,) = result.data["lessons"]
+    assert lesson["status"] == "failed"

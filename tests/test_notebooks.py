@@ -1,0 +1,168 @@
+"""The lessons' notebooks are what their sources say, in the shape of a lesson; and the lint that says so bites."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = importlib.util.spec_from_file_location("build", ROOT / "notebooks" / "build.py")
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+
+SOURCES = sorted((ROOT / "notebooks" / "src").glob("*.py"))
+TAGGED = ("setup", "claim", "widget", "exercise", "check", "solution", "finish")
+PARAMETERS = '# %% tags=["parameters"]\nprofile = "auto"\nstrict = False\nout = ""'
+
+
+def source(middle=""):
+    """A lesson's source that has nothing wrong."""
+    cells = ["# %% [markdown]\n# # Does it fit?\n#\n# - You will see.", PARAMETERS]
+    cells += [f"# %% [markdown]\n# ## Part {number}" for number in range(20 - 2 - len(TAGGED))] + [middle]
+    return "\n\n".join(cells + [f'# %% tags=["{tag}"]\n{tag} = 1' for tag in TAGGED]) + "\n"
+
+
+def notebook(text):
+    return nbformat.reads(build.build(text), as_version=4)
+
+
+def test_there_are_lessons():
+    assert SOURCES, "no sources in notebooks/src"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_lesson_is_up_to_date_and_in_shape(path):
+    built = build.build(path.read_text(encoding="utf-8"))
+    target = path.parents[1] / f"{path.stem}.ipynb"
+    assert target.exists() and target.read_bytes() == built.encode(), "stale: run python notebooks/build.py"
+    assert build.lint(nbformat.reads(built, as_version=4)) == []
+
+
+def test_no_notebook_is_without_a_source():
+    assert {path.stem for path in (ROOT / "notebooks").glob(f"{build.LESSONS}.ipynb")} <= {
+        path.stem for path in SOURCES
+    }
+
+
+def test_a_build_is_valid_repeatable_and_without_outputs():
+    text = build.build(source())
+    assert text == build.build(source()) and text.endswith("\n")
+    nbformat.validate(json.loads(text))
+    assert build.lint(notebook(source())) == []
+    assert notebook(source()).metadata == {
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+
+
+def test_an_inserted_cell_changes_no_other_cell():
+    twins = "# %%\nx = 1\n\n# %%\nx = 1\n"  # equal cells need different ids
+    before, after = (notebook(source(middle)).cells for middle in (twins, "# %%\nnew = 1\n\n" + twins))
+    assert len({cell.id for cell in after}) == len(after) == len(before) + 1
+    assert [cell for cell in after if cell.source != "new = 1"] == before
+
+
+def test_a_solution_is_folded_by_the_build():
+    (solution,) = (cell for cell in notebook(source()).cells if "solution" in build.tags(cell))
+    assert solution.metadata["jupyter"]["source_hidden"] and solution.metadata["cellView"] == "form"
+
+
+def tagged(cells, tag):
+    return next(cell for cell in cells if tag in build.tags(cell))
+
+
+def untag(tag):
+    return lambda cells: tagged(cells, tag).metadata.pop("tags")
+
+
+def double(tag):
+    return lambda cells: cells.insert(-1, tagged(cells, tag))
+
+
+def rewrite(tag, text):
+    return lambda cells: tagged(cells, tag).update(source=text)
+
+
+def prose(text):
+    return lambda cells: cells[3].update(source=text)
+
+
+def title(text):
+    return lambda cells: cells[0].update(source=text)
+
+
+def unfold(cells):
+    del tagged(cells, "solution").metadata["jupyter"]
+
+
+BREAKS = {
+    **{f"no {tag}": (untag(tag), f"tagged {tag}") for tag in ("parameters", *TAGGED) if tag != "widget"},
+    **{f"two {tag}": (double(tag), f"exactly one cell is tagged {tag}; here 2") for tag in ("parameters", "setup")},
+    "two finish": (lambda cells: cells.insert(3, cells[-1]), "exactly one cell is tagged finish; here 2"),
+    "finish not last": (lambda cells: cells.append(cells.pop(4)), "the last cell is not the one tagged finish"),
+    "an exercise without a check": (double("exercise"), "2 exercise, 1 check, 1 solution"),
+    "a misspelt tag": (lambda cells: cells[4].metadata.update(tags=["clame"]), "unknown tag clame"),
+    "setup first": (lambda cells: cells.insert(1, cells.pop(cells.index(tagged(cells, "setup")))), "comes before"),
+    "a long cell": (rewrite("claim", "\n".join("x" * 26)), "has 26 lines; at most 25"),
+    "outputs": (lambda cells: tagged(cells, "claim").update(execution_count=1), "has outputs"),
+    "an open solution": (unfold, "not folded"),
+    "a misspelt parameter": (rewrite("parameters", 'profile = "auto"\nstrickt = False\nout = ""'), "are exactly"),
+    "one parameter more": (rewrite("parameters", 'profile = "auto"\nstrict = False\nout = ""\nx = 1'), "are exactly"),
+    "another default": (rewrite("parameters", 'profile = "gpu"\nstrict = False\nout = ""'), "are exactly"),
+    "computed parameters": (rewrite("parameters", "print(1)"), "are exactly"),
+    "few cells": (lambda cells: cells.pop(3), "19 cells; 20 to 40"),
+    "many cells": (lambda cells: cells.extend([cells[3]] * 21), "41 cells"),
+    "much prose": (prose("word " * 1801), "words of prose; at most 1800"),
+    "no question": (title("# It fits."), "the title is a question"),
+    "no title": (title("Does it fit?"), "exactly one heading of level one; here 0"),
+    "two titles": (prose("# Another?"), "exactly one heading of level one; here 2"),
+    "a late title": (lambda cells: cells.insert(0, cells.pop(3)), "the first cell starts with the title"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_lint_bites(name):
+    broken, (damage, words) = notebook(source()), BREAKS[name]
+    damage(broken.cells)
+    assert any(words in problem for problem in build.lint(broken)), build.lint(broken)
+
+
+def test_the_lint_counts_what_is_read():
+    fine = notebook(source())
+    prose("[two words](https://example.org/" + "a-" * 2000 + ")\n\n```\n# not a title\n```")(fine.cells)
+    assert build.lint(fine) == []
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "05_it_fits.py").write_text(source())
+    assert build.main([], tmp_path) == 0
+    return tmp_path
+
+
+def test_check_passes_on_what_was_built_and_writes_nothing(folder):
+    before = (folder / "05_it_fits.ipynb").stat().st_mtime_ns
+    assert build.main(["--check"], folder) == build.main([], folder) == 0
+    assert (folder / "05_it_fits.ipynb").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            lambda folder: (folder / "src" / "05_it_fits.py").write_text(source("# %%\nnew = 1\n")),
+            "05_it_fits.ipynb: stale",
+        ),
+        (lambda folder: (folder / "05_it_fits.ipynb").unlink(), "05_it_fits.ipynb: missing"),
+        (lambda folder: (folder / "06_gone.ipynb").write_text("{}"), "06_gone.ipynb: orphaned"),
+        (lambda folder: (folder / "src" / "05_it_fits.py").write_text(PARAMETERS), "05_it_fits.py: no cell is tagged"),
+        (lambda folder: (folder / "src" / "05_it_fits.py").unlink(), "no lessons in"),
+    ],
+)
+def test_check_names_what_is_stale_missing_orphaned_or_out_of_shape(folder, capsys, damage, words):
+    damage(folder)
+    assert build.main(["--check"], folder) == 1
+    assert words in capsys.readouterr().err
