@@ -1,0 +1,97 @@
+"""perf-helpers as a shell sees it: one JSON object and nothing else, true exit codes, mistakes in one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--model", "bert-tiny", "--seq-len", "16", "--steps", "1"]
+
+
+def run(*words, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "perf_helpers.cli", *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_measure_prints_one_json_object(tmp_path):
+    done = run("measure", *TINY, "--per_device_train_batch_size", "4", "--bf16", "False", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["status"] == "ok"
+    assert result["arguments"] == {"per_device_train_batch_size": 4, "bf16": False}
+    assert sum(result["breakdown"].values()) == result["peak_bytes"] > 0
+    assert {"forward", "backward", "step"} == result["phases"].keys()
+    assert result["samples_per_second"] == pytest.approx(4 / result["step_seconds"])
+    assert result["reserved_bytes"] is None and result["peak_kind"] == "counted"
+    assert result["machine"]["cpu_cores"] and result["versions"]["torch"]
+
+
+def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    words = ["--seq-len", "16", "--steps", "1", "--gradient_checkpointing", "--optim=sgd", "--memory-only", "--json"]
+    for model in (tmp_path, tmp_path / "config.json"):
+        done = run("measure", "--model", str(model), *words)
+        result = json.loads(done.stdout)
+        assert (done.returncode, result["status"]) == (0, "ok"), done.stderr
+        assert result["arguments"] == {"gradient_checkpointing": True, "optim": "sgd"}
+        assert result["step_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--model", "bert-tiny", "--gradient_acumulation_steps", "4"], "gradient_accumulation_steps"),
+        (["--model", "bert-tony"], "bert-tiny"),
+        (["--model", "bert-tiny", "--seq-len", "100000"], "512 tokens"),
+        (["--model", "bert-tiny", "--per_device_train_batch_size", "0"], "at least 1"),
+        (["--model", "no/config.json"], "cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
+    done = run("measure", *words, "--json", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert hint in json.loads(done.stdout)["message"]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_experiment_that_fails_is_exit_code_1():
+    done = run("measure", "--model", "mixtral-8x7b", "--memory-only", "--json")
+    assert done.returncode == 1
+    result = json.loads(done.stdout)
+    assert result["status"] == "refused" and result["peak_bytes"] is None
+
+
+def test_doctor_tells_people_and_programs():
+    told, printed = run("doctor"), run("doctor", "--json")
+    assert told.returncode == printed.returncode == 0
+    report = json.loads(printed.stdout)
+    assert report["machine"]["name"] in told.stdout
+    assert report["findings"] and all(finding["text"] in told.stdout for finding in report["findings"])
+
+
+def test_a_course_of_unknown_lessons_names_the_nearest():
+    done = run("course", "05_gradient_acumulation")
+    assert done.returncode == 2 and "05_gradient_accumulation" in done.stderr
+
+
+def test_compare_and_report_read_a_recorded_run(tmp_path):
+    recorded = sorted((ROOT / "results").glob("*/*.json"))
+    assert recorded
+    done = run("compare", str(recorded[-1]), str(recorded[-1]))
+    assert done.returncode == 0 and "nothing changed" in done.stdout
+    (tmp_path / "results.json").write_bytes(recorded[-1].read_bytes())
+    assert run("report", str(tmp_path)).returncode == 0
+    assert (tmp_path / "index.html").exists() and (tmp_path / "junit.xml").exists()
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{")
+    assert run("compare", str(damaged), str(recorded[-1])).returncode == 2

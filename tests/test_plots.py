@@ -1,0 +1,94 @@
+"""Pictures have labels with units and no small text; guesses, exercises and widgets behave without a front end."""
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+
+from perf_helpers import exercises, plots, widgets
+from perf_helpers.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
+
+SERIES = {"phase": ["forward", "backward", "step"]} | {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}
+MEMORY = Memory(24 * 10**6, "counted", "backward", breakdown=dict.fromkeys(CATEGORIES, 3 * 10**6), timeline=SERIES)
+RUN = Run("vanilla", "ok", memory=MEMORY, timing=Timing(0.5, 0.1, 2, 1, 8.0))
+COMPARISON = Comparison(RUN, RUN, 1.0, Ratio(1.2, 0.9, 1.5, (1.1, 1.2, 1.3)))
+PICTURES = {
+    "memory": lambda: plots.memory([RUN, RUN]),
+    "timeline": lambda: plots.timeline(RUN),
+    "speed": lambda: plots.speed([COMPARISON]),
+    "tradeoff": lambda: plots.tradeoff([RUN]),
+    "lines": lambda: plots.lines([1, 2], {"a": [1, 2], "b": [2, 1]}, "batch", "memory (MB)"),
+    "losses": lambda: plots.losses({"adam": [[1.0, 0.5], [1.1, 0.6]]}),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_labelled_and_readable(name):
+    axes = PICTURES[name]()
+    assert axes.get_xlabel() and (axes.get_ylabel() or axes.get_yticklabels())
+    axes.figure.canvas.draw()
+    texts = [text for text in axes.figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+    assert texts and min(text.get_fontsize() for text in texts) >= 9
+
+
+def test_the_colours_of_all_categories_differ():
+    assert plots.PALETTE.keys() == set(CATEGORIES) and len(set(plots.PALETTE.values())) == len(CATEGORIES)
+
+
+@pytest.mark.parametrize("draw", [plots.memory, plots.tradeoff])
+def test_a_picture_of_nothing_says_what_to_do(draw):
+    with pytest.raises(ValueError, match="measured"):
+        draw([Run("x", "killed")])
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, "not measured"), (0, "0 B"), (1536, "1.5 kB"), (198_395_296, "198.4 MB"), (14_949_000_000, "14.95 GB")],
+)
+def test_bytes_are_shown_in_a_persons_unit(size, text):
+    assert plots.bytes_text(size) == text
+
+
+def test_a_table_shows_unknown_as_not_measured():
+    shown = plots.table([Run("x", "killed", "gone")])
+    assert "not measured" in repr(shown) and "<td" in shown._repr_html_()
+
+
+def test_a_guess_is_scored_and_none_is_no_guess():
+    assert exercises.score(None, 100, "MB").status == "no guess"
+    assert "50% off" in exercises.score(150, 100, "MB").text
+    with pytest.raises(ValueError, match="number"):
+        exercises.score("a lot", 100, "MB")
+
+
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    return exercises.right("yes") if answer == 4 else exercises.wrong("because it is 4")
+
+
+def test_a_check_is_held_against_its_solution_and_a_mistake():
+    assert exercises.prove(check, solution=4, mistake=5).status == "right"
+    with pytest.raises(RuntimeError, match="wrong"):
+        exercises.prove(check, solution=5, mistake=4)
+    with pytest.raises(RuntimeError, match="not attempted"):
+        exercises.prove(lambda answer: exercises.right("always"), solution=4, mistake=5)
+
+
+def test_a_control_draws_anew_and_an_error_in_it_is_not_swallowed(capsys):
+    drawn = []
+
+    def draw(batch):
+        if batch == 3:
+            raise ZeroDivisionError("the third is broken")
+        drawn.append(batch)
+
+    box = widgets.explore(draw, batch=[1, 2, 3])
+    assert drawn == [1]
+    slider, _ = box.children
+    slider.value = 2
+    assert drawn == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        slider.value = 3
+    with pytest.raises(ValueError, match="no values"):
+        widgets.explore(draw, batch=[])
