@@ -77,14 +77,14 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         if experiment.processes > 1:
             return _launch(experiment, measure, on_step)
         return _perform(experiment, measure, on_step)
-    except Invalid as error:
-        return {"status": "invalid", "message": str(error)}
     except BaseException as error:  # whatever ended it, the caller gets a result
         return failure(error)
 
 
 def failure(error: BaseException) -> dict[str, Any]:
     """The outcome of an experiment that an exception ended."""
+    if isinstance(error, Invalid):
+        return {"status": "invalid", "message": str(error)}
     text = f"{type(error).__name__}: {error}".strip()
     lowered = text.lower()
     out_of_memory = (
@@ -169,6 +169,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         training["max_steps"] = min(training["max_steps"], steps)
     try:
         args = training_arguments.build(training, folder)
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
         model = experiment.task.build_model(**model_arguments)
         dataset = experiment.task.dataset()
     except (ValueError, ImportError) as error:
@@ -254,7 +256,8 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
             while not failures.empty():
                 told |= failures.get()
             outcome = told.get(rank) or died(first.exitcode)
-            return outcome | {"message": f"rank {rank}: {outcome['message']}"}
+            where = "" if outcome["status"] == "invalid" else f"rank {rank}: "
+            return outcome | {"message": where + outcome["message"]}
     outcomes = [ranks[rank] for rank in sorted(ranks)]
     refused = next((outcome for outcome in outcomes if outcome["status"] != "ok"), None)
     return refused or outcomes[0] | {"ranks": outcomes}

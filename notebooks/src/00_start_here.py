@@ -1,0 +1,295 @@
+# %% [markdown]
+# # What will my machine let me do?
+#
+# Welcome. This page takes five minutes, and you need to have trained a model once, no more. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
+#
+# **You will see**
+# - what this machine has, and how many of the guides' statements it can put to the test
+# - one experiment from end to end, in a process of its own that leaves nothing behind
+# - a run, a comparison, a claim and a verdict: everything that a scoreboard is made of
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import os
+from collections import Counter
+
+import matplotlib.pyplot as plt
+import psutil
+import torch
+
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers.task import PROFILES
+
+lab = Lab(profile, strict=strict, out=out, lesson="00_start_here")
+lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of the other lessons: a quick start
+
+# %% [markdown]
+# ## Idea
+#
+# Two guides of Hugging Face, from 2022 and 2023, say how to fit larger models into memory and train them faster. They give many figures, most of them taken on one V100. Do they hold on *your* machine, with *your* versions? This course does not tell you. It measures, and you watch.
+#
+# Five words are enough to follow it:
+#
+# - a **task** is a model with its data and sizes
+# - an **experiment** trains a task under given arguments, and yields a **run**
+# - a **claim** is one statement of the guides, with the number that decides it
+# - a **verdict** is what the measured number makes of the claim
+#
+# ## Predict
+#
+# Each lesson asks you for a number before it shows one: being wrong first is how an intuition grows. Further down, a model is trained with a batch of 4 sequences, then with a batch of 8. The peak memory of batch 8, in percent of that of batch 4? Put your number in place of `None`.
+
+# %%
+guess = None  # %
+
+# %% [markdown]
+# ## Your machine
+#
+# The doctor looks at the device, its memory, the precisions it really has, and the packages. `perf-helpers doctor` says the same in a terminal. Only a ✗ keeps lessons from running.
+
+# %%
+signs = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
+findings = hardware.diagnose(lab.machine)
+rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found.remedy] for found in findings]
+plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
+
+# %% [markdown]
+# Experiments should take seconds here and still show on a large card what they show on a small one, so the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards, `cpu` where there is no GPU that torch can use.
+
+# %%
+rows = []
+for name, each in PROFILES.items():
+    millions = each.task.parameters() / 1e6
+    sizes = [each.task.model, f"{millions:.0f} M", each.task.seq_len, each.micro_batch]
+    rows.append(["→ this one" if name == lab.profile.name else "", name, *sizes])
+plots.Table(["", "profile", "model", "parameters", "tokens in a sequence", "batch"], rows)
+
+# %% [markdown]
+# And the question in the title: how many claims can be decided here? The others say what they would need. No lesson pretends: it will tell you "not testable here" and go on.
+
+# %%
+needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in claims.load().values())
+plots.Table(["claims", "on this machine"], [[count, why] for why, count in needs.most_common()])
+
+# %% [markdown]
+# ## By hand: what does a model weigh?
+#
+# One claim to start with: *in fp32, weights take 4 bytes a parameter.* A model is a collection of tensors, and a tensor knows how many numbers it has and how many bytes each one takes. On torch's `meta` device it has shapes and no numbers, so even a large model can be weighed at no cost.
+
+# %%
+def weigh(task):
+    parameters = list(task.build_model(device="meta").parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return [len(parameters), count, size]
+
+
+by_hand = {task.model: weigh(task) for task in (lab.task, Task("bert-large-uncased"))}
+rows = [[model, tensors, f"{count:,}", plots.bytes_text(size)] for model, (tensors, count, size) in by_hand.items()]
+plots.Table(["model", "tensors", "parameters", "bytes"], rows)
+
+# %% [markdown]
+# bert-large is the guides' model. The 2023 guide read 1288 MB for it off a V100: the difference of two looks at the whole card, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
+#
+# ## A clean process
+#
+# You may have learnt to restart the kernel between two experiments, or the second one finds the memory of the first still taken. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
+
+# %%
+def look(task):
+    return [os.getpid(), round(psutil.Process().memory_info().rss / 1e6), hasattr(torch, "hoard")]
+
+
+def hoard(task):
+    torch.hoard = torch.ones(100_000_000)  # 400 MB, held by the module itself: nobody will free it
+    return look(task)
+
+
+rows = [["this notebook", *look(None)]]
+for name, function in (("the hoarder", hoard), ("the next experiment", look)):
+    rows.append([name, *lab.run(function, name, measure="none").value])
+if len({row[1] for row in rows}) < 3 or rows[-1][-1]:
+    raise RuntimeError(f"an experiment found what another one left: {rows}")
+plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"], rows)
+
+# %% [markdown]
+# Three process ids, and one process that sees the hoard: the one that made it. `lab.run` took a function written in this notebook, carried it to a fresh process, and brought back what it returned. (Resident memory is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.)
+#
+# The same holds for disasters. When memory runs out, the system often kills the process. Here an experiment does that to itself:
+
+# %%
+lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="none")
+
+# %% [markdown]
+# The notebook is alive, and the failure is a run like any other, with a status and a reason. **You never need to restart the kernel.**
+#
+# ## Baseline
+#
+# Now a real experiment: `lab.train` hands the lab's task and your arguments to transformers' `Trainer`. The arguments are those of `TrainingArguments`; a misspelt one is refused with the nearest valid name. Weights and data are random, so nothing is downloaded: they take the same bytes and the same time as real ones.
+
+# %%
+small = lab.train("batch 4", per_device_train_batch_size=4)
+small
+
+# %% [markdown]
+# A run in one line: its name, whether it went well, the most memory that was in use at any moment, and the samples trained in a second. **Counted** memory (on a GPU: **allocated**) is the bytes of the live tensors: the same, to the byte, each time you run it. Time is another matter; more below.
+#
+# ## Change one thing
+#
+# One argument differs. In each lesson such lines are marked `# new`.
+
+# %%
+large = lab.train("batch 8", per_device_train_batch_size=8)  # new
+comparison = lab.compare(small, large, turns=5)
+comparison
+
+# %% [markdown]
+# `lab.compare` sets two runs side by side; the last row is what the second one has for each 1.00 of the first.
+#
+# - The memory ratio is exact.
+# - The speed ratio comes with an **interval**, in brackets: the two recipes were run once more, in turns, and the interval holds what such ratios vary by. If it contains 1, nobody can say which one is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
+#
+# And your guess?
+
+# %%
+exercises.score(guess, 100 * comparison.memory_ratio, "%")
+
+# %%
+_ = plots.memory([small, large])
+
+# %% [markdown]
+# Here is why it is not 200 %. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
+#
+# ## What held
+#
+# The lab counted the weights of the running experiment, with no knowledge of our count by hand. The claim wants that number divided by the parameters:
+
+# %% tags=["claim"]
+weight_bytes = small.memory.breakdown["weights"]
+_, count, size = by_hand[lab.task.model]
+torch.testing.assert_close(weight_bytes, size, rtol=0.01, atol=0)  # the lab and our hands agree within 1 %
+claims.check("weights-cost", weight_bytes / count, note=f"{weight_bytes - size:,} bytes more than by hand")
+
+# %% [markdown]
+# (The bytes on top of our count are tables of position numbers that the model carries, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.)
+#
+# That box is a **verdict**. It shows what was measured here, the rule, and what the guide measured elsewhere. There are four:
+#
+# | | verdict | it means |
+# |---|---|---|
+# | ✓ | holds | the number, with its whole interval, satisfies the rule |
+# | ✗ | refuted | the whole interval lies where the claim is wrong: a finding, and the box says why |
+# | ≈ | too small to tell | the interval reaches over the edge, or the effect is there but weak |
+# | – | not testable here | something is missing, and it is named |
+#
+# A refuted claim is no failure of yours. Guides age, libraries change; to notice is what this course is for.
+#
+# ## Explore
+#
+# How a verdict comes about, with invented numbers. Take the claim that gradient checkpointing saves memory: it holds below 0.9, is refuted from 1.0 on, and in between the effect is weak. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 06 measures them.)
+
+# %% tags=["widget"]
+claim = claims.load()["checkpointing-memory"]
+
+
+def draw(measured, give_or_take):
+    low, high = measured - give_or_take, measured + give_or_take
+    _, ax = plt.subplots(figsize=(7.5, 2), layout="constrained")
+    edges = [0.5, claim.threshold, claim.refuted_from, 1.3]
+    for i, (name, colour) in enumerate((("holds", 2), ("weak", 6), ("refuted", 1))):
+        ax.axvspan(edges[i], edges[i + 1], color=plots.SERIES[colour], alpha=0.2, linewidth=0)
+        ax.text(sum(edges[i : i + 2]) / 2, 0.7, name, ha="center", fontsize=10)
+    ax.plot([low, high], [0, 0], color="black", linewidth=3)
+    ax.plot([measured], [0], "o", color="black", markersize=9)
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(-1, 1.2), yticks=[], xlabel="peak memory with checkpointing / without")
+    ax.set_title(f"{measured:.2f} ({low:.2f} to {high:.2f}): {claims.decide(claim, (low, high), True)}", loc="left")
+    return ax
+
+
+_ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_take=[0.03, 0.1, 0.15])
+
+# %% [markdown]
+# ## Exercise 1: the largest batch (challenge)
+#
+# You have a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
+
+# %% tags=["exercise"]
+limit = small.peak_bytes + 0.65 * (large.peak_bytes - small.peak_bytes)
+print(f"batch 4: {small.peak_bytes:,} bytes\nlimit:   {limit:,.0f} bytes\nbatch 8: {large.peak_bytes:,} bytes")
+
+answer = None  # a whole number
+
+# %% tags=["check"]
+tried = {4: small, 8: large}
+
+
+def check(batch):
+    if batch is None:
+        return exercises.not_attempted()
+    if batch not in tried:  # once is enough: counted memory does not vary
+        tried[batch] = lab.train(f"batch {batch}", per_device_train_batch_size=batch, measure="memory")
+    run = tried[batch]
+    if not run.ok:
+        return exercises.wrong(f"the run ended with: {run.status}, {run.message}")
+    used = run.peak_bytes / limit
+    if used > 1:
+        return exercises.wrong(f"batch {batch} takes {used:.0%} of the limit: more than there is")
+    if used < 0.9:
+        return exercises.wrong(f"batch {batch} fits, but takes only {used:.0%} of the limit: there is room for more")
+    return exercises.right(f"batch {batch} takes {used:.1%} of the limit")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# From 4 to 8 the peak grows by the same amount with each sample. 65 % of the way is 4 + 0.65 * 4 = 6.6 samples, so 6.
+exercises.prove(check, solution=6, mistake=8)
+
+# %% [markdown]
+# ## Exercise 2: read a scoreboard
+#
+# Four claims with invented measurements. Which verdict does each get? The last machine is a laptop without a GPU.
+
+# %% tags=["exercise"]
+answer = None  # a list of four verdicts, such as ["holds", "holds", "holds", "holds"]
+
+ledger = claims.load()
+cases = {"checkpointing-memory": 0.71, "checkpointing-cost": (0.60, 0.96), "states-adafactor": 0.02, "context-cost": None}
+rows = [[ledger[id].says, ledger[id].threshold_text(), value] for id, value in cases.items()]
+plots.Table(["the claim", "holds if", "measured"], rows)
+
+# %% tags=["check"]
+def check(verdicts):
+    if verdicts is None:
+        return exercises.not_attempted()
+    for (id, value), said in zip(cases.items(), verdicts):
+        verdict = claims.decide(ledger[id], value, value is not None)
+        if said != verdict:
+            return exercises.wrong(f"{id}: {said!r}? It holds if {ledger[id].threshold_text()}; measured: {value}")
+    return exercises.right("you can read every scoreboard of the course")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# The middle of 0.60 to 0.96 is well inside the rule, and still nobody knows: both ends reach outside.
+verdicts = ["holds", "too small to tell", "refuted", "not testable here"]
+exercises.prove(check, solution=verdicts, mistake=["holds", "holds", "refuted", "not testable here"])
+
+# %% [markdown]
+# ## Recap
+#
+# - You saw what this machine has, and how many of the guides' statements it can put to the test.
+# - One experiment went from end to end, in a process of its own that left nothing behind, and neither did a hoarder and a killed process.
+# - You met a run, a comparison, a claim and a verdict.
+#
+# The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. `perf-helpers course` runs all lessons and puts their scoreboards on one page.
+#
+# Next: lesson 01 asks where 15 GB go when the model has 1.3.
+
+# %% tags=["finish"]
+claims.finish(lab)

@@ -1,0 +1,512 @@
+# %% [markdown]
+# # Where did 15 GB go when the model has 1.3?
+#
+# The 2023 guide put bert-large on a V100 (1288 MB of weights), trained it at batch 4, and then read 14949 MB.
+#
+# **You will see**
+# - that every byte has one of six jobs, and that an account kept by hand agrees with the allocator;
+# - that the optimizer sets the bytes a parameter costs, and the batch sets the rest;
+# - that the peak is a moment inside the step, and what mixed precision, `zero_grad` and `nvidia-smi` make of it.
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import os
+import subprocess
+import weakref
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+
+from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+
+lab = Lab(profile, strict=strict, out=out, lesson="01_anatomy_of_memory")
+cuda = lab.machine.kind == "cuda"
+print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M parameters")
+
+# %% [markdown]
+# ## Idea
+#
+# A training step holds six kinds of tensors, and each lives for a different stretch of the step.
+#
+# | kind | born | dies |
+# |---|---|---|
+# | weights | when the model is made | never |
+# | gradients | in backward | in `zero_grad` |
+# | optimizer states | in the first `step` | never |
+# | activations | in forward | in backward |
+# | temporaries | inside an operation, or between two | at once |
+# | inputs | with each batch | with the batch |
+#
+# Memory runs out at the **peak**: the one moment at which the most of them are alive. So there are two questions. How
+# many bytes does each kind take? And which kinds are alive together?
+#
+# ## Predict
+#
+# The lab is about to train the model named above: fp32, AdamW, batch 4. How many MB at the peak?
+
+# %%
+guess = None  # MB, for example 100
+
+# %% [markdown]
+# ## By hand
+#
+# We keep the account ourselves, on a toy BERT. A tensor is a view of a *storage*, which is the memory itself. Two
+# tensors may share one, so we count storages.
+#
+# Weights, gradients and states can be looked up. Activations hide in the autograd graph, where forward leaves what
+# backward will need. `saved_tensors_hooks` shows each tensor as it is saved, and a stack of module names tells who
+# saved it. We keep weak references: watching a tensor must not keep it alive.
+
+# %%
+toy = Task("bert-tiny", seq_len=32, config={"vocab_size": 200, "max_position_embeddings": 128})
+model, batch = toy.build_model(), toy.batch(4)
+
+
+def held(tensors):
+    """Bytes of memory behind some tensors, shared memory counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+count = sum(parameter.numel() for parameter in model.parameters())
+size = held(model.parameters())
+print(f"{count:,} parameters take {size:,} bytes, {size / count:g} each: fp32 is 32 bits")
+
+
+# %%
+def forward(model, batch):
+    """Run a forward pass; return the loss and, for each tensor saved for backward, (module, weak reference)."""
+    stack, saved = [""], []
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), *batch.values()]}
+
+    def leave(*_):
+        stack.pop()
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:  # weights and inputs are counted elsewhere
+            saved.append((stack[-1], weakref.ref(tensor)))
+        return tensor
+
+    handles = []
+    for name, module in model.named_modules():
+        enter = module.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
+        handles += [enter, module.register_forward_hook(leave)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    for handle in handles:
+        handle.remove()
+    return loss, saved
+
+
+# %% [markdown]
+# Two ordinary training steps follow. After every line we write down what is alive.
+#
+# Is the account true? The lab then trains the same toy with the Trainer, in a process of its own, and counts what the
+# allocator really hands out. Weights, gradients and states must agree to the byte (on CUDA to 2 %: there the allocator
+# rounds each tensor up to 512 bytes), activations to 1 %: the lab also counts loss and logits.
+
+# %%
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+saved, account = [], {}
+
+
+def write_down(moment):
+    account[moment] = {
+        "weights": held([*model.parameters(), *model.buffers()]),
+        "optimizer_states": held(value for state in optimizer.state.values() for value in state.values()),
+        "gradients": held(parameter.grad for parameter in model.parameters()),
+        "activations": held(reference() for _, reference in saved),
+    }
+
+
+write_down("load")
+for step in (1, 2):
+    loss, saved = forward(model, batch)
+    write_down(f"forward {step}")
+    loss.backward()
+    write_down(f"backward {step}")
+    optimizer.step()
+    write_down(f"step {step}")
+    optimizer.zero_grad()
+    write_down(f"zero_grad {step}")
+
+# %%
+counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch_size=4)
+born = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
+for kind, moment in born.items():
+    mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
+    print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,}")
+    if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
+        torch.testing.assert_close(theirs, mine, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
+
+_, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
+bottom = [0.0] * len(account)
+for kind in born:
+    heights = [parts[kind] / 1e6 for parts in account.values()]
+    ax.bar(range(len(account)), heights, bottom=bottom, color=plots.PALETTE[kind], label=plots.name_text(kind))
+    bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+ax.axhline(counted.peak_bytes / 1e6, color="black", linestyle="--", label="peak (lab)")
+ax.set_xticks(range(len(account)), [moment.replace(" ", "\n") for moment in account])
+ax.set_ylabel("memory (MB)")
+ax.set_title("What is alive after each line of two training steps", loc="left")
+_ = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+# %% [markdown]
+# The states appear in the first `step` and stay, so forward 2 stands higher than forward 1: a training can survive its
+# first step and run out of memory in the second. Activations and gradients never stand side by side in full, because
+# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak lies *inside*
+# backward, with temporaries in it, where no look between two lines can see it.
+#
+# Who saved the activations of one layer?
+
+# %%
+loss, saved = forward(model, batch)
+tensors = {reference().data_ptr(): (module, reference()) for module, reference in reversed(saved)}
+rows = [
+    [module.split("layer.0.")[1], "x".join(map(str, tensor.shape)), f"{held([tensor]) / 1e3:.0f} kB"]
+    for module, tensor in reversed(tensors.values())
+    if "layer.0." in module
+]
+plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (batch 4, length 32, width 128)")
+
+# %% [markdown]
+# Nearly every shape is batch x length x width, its factors regrouped; attention adds tables of length x length for
+# each sample and head. Nothing here depends on the optimizer.
+#
+# ## Baseline
+#
+# Now the lab's own task in fp32 with AdamW, and your guess beside it. The table under the picture shows what
+# other instruments say about the same run.
+
+# %%
+vanilla = lab.train("vanilla", measure=("memory",), per_device_train_batch_size=4)
+display(exercises.score(guess, vanilla.peak_bytes / 1e6, "MB"))
+plots.timeline(vanilla, title=f"One step of {lab.task.model}, batch 4, length {lab.task.length()}")
+memory = vanilla.memory
+readings = [
+    ["weights", memory.breakdown["weights"], "the model and nothing else"],
+    [f"peak, {memory.kind}", memory.peak_bytes, f"tensors alive, in {memory.peak_phase}, at {memory.peak_operation}"],
+    ["reserved", memory.reserved_bytes, "what the CUDA allocator keeps for later tensors"],
+    ["context", memory.context_bytes, "what CUDA takes before the first tensor"],
+    ["device-used", memory.device_used_bytes, "what NVML sees: all of it, and other programs"],
+    ["peak resident", memory.rss_bytes, "host memory of the process, libraries included"],
+]
+plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), text] for name, size, text in readings])
+
+# %% [markdown]
+# From left to right: activations pile up in forward and melt in backward while the gradients grow. Weights and states
+# are the floor under them.
+#
+# The guides report *device-used* memory, and that is not what your tensors take: it adds the context and whatever the
+# allocator keeps. This course counts tensors, and says so. On a GPU, a function in a fresh process now checks
+# the guides' two statements about that reading; elsewhere there is nothing to read.
+
+# %%
+gpu = lab.machine.gpus[0].uuid if cuda else None
+
+
+def device_readings(task):
+    import pynvml
+
+    from perf_helpers import hardware
+
+    before = hardware.device_used_bytes()
+    torch.ones((1, 1), device="cuda")
+    after = hardware.device_used_bytes()
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    shown = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    old, new = [pynvml.nvmlDeviceGetMemoryInfo(handle, version).used for version in (None, pynvml.nvmlMemory_v2)]
+    return {"context": (after - before) / 2**20, "old": abs(old - shown) / old, "new": abs(new - shown) / new}
+
+
+def all_kernels(task):
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # load every kernel at once, as before CUDA 11.7
+    return device_readings(task)
+
+
+# %% tags=["claim"]
+runs = [lab.run(function, measure=("none",)) for function in (device_readings, all_kernels) if cuda]
+found, eager = [run.value or {} for run in runs] or ({}, {})
+missing = f"needs NVML and nvidia-smi ({runs[0].message})" if cuda and not found else None
+note = f"with every kernel loaded at once: {eager['context']:.0f} MiB" if eager else ""
+display(claims.check("context-cost", found.get("context"), missing=missing, note=note))
+note = f"with NVML's newer call: {found['new']:.4f}" if found else ""
+claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
+
+# %% [markdown]
+# ## Change one thing: the optimizer
+#
+# The same model after one step, under six optimizers. The Trainer makes the first five. Where a library stores states
+# in 8 bits, we count the parameters concerned apart.
+
+
+# %%
+def states(task):
+    """For each optimizer: [parameters, bytes of state] of what it stores in 8 bits, and of the rest."""
+    import tempfile
+
+    from transformers import Adafactor, Trainer, TrainingArguments
+
+    model, found = task.build_model(), {}
+    for name, options in optimizers.items():
+        trainer = Trainer(model, TrainingArguments(tempfile.mkdtemp(), report_to="none", **(options or {})))
+        optimizer = trainer.create_optimizer()
+        if options is None:
+            optimizer = Adafactor(model.parameters(), 1e-3, beta1=0.9, scale_parameter=False, relative_step=False)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+        parts = {"8 bits": ([], []), "rest": ([], [])}
+        for parameter, state in optimizer.state.items():
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            counts, kept = parts["8 bits" if torch.uint8 in {tensor.dtype for tensor in tensors} else "rest"]
+            counts.append(parameter.numel())
+            kept.extend(tensors)
+        found[name] = {part: [sum(counts), held(kept)] for part, (counts, kept) in parts.items()}
+    return found
+
+
+# %% tags=["claim"]
+optimizers = {
+    "AdamW": {},
+    "SGD": {"optim": "sgd"},  # new
+    "SGD, momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},  # new
+    "8-bit AdamW": {"optim": "adamw_bnb_8bit"},  # new
+    "Adafactor": {"optim": "adafactor"},  # new
+    "Adafactor, beta1": None,  # with a first moment, which the Trainer does not offer
+}
+found = lab.run(states, measure=("none",)).value
+total = {name: sum(size for _, size in parts.values()) / lab.task.parameters() for name, parts in found.items()}
+counts, size = found["8-bit AdamW"]["8 bits"]
+total["8-bit AdamW, its 8-bit part"] = size / counts
+guides = {"AdamW": 8, "SGD, momentum": 4, "8-bit AdamW, its 8-bit part": 2, "Adafactor": "slightly over 4"}
+rows = [[name, f"{size:.2f}", guides.get(name, "")] for name, size in total.items()]
+display(plots.Table(["optimizer", "state bytes a parameter", "2023 guide"], rows, f"{lab.task.model}, after one step"))
+display(claims.check("states-adamw", total["AdamW"]))
+display(claims.check("states-sgd-momentum", total["SGD, momentum"], note=f"without momentum: {total['SGD']:g} B"))
+note = f"all parameters together: {total['8-bit AdamW']:.2f} B"
+display(claims.check("states-8bit", total["8-bit AdamW, its 8-bit part"], note=note))
+claims.check("states-adafactor", total["Adafactor"], note=f"with a first moment: {total['Adafactor, beta1']:.2f} B")
+
+# %% [markdown]
+# Two rows deserve a second look. bitsandbytes leaves embeddings and tensors under 4096 elements in 32 bits, so its total
+# depends on how much of a model is embeddings. And Adafactor, as the Trainer makes it, keeps only sums of rows and
+# columns: the guide's figure is that of an Adafactor with a first moment (`beta1`).
+#
+# ## Change one thing: the precision
+#
+# Under autocast a linear layer computes with a half-precision cast of its weight, and backward needs that cast again: a
+# second copy, half as large. The guides add 6 bytes of weights, 8 of states and 4 of gradients, and get 18.
+#
+# A CPU without half-precision instructions emulates them slowly, so on a CPU we stay with the toy. Autocast never casts
+# embeddings; in the toy they are as small a share as in bert-large (under 10 %).
+
+# %%
+half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a word
+task = lab.task if cuda else toy
+
+
+def prepared(task, batch_size):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    autocast = torch.autocast(device, dtype=torch.float16 if device == "cuda" else torch.bfloat16)
+    return task.build_model().to(device), task.batch(batch_size, device), autocast
+
+
+def keep_zeros(task):
+    """Mixed precision as before torch 2.0: zero_grad fills the gradients with zeros and keeps them."""
+    model, batch, autocast = prepared(task, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        with autocast:
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # new
+
+
+# %% tags=["claim"]
+mixed = lab.train("mixed", task=task, measure=("memory",), per_device_train_batch_size=4, **half)  # new
+zeros = lab.run(keep_zeros, "mixed, zeros kept", task=task, measure=("memory",))
+
+
+def per_parameter(run, moment="peak"):
+    """Bytes a parameter of weights, their copies, gradients and states: at the end of a phase, or at the peak."""
+    parts = run.memory.breakdown if moment == "peak" else run.memory.phase_breakdowns[moment]
+    kinds = ("weights", "weight_copies", "gradients", "optimizer_states")
+    return [parts[kind] / run.memory.parameters for kind in kinds]
+
+
+rows, phases = [], ("forward", "backward", "step")
+for run in (mixed, zeros):
+    for moment in (*phases, "peak"):
+        sizes = per_parameter(run, moment)
+        rows.append([run.name, moment, *(f"{size:.2f}" for size in [*sizes, sum(sizes)])])
+header = ["run", "after", "weights", "copies", "gradients", "states", "sum"]
+display(plots.Table(header, rows, "Bytes a parameter in mixed precision"))
+weights = {moment: sum(per_parameter(mixed, moment)[:2]) for moment in phases}
+display(claims.check("weights-mixed", max(weights.values()), note=f"after backward: {weights['backward']:.2f} B"))
+display(claims.check("gradients-cost", per_parameter(mixed, "backward")[2]))
+note = f"gradients kept as zeros: {sum(per_parameter(zeros)):.2f} B"
+claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
+
+# %% [markdown]
+# The copies are there after forward and gone after backward; the gradients come the other way. `zero_grad` decides
+# whether the two meet. Today's *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled
+# them with zeros and kept them through the next forward, and then 18 is right, as the last row shows.
+#
+# ## Change one thing: what the model is used for
+#
+# Without a backward pass there are no gradients and no states; autocast still keeps its casts until its region ends.
+# And some functions need memory of their own: beam search carries inputs and a cache for every beam.
+
+
+# %% tags=["claim"]
+def infer(task):
+    model, batch, autocast = prepared(task, 4)
+    with torch.no_grad(), autocast:
+        model.eval()(**batch)
+
+
+def beam_search(beams):
+    def generate(task):
+        model, batch, _ = prepared(task, 1)
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        model.eval().generate(batch["input_ids"], num_beams=beams, **options)  # new: num_beams
+
+    return generate
+
+
+inference = lab.run(infer, task=task, measure=("memory",))
+config = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 2000, "n_positions": 128}
+runs = [lab.run(beam_search(n), task=Task("gpt2", 64, config=config), measure=("memory",)) for n in (1, 4)]
+greedy, beams = [run.peak_bytes - run.memory.breakdown["weights"] for run in runs]
+display(claims.check("inference-six-bytes", sum(per_parameter(inference))))
+note = f"beyond the weights: {plots.bytes_text(greedy)} greedy, {plots.bytes_text(beams)} with 4 beams"
+claims.check("functional-memory", beams / greedy, note=note)
+
+# %% [markdown]
+# ## What activations depend on
+#
+# The function `forward` from above, on this machine's device, with one size doubled and doubled again. (Width: the
+# hidden size, and the feed-forward layer with it.)
+
+
+# %% tags=["claim"]
+def saved_bytes(task, batch_size):
+    model, batch, _ = prepared(task, batch_size)
+    result = forward(model, batch)  # with the loss, which keeps the graph alive
+    return held(reference() for _, reference in result[1])
+
+
+def activations(task):
+    found = {"batch": [], "length": [], "width": []}
+    for axis, sizes in found.items():
+        for factor in (1, 2, 4):
+            times = {name: factor if name == axis else 1 for name in found}
+            config = {"hidden_size": 128 * times["width"], "intermediate_size": 512 * times["width"]}
+            sized = task.replace(seq_len=task.seq_len * times["length"], config=config)
+            sizes.append(saved_bytes(sized, 4 * times["batch"]) / 1e6)
+    return found
+
+
+grown = lab.run(activations, task=toy, measure=("none",)).value
+plots.lines([1, 2, 4], grown, "size / the toy's", "saved for backward (MB)", title="Activations, one size at a time")
+slopes = {axis: torch.tensor(sizes[-1] / sizes[0]).log2().item() / 2 for axis, sizes in grown.items()}
+note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes.items())
+claims.check("activations-scale", min(slopes.values()), note=note)
+
+# %% [markdown]
+# An exponent of 1 is a straight line: twice the batch, twice the bytes. Length lies above it where attention keeps its
+# tables of length x length.
+#
+# ## Explore
+#
+# One step of every run that has a timeline. In which phase is the peak, and what lies on the floor? Adafactor's floor
+# is the lowest. What does it pay for that in `step`?
+
+# %% tags=["widget"]
+lab.train("Adafactor", task=toy, measure=("memory",), per_device_train_batch_size=4, optim="adafactor")
+names = list(dict.fromkeys(run.name for run in lab.runs if run.memory and run.memory.timeline))
+_ = widgets.explore(lambda run: plots.timeline(lab[run]), run=names)
+
+# %% [markdown]
+# ## Exercise
+#
+# Mixed precision with `gradient_accumulation_steps=2`: the second micro-batch runs while the first one's gradients wait.
+# How many bytes a parameter do weights, copies, gradients and states take together at the peak, within 2 %?
+
+# %% tags=["exercise"]
+answer = None  # bytes a parameter
+
+
+# %% tags=["check"]
+def measured(name, task, **arguments):
+    """The run of that name, made only once."""
+    known = [run for run in lab.runs if run.name == name]
+    return known[0] if known else lab.train(name, task=task, measure=("memory",), **arguments)
+
+
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    run = measured("accumulated", task, per_device_train_batch_size=4, gradient_accumulation_steps=2, **half)
+    size = sum(per_parameter(run))
+    if abs(answer - size) > 0.02 * size:
+        return exercises.wrong(f"measured {size:.2f}: which of the four is alive in the second forward pass?")
+    return exercises.right(f"measured {size:.2f}: where gradients wait, the guides' 18 is back")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# All are alive in the second forward: weights, copies and states as in a plain step, and the gradients of the first.
+exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistake=sum(per_parameter(mixed)))
+
+# %% [markdown]
+# ## Challenge
+#
+# A task you have not seen: two more layers, a quarter of the length, batch 8, fp32, AdamW. Say its peak in MB, within
+# 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
+
+# %% tags=["exercise"]
+layers = lab.task.build_config().num_hidden_layers
+unseen = lab.task.replace(seq_len=lab.task.length() // 4, config={"num_hidden_layers": layers + 2})
+answer = None  # MB
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    peak = measured("unseen", unseen, per_device_train_batch_size=8).peak_bytes / 1e6
+    off = abs(answer - peak) / peak
+    if off > 0.1:
+        return exercises.wrong(f"{answer:.0f} MB is {off:.0%} off: which kinds are alive at the peak?")
+    return exercises.right(f"{answer:.0f} MB said, {peak:.0f} MB measured: {off:.1%} off")
+
+
+check(answer)
+
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# The peak is where backward begins: weights (4 B), states (8 B), and activations, which grow with the batch.
+each = lab.run(lambda task: saved_bytes(task, 1), "one sample", task=unseen, measure=("none",)).value
+exercises.prove(check, solution=(12 * unseen.parameters() + 8 * each) / 1e6, mistake=16 * unseen.parameters() / 1e6)
+
+# %% [markdown]
+# ## Recap
+#
+# - Every byte had one of six jobs, and the account kept by hand agreed with the allocator (on a CPU to the byte).
+# - The optimizer set the bytes a parameter cost; batch, length and width set the rest.
+# - The peak was a moment inside the step. Mixed precision added copies that left as gradients came, `zero_grad` decided
+#   whether the two met, and `nvidia-smi` answered another question than "what do my tensors take?"
+
+# %% tags=["finish"]
+claims.finish(lab)

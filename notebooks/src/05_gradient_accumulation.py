@@ -1,0 +1,447 @@
+# %% [markdown]
+# # How do you train with a batch that does not fit?
+#
+# You want a batch of 32 and the device holds 4. Gradient accumulation gives you the 32 all the same, a few samples at a time.
+#
+# **You will see**
+# - a batch cut into micro-batches give the gradient of the whole batch, and three ways to lose that equality
+# - which bytes accumulation saves, which one it adds, and when it costs speed
+# - the Trainer's own accumulated gradient put to the test, with a remedy where it fails
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import copy
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+
+lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
+
+# %% [markdown]
+# ## Idea
+#
+# The loss of a batch is a mean over its samples. A mean can be taken in parts: the gradient of the whole is the sum of the gradients of the parts, each with its share. PyTorch does that sum unasked, because `backward()` *adds* to `.grad` and only `zero_grad()` empties it.
+#
+# So run the batch as several **micro-batches**, one after the other, and let the optimizer step once at the end. Activations exist for one micro-batch at a time; that is where the memory goes down. We write *4 x 2* for micro-batches of 4 accumulated 2 times: an **effective batch** of 8.
+#
+# ## Predict
+#
+# Below, a batch of 4 is trained as 4 x 1, then as 1 x 4. Activations are cut to a quarter; weights and optimizer states stay. What is the peak of 1 x 4, in percent of the peak of 4 x 1? Put a number before you run on.
+
+# %%
+guess = None  # %
+
+# %% [markdown]
+# ## By hand
+#
+# A small network, eight samples, and the gradient as one long vector. `weight` is what each micro-batch's mean loss is multiplied by.
+
+
+# %%
+def network(norm):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), norm(32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+
+def gradient(model, micro_batches, weight):
+    model.zero_grad()
+    for x, y in micro_batches:
+        loss = cross_entropy(model(x), y) * weight
+        loss.backward()  # adds to .grad
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def against(found, wanted):
+    return [found.norm().item() / wanted.norm().item(), cosine_similarity(found, wanted, dim=0).item()]
+
+
+model = network(torch.nn.LayerNorm)
+x, y = torch.randn(8, 16), torch.randint(4, (8,))
+pairs = list(zip(x.split(2), y.split(2)))  # 4 micro-batches of 2
+whole = gradient(model, [(x, y)], weight=1)
+parts = gradient(model, pairs, weight=1 / 4)
+torch.testing.assert_close(parts, whole)
+"norm ratio {:.6f}, cosine {:.6f}".format(*against(parts, whole))
+
+# %% [markdown]
+# Two numbers tell two gradients apart: the ratio of their lengths, and the cosine of the angle between them. Both are 1 here: the optimizer cannot tell how the batch was cut.
+#
+# Now break it. First forget the share of a quarter. Then exchange LayerNorm, which normalizes each sample by itself, for BatchNorm, which normalizes by the *other samples of the pass*. Then a token loss, with two sequences of 12 and of 2 tokens.
+
+# %%
+rows = [["scaled by 1/4", *against(parts, whole)]]
+rows.append(["scaling forgotten", *against(gradient(model, pairs, weight=1), whole)])
+
+batch_norm = network(torch.nn.BatchNorm1d)
+batch_norm_whole = gradient(batch_norm, [(x, y)], weight=1)
+rows.append(["BatchNorm", *against(gradient(batch_norm, pairs, weight=1 / 4), batch_norm_whole)])
+
+tokens, targets = torch.randn(14, 16), torch.randint(4, (14,))
+sequences = list(zip(tokens.split([12, 2]), targets.split([12, 2])))
+by_token = gradient(model, [(tokens, targets)], weight=1)
+rows.append(["unequal lengths", *against(gradient(model, sequences, weight=1 / 2), by_token)])
+plots.Table(["micro-batches", "norm ratio", "cosine"], rows)
+
+# %% [markdown]
+# - **Scaling forgotten**: the right direction, four times too long.
+# - **BatchNorm**: another function is differentiated, since each sample now meets other neighbours. No weight repairs that. A contrastive loss, which compares the samples of a pass with each other, fails for the same reason.
+# - **Unequal lengths**: the mean of the means gives the 2 tokens as much say as the 12. A weight does repair that; it is your first exercise.
+#
+# How bad is a gradient that is four times too long? It depends on the optimizer, so let us move a model by one step with each.
+
+
+# %%
+def moved(make_optimizer, factor):
+    twin = copy.deepcopy(model)
+    start = torch.nn.utils.parameters_to_vector(twin.parameters()).detach()
+    for parameter, source in zip(twin.parameters(), model.parameters()):
+        parameter.grad = factor * source.grad
+    make_optimizer(twin.parameters()).step()
+    return (torch.nn.utils.parameters_to_vector(twin.parameters()) - start).norm().item()
+
+
+optimizers = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0),
+}
+for name, make in optimizers.items():
+    print(f"{name}: a gradient 4 times as long moves the weights {moved(make, 4) / moved(make, 1):.2f} times as far")
+
+# %% [markdown]
+# Adam divides the gradient by its own running size, so a constant factor cancels. SGD takes it in full, like a learning rate four times as high. And whatever looks at the gradient's length is misled under every optimizer: the logged loss, and clipping, which the Trainer does at a norm of 1 by default. Remember this; it explains how such an error can live unseen.
+#
+# ## Baseline
+#
+# The task of this machine's profile, as 4 x 1.
+
+# %%
+whole_batch = lab.train("4 x 1", per_device_train_batch_size=4, measure=("memory",))
+whole_batch
+
+# %% [markdown]
+# ## Change one thing
+#
+# The same four samples a step, one at a time. And, to see what accumulating itself adds, a single sample with no accumulation.
+
+# %%
+accumulated = lab.train(
+    "1 x 4",
+    per_device_train_batch_size=1,  # new
+    gradient_accumulation_steps=4,  # new
+    measure=("memory",),
+)
+single = lab.train("1 x 1", per_device_train_batch_size=1, measure=("memory",))
+exercises.score(guess, 100 * accumulated.peak_bytes / whole_batch.peak_bytes, "%")
+
+# %%
+_ = plots.memory([whole_batch, accumulated, single], title="Peak memory: micro-batch x accumulation steps")
+figure, axes = plt.subplots(2, 1, figsize=(8.5, 6), layout="constrained")
+_ = plots.timeline(whole_batch, ax=axes[0], title="4 x 1: one large pass")
+_ = plots.timeline(accumulated, ax=axes[1], title="1 x 4: four small passes over standing gradients")
+_ = axes[1].set_ylim(axes[0].get_ylim())
+
+# %% [markdown]
+# Compare the bars part by part. From *4 x 1* to *1 x 4* the activations shrink to a quarter, and nothing else gets smaller: accumulation does nothing about weights, gradients or optimizer states.
+#
+# Now *1 x 4* beside *1 x 1*: one part was **added**. Without accumulation the gradients are freed before the next forward, so they hardly overlap with the activations. With it, the sum so far has to survive every following pass: one full set of gradients lies under the peak. The timelines show it arrive in the first pass and stay.
+#
+# ## What it costs
+#
+# Time is different: the arithmetic is the same, only cut otherwise. Three numbers explain nearly all of it: the seconds of a pass, how they grow with the micro-batch, and the seconds of an update. Let us measure the parts (on a CPU with shorter sequences, to save your time), and the peak of four ways to make a batch of 8.
+
+
+# %%
+def seconds_of_parts(task, sizes=(1, 2, 4, 8)):
+    import time
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)  # one thread is disturbed less by whatever else the machine does
+    model = task.build_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def fastest(work):
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds[1:])
+
+    def one_pass(batch):
+        return lambda: model(**batch).loss.backward()
+
+    passes = [fastest(one_pass(task.batch(size, device))) for size in sizes]
+    return {"passes": passes, "update": fastest(optimizer.step)}
+
+
+# %%
+task = lab.task.replace(seq_len=128) if lab.machine.kind == "cpu" else lab.task
+found = lab.run(seconds_of_parts, task=task, measure=("none",)).value
+pass_seconds = dict(zip((1, 2, 4, 8), found["passes"]))
+update_seconds = found["update"]
+
+
+def speed(micro_batch, steps, factor=1):
+    return micro_batch * steps / (steps * pass_seconds[micro_batch] + factor * update_seconds)
+
+
+sweep = {}
+for size in (8, 4, 2, 1):
+    arguments = dict(per_device_train_batch_size=size, gradient_accumulation_steps=8 // size)
+    sweep[size] = lab.train(f"{size} x {8 // size}", task=task, measure=("memory",), **arguments)
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.2), sharey=True, layout="constrained")
+speeds = [speed(size, 8 // size) for size in sweep]
+left.barh(range(4), speeds, color=plots.SERIES[5], height=0.62)
+for row, value in enumerate(speeds):
+    left.text(value, row, f" {value:.3g}", va="center", fontsize=10)
+left.set_xlim(0, 1.2 * max(speeds))
+left.set_xlabel("samples per second, from the parts")
+left.set_title("Speed", loc="left")
+_ = plots.memory(list(sweep.values()), ax=right)
+
+# %% [markdown]
+# Down the rows, the same effective batch is made of ever smaller passes. On the right, the peak falls with the micro-batch, by less and less: what remains does not depend on the batch. The left side shows the price, if there is one. A small pass may keep the device less busy than a large one, and then a sample costs more in it. How much more is a property of your machine and your sequences, not of accumulation: a large GPU that a single short sequence cannot fill loses most.
+#
+# Against *stepping after each micro-batch*, on the other hand, accumulation can only gain: the update runs once instead of several times. "Accumulation makes training slower" is true beside the batch that fits, false beside the small batch without it.
+#
+# ## The Trainer, put to the same test
+#
+# Does `gradient_accumulation_steps` give the gradient that your loop by hand gave? We take what the optimizer receives at the Trainer's first step, with dropout off, clipping off and exactly four samples.
+#
+# Two models take the test: this lesson's classifier, and a small language model. Two questions decide the outcome. The Trainer counts the labels of the whole effective batch and offers the count to the model as `num_items_in_batch`. *Does the Trainer trust the model to divide by it?* If so, it does not divide itself. *Does the model divide by it?* We try: hand over another count and see whether the loss changes.
+
+
+# %%
+def trainer_gradient(task, micro_batch, steps, prepare=None):
+    import tempfile
+
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from transformers import PrinterCallback, Trainer
+
+    from perf_helpers import arguments
+
+    taken = []
+
+    def keep(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        taken.append(torch.cat([weight.grad.flatten() for weight in weights]).double().cpu())
+
+    settings = dict(per_device_train_batch_size=micro_batch, gradient_accumulation_steps=steps, max_steps=1)
+    model = task.build_model()
+    options = prepare(model) if prepare else {}
+    with tempfile.TemporaryDirectory() as folder:
+        training = arguments.build(settings | {"max_grad_norm": 0.0}, folder)
+        trainer = Trainer(model=model, args=training, train_dataset=task.dataset(), **options)
+        trainer.remove_callback(PrinterCallback)
+        hook = register_optimizer_step_pre_hook(keep)
+        trainer.train()
+        hook.remove()
+    return taken[0], getattr(trainer, "model_accepts_loss_kwargs", None)
+
+
+# %%
+def trainer_test(prepare=None):
+    def test(task):
+        batch = task.batch(4)
+        model = task.build_model()
+        loss = model(**batch).loss.item()
+        divides = abs(model(**batch, num_items_in_batch=torch.tensor(10**6)).loss.item() / loss - 1) > 0.01
+        large, _ = trainer_gradient(task, 4, 1)
+        small, trusted = trainer_gradient(task, 1, 4, prepare)
+        return [trusted, divides, *against(small, large)]
+
+    return test
+
+
+no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+sizes = {"seq_len": 32, "dataset_size": 4}
+classifier = lab.task.replace(**sizes, config={"num_hidden_layers": 2} | no_dropout)
+shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+language = Task("llama-3-8b", **sizes, config=shape | {"num_attention_heads": 2, "num_key_value_heads": 2})
+
+# %%
+tests = {
+    "classifier": lab.run(trainer_test(), task=classifier, measure=("none",)).value,
+    "language model": lab.run(trainer_test(), task=language, measure=("none",)).value,
+}
+trusted, divides, ratio, cosine = tests["classifier"]
+if abs(ratio - 1) < 0.01:
+    print("Here the Trainer's accumulated step is the large batch's step. Nothing needs a remedy.")
+else:
+    print(
+        f"Here the classifier's accumulated gradient is {ratio:.2f} times the large batch's: an error of the library."
+    )
+if trusted and not divides:
+    print("The Trainer leaves the division to the model, and the model leaves it to the Trainer: nobody divides.")
+header = ["model", "the Trainer trusts it to divide", "it divides", "norm ratio", "cosine"]
+plots.Table(header, [[name, *row] for name, row in tests.items()])
+
+# %% [markdown]
+# The Trainer decides on trust: a `forward` that takes `**kwargs` is believed to use the count, unless the model says otherwise. The language model does use it. The BERT classifier of transformers 5.0 to 5.23 takes the keyword arguments and computes a plain mean; in 4.57 it took none, and the Trainer divided. [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads with the same fault. The two middle columns tell in seconds whether *your* model is one of them, on the versions that you have: *True* and *False* means trouble.
+#
+# The cosine is 1 all the while, so AdamW hides it, as you saw. The logged loss and the clipping do not.
+#
+# Two remedies. Give the Trainer a loss that divides by the count: exact, for unequal lengths too. Or tell it not to trust the model: one line, and it takes the mean of the means, which is right where all micro-batches count the same number of labels.
+
+
+# %%
+def own_loss(model):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    return {"compute_loss_func": loss}  # new
+
+
+def no_trust(model):
+    model.accepts_loss_kwargs = False  # new
+    return {}
+
+
+remedies = {"compute_loss_func": own_loss, "accepts_loss_kwargs = False": no_trust}
+for name, prepare in remedies.items():
+    tests[name] = lab.run(trainer_test(prepare), task=classifier, measure=("none",)).value
+plots.Table(header, [[name, *row] for name, row in tests.items()])
+
+# %% [markdown]
+# ## What held
+#
+# Memory first, then the Trainer's gradient, then three statements about speed. For those, two runs take turns, and the interval tells whether this machine can decide.
+
+# %% tags=["claim"]
+display(claims.check("accumulation-memory", accumulated.peak_bytes / whole_batch.peak_bytes))
+others = ", ".join(f"{name} {row[2]:.4f}" for name, row in tests.items() if name != "classifier")
+claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; norm ratio of the others: {others}")
+
+# %% tags=["claim"]
+timed = {}
+for size, steps in ((4, 1), (1, 4), (1, 1)):
+    arguments = dict(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+    timed[size, steps] = lab.train(f"{size} x {steps}", task=task, measure=("time",), steps=1, **arguments)
+display(claims.check("accumulation-cost", lab.compare(timed[4, 1], timed[1, 4]).speed_ratio))
+share = update_seconds / (pass_seconds[1] + update_seconds)
+note = f"the parts give {speed(1, 4) / speed(1, 1):.3f}: the update is {share:.1%} of a step of 1 x 1"
+display(claims.check("accumulation-fewer-updates", lab.compare(timed[1, 1], timed[1, 4]).speed_ratio, note=note))
+fill_first = lab.compare(sweep[1], sweep[4], turns=4)  # the longest steps, the fewest turns
+claims.check("accumulation-fill-first", fill_first.speed_ratio, note="4 x 2 against 1 x 8")
+
+# %% [markdown]
+# The two guides contradict each other less than it seems. The 2023 guide compares at the same effective batch and finds a cost; the 2022 guide compares at the same micro-batch and finds a gain. The note beside it bounds that gain: an update that is a small share of the step cannot save much.
+#
+# ## Explore
+#
+# The measured parts, put together again. Find the cost of an update at which four accumulation steps bring the 20 to 30 % that the 2022 guide reports. Such updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
+
+
+# %% tags=["widget"]
+def draw(micro_batch, update_costs):
+    steps = [1, 2, 4, 8, 16, 32]
+    factor = int(update_costs.split()[0])
+    values = [speed(micro_batch, count, factor) for count in steps]
+    label = f"micro-batch {micro_batch}, update {factor}x: {values[2] / values[0] - 1:+.0%} from 1 step to 4"
+    lines = {label: values, "if updates were free": [micro_batch / pass_seconds[micro_batch]] * len(steps)}
+    ax = plots.lines(steps, lines, "accumulation steps", "samples per second, from the parts")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(steps, [str(count) for count in steps])
+    ax.set_ylim(0, 1.3 * micro_batch / pass_seconds[micro_batch])
+    return ax
+
+
+_ = widgets.explore(draw, micro_batch=[1, 2, 4, 8], update_costs=["1 x", "3 x", "10 x", "30 x"])
+
+# %% [markdown]
+# ## Exercise 1: unequal lengths
+#
+# Repair the last row of the table by hand. Write a function that returns the weight of one micro-batch's *mean* loss. It is told the tokens of this micro-batch, the tokens of the whole batch, and the number of micro-batches.
+
+# %% tags=["exercise"]
+answer = None  # lambda tokens_here, tokens_in_all, micro_batches: ...
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    found = 0
+    for x, y in sequences:
+        found = found + gradient(model, [(x, y)], weight=answer(len(y), len(targets), len(sequences)))
+    length, direction = against(found, by_token)
+    figures = f"norm ratio {length:.4f}, cosine {direction:.4f}"
+    if abs(length - 1) < 1e-4 and direction > 0.9999:
+        return exercises.right(f"{figures}: every token has the same say again")
+    return exercises.wrong(f"{figures}: does a token of the short sequence count as much as one of the long?")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(
+    check, solution=lambda here, in_all, count: here / in_all, mistake=lambda here, in_all, count: 1 / count
+)
+
+# %% [markdown]
+# ## Exercise 2: the challenge
+#
+# An effective batch of **32** under the limit printed below, at the best speed: with the fewest passes that fit. Use `per_device_train_batch_size` and `gradient_accumulation_steps` alone. The limit lies just above the peak of *8 x 1*.
+
+# %% tags=["exercise"]
+limit_bytes = sweep[8].peak_bytes + 2 * sweep[8].memory.parameters  # half a set of gradients above 8 x 1
+print(f"limit: {plots.bytes_text(limit_bytes)}")
+answer = None  # dict(per_device_train_batch_size=..., gradient_accumulation_steps=...)
+
+# %% tags=["check"]
+peaks = {size: sweep[size].peak_bytes for size in (1, 2, 4)}  # with 2 steps or more, their number changes nothing
+
+
+def peak(size):
+    if size not in peaks:
+        arguments = dict(per_device_train_batch_size=size, gradient_accumulation_steps=min(2, -(-32 // size)))
+        peaks[size] = lab.train(f"{size} x 2", task=task, measure=("memory",), **arguments).peak_bytes or float("inf")
+    return peaks[size]
+
+
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    size, steps = answer.get("per_device_train_batch_size", 8), answer.get("gradient_accumulation_steps", 1)
+    found = f"{size} x {steps} peaks at {plots.bytes_text(peak(size))}"
+    if size * steps != 32:
+        return exercises.wrong(f"{size} x {steps} is an effective batch of {size * steps}, not of 32")
+    if peak(size) > limit_bytes:
+        return exercises.wrong(f"{found}: over the limit. What stands under each pass but the first?")
+    if peak(2 * size) <= limit_bytes:
+        return exercises.wrong(f"{found}, but {2 * size} x {steps // 2} fits too, with half the passes")
+    return exercises.right(f"{found}; twice the micro-batch does not fit")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(
+    check,
+    solution=dict(per_device_train_batch_size=4, gradient_accumulation_steps=8),
+    mistake=dict(per_device_train_batch_size=8, gradient_accumulation_steps=4),
+)
+
+# %% [markdown]
+# ## Recap
+#
+# - A batch cut into micro-batches gave the gradient of the whole. Forgotten scaling, BatchNorm and unequal lengths each broke that, and so, where its table says so, did the Trainer.
+# - Accumulation saved activations alone and added one standing set of gradients. It costs speed where a small pass cannot fill the device, and it saves updates, which matters where updates are dear.
+# - The Trainer's gradient was put to the test on your versions, and two remedies brought the norm ratio back to 1.
+#
+# Accumulation is the wrong tool where the peak is not made of activations (lessons 08 and 09 are about states), where samples of a batch look at each other, and where the small batch learns just as well: fewer updates on the same data may also mean less learning.
+
+# %% tags=["finish"]
+claims.finish(lab)

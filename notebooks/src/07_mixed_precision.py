@@ -1,0 +1,627 @@
+# %% [markdown]
+# # How few bits does training need?
+#
+# **You will see**
+#
+# - what fp32, bf16 and fp16 can hold, bit by bit, and a loss scaler written by hand that rescues the gradients fp16
+#   loses;
+# - which bytes of a training step halve in mixed precision, which stay, which are added, and from which batch on it
+#   pays;
+# - where half precision is faster, and how to tell whether the loss is still as good.
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import copy
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Timer
+
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+
+lab = Lab(profile, strict=strict, out=out, lesson="07_mixed_precision")
+on_gpu = lab.machine.kind == "cuda"
+native, lacking = hardware.supports("cuda-or-cpu-bf16")  # are there instructions for 16-bit products?
+mixed = {"fp16": True} if on_gpu else {"bf16": True}
+half = "float16" if on_gpu else "bfloat16"
+print(f"{lab.machine.name}: mixed precision is {mixed}, 16-bit products are {'native' if native else 'emulated'}")
+
+# %% [markdown]
+# ## Idea
+#
+# A number in fp32 takes four bytes. Two bytes are half as much to hold and to move, and chips with 16-bit units
+# multiply them several times as fast. But two bytes tell fewer numbers apart. *Mixed precision* therefore keeps
+# weights, gradients and optimizer states in fp32, and lets the large matrix products work on 16-bit copies.
+#
+# **Predict.** A small BERT is trained below in fp32 and in mixed precision. How large is the peak in mixed precision,
+# in percent of the fp32 peak?
+
+# %%
+guess = None  # % of the fp32 peak
+
+# %% [markdown]
+# ## By hand: the formats
+#
+# A floating-point number is a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the
+# bits as they lie in memory. tf32 is never stored: it is fp32 whose last 13 digits are left out inside a matrix product.
+#
+# The table answers two questions: how large can a number get, and from where on does adding 1 change nothing?
+
+
+# %%
+def draw_bits(value=0.1):
+    """The sign, exponent and mantissa bits of one number in four formats, and the number that each of them holds."""
+    _, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
+    rows = {"fp32": (torch.float32, torch.int32, 8, 32), "tf32": (torch.float32, torch.int32, 8, 19)}
+    rows |= {"bf16": (torch.bfloat16, torch.int16, 8, 16), "fp16": (torch.float16, torch.int16, 5, 16)}
+    for row, (name, (dtype, integer, exponent, width)) in enumerate(rows.items()):
+        stored = torch.tensor(value).to(dtype)
+        pattern = stored.view(integer).item() % 2 ** (8 * dtype.itemsize)
+        if name == "tf32":  # round to the digits that are left
+            pattern = (pattern + 2**12) >> 13
+            stored = torch.tensor(pattern << 13).to(integer).view(dtype)
+        for place, bit in enumerate(f"{pattern:0{width}b}"):
+            colour = plots.SERIES[7 if place == 0 else 1 if place <= exponent else 0]
+            ax.text(place, row, bit, ha="center", va="center", color="white", fontsize=10, backgroundcolor=colour)
+        ax.text(-1.2, row, name, ha="right", va="center")
+        ax.text(32.5, row, f"holds {stored.item():.9g}", va="center")
+    ax.set(xlim=(-4, 44), ylim=(3.6, -0.8))
+    ax.set_title(f"{value:g} in bits: 1 sign (black), exponent (orange), mantissa (blue)", loc="left")
+    ax.axis("off")
+    return ax
+
+
+_ = draw_bits()
+
+
+# %%
+def largest(dtype, integer, mantissa):
+    """The largest finite number: every bit set but the sign and the last of the exponent."""
+    return torch.tensor(2 ** (8 * dtype.itemsize - 1) - 1 - 2**mantissa, dtype=integer).view(dtype).item()
+
+
+def stall(dtype):
+    """The power of two from which on n + 1 is n."""
+    n = torch.ones((), dtype=dtype)
+    while n + 1 != n:
+        n = n * 2
+    return n.item()
+
+
+forms = {"fp32": (torch.float32, torch.int32, 23), "bf16": (torch.bfloat16, torch.int16, 7)}
+forms |= {"fp16": (torch.float16, torch.int16, 10)}
+limits = {name: (largest(*form), stall(form[0])) for name, form in forms.items()}
+for name, (dtype, _, _) in forms.items():  # the library must say the same
+    torch.testing.assert_close(limits[name][0], torch.finfo(dtype).max, rtol=0, atol=0)
+print("65504, 65519, 65520 and 65535 in fp16:", torch.tensor([65504.0, 65519.0, 65520.0, 65535.0]).half().tolist())
+rows = [[name, f"{top:.6g}", f"{end:.0f}"] for name, (top, end) in limits.items()]
+plots.Table(["format", "largest number", "n + 1 is n from"], rows)
+
+# %% [markdown]
+# bf16 has the range of fp32 and the fewest digits: a running sum of ones gets stuck where the table says, however many
+# follow. fp16 has more digits and little range: what is larger than its largest number becomes `inf`.
+#
+# So a model that grew up in bf16 may not survive in fp16. Here one learns house prices in bf16; the same weights are
+# then run in both formats.
+
+# %%
+torch.manual_seed(0)
+rooms = torch.rand(256, 8)
+price = (rooms @ torch.tensor([3e5, 2e5, 1e5, 5e4, 2e4, 1e4, 0.0, 0.0]))[:, None]
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=10)
+for _ in range(60):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.l1_loss(net(rooms).float(), price)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def activations(dtype):
+    x, found = rooms.to(dtype), []
+    for layer in copy.deepcopy(net).to(dtype):
+        found.append(x := layer(x))
+    return torch.cat([x.detach().flatten().float() for x in found])
+
+
+in_bf16, in_fp16 = activations(torch.bfloat16), activations(torch.float16)
+overflow_share = (in_bf16.isfinite() & ~in_fp16.isfinite()).float().mean().item()
+print(f"a price of {price[-1].item():,.0f}: {in_bf16[-1]:,.0f} in bf16, {in_fp16[-1]} in fp16")
+
+# %% [markdown]
+# ## By hand: the loss scaler
+#
+# Gradients are small, and fp16 has nothing between 0 and about 6e-8. How many vanish? The table takes a small network
+# and multiplies its loss by a small weight, as that of a side task is.
+#
+# The cure: multiply the loss by a large number, which multiplies every gradient, and divide before the step. Which
+# number? It is found by trying. An overflow shows as `inf`: then the step is skipped and the scale halved. After some
+# good steps it is doubled.
+
+# %%
+inputs = torch.randn(128, 64, generator=torch.manual_seed(0))
+targets = torch.tanh(inputs @ torch.randn(64, 64) / 8)
+
+
+def small_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+def gradients(dtype, weight, scale=1.0):
+    net = small_net()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        loss = F.mse_loss(net(inputs), targets)
+    (loss * weight * scale).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()]) / scale
+
+
+def lost(dtype, weight, scale=1.0):  # the share of gradients that are nonzero in fp32 and 0 in `dtype`
+    exact, rounded = gradients(torch.float32, weight), gradients(dtype, weight, scale)
+    return ((exact != 0) & (rounded == 0)).sum().item() / (exact != 0).sum().item()
+
+
+ways = {"fp16": (torch.float16, 1.0), "fp16, loss x 65536": (torch.float16, 2.0**16), "bf16": (torch.bfloat16, 1.0)}
+rows = [[f"{w:g}", *[f"{lost(t, w, x):.1%}" for t, x in ways.values()]] for w in (1, 1e-3, 1e-4, 1e-5)]
+plots.Table(["loss weight", *(f"lost in {way}" for way in ways)], rows)
+
+
+# %%
+class LossScaler:
+    """Used as torch.amp.GradScaler is."""
+
+    def __init__(self, init_scale, growth_interval):
+        self.factor, self.interval, self.good = init_scale, growth_interval, 0
+
+    def get_scale(self):
+        return self.factor
+
+    def scale(self, loss):
+        return loss * self.factor
+
+    def step(self, optimizer):
+        grads = [p.grad.div_(self.factor) for group in optimizer.param_groups for p in group["params"]]
+        self.finite = all(grad.isfinite().all() for grad in grads)
+        if self.finite:
+            optimizer.step()  # otherwise this step is skipped
+
+    def update(self):
+        self.good = self.good + 1 if self.finite else 0
+        if not self.finite:
+            self.factor /= 2  # back off
+        elif self.good == self.interval:
+            self.factor, self.good = self.factor * 2, 0  # grow
+
+
+# %%
+def train_small(dtype, scaler=None, steps=50, weight=1e-5):
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)  # one that does nothing
+    net, losses, scales = small_net(), [], []
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = F.mse_loss(net(inputs), targets)
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        scaler.scale(loss * weight).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return losses, scales
+
+
+start = {"init_scale": 2.0**42, "growth_interval": 5}
+plain, bare = train_small(torch.float32)[0], train_small(torch.float16)[0]
+scaled, scales = train_small(torch.float16, LossScaler(**start))
+theirs, their_scales = train_small(torch.float16, torch.amp.GradScaler("cpu", **start))
+torch.testing.assert_close(scaled, theirs, rtol=1e-6, atol=0)  # the library must do the same
+torch.testing.assert_close(scales, their_scales, rtol=0, atol=0)
+
+# %%
+_, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+curves = {"fp32": plain, "fp16, no scaling": bare, "fp16, our scaler": scaled}
+steps, height = range(1, len(plain) + 1), torch.tensor(scales).log2()
+plots.lines(steps, curves, "step", "loss", ax=left, title="Small gradients (loss weight 1e-5)", markers=False)
+right.step(steps, height, where="mid", color=plots.SERIES[0], label="loss scale")
+skipped = [i for i in range(len(scales) - 1) if scales[i + 1] < scales[i]]
+right.plot([i + 1 for i in skipped], height[skipped], "x", color=plots.SERIES[1], markersize=9, label="step skipped")
+right.set(xlabel="step", ylabel="log2 of the loss scale")
+right.set_title("The scale finds its place", loc="left")
+_ = right.legend(frameon=False)
+
+# %% [markdown]
+# Without scaling fp16 learns nothing here: all its gradients are 0. With it the loss follows fp32. The scale starts too
+# high on purpose: steps are skipped until it fits, then it climbs, overflows and backs off again. Losses and scales
+# equal those of `torch.amp.GradScaler`. bf16 needs none of this.
+#
+# ## By hand: what autocast casts
+#
+# `torch.autocast` decides operation by operation: some run in half precision, some in fp32, the rest take what they
+# get. CPU and GPU differ, so the device itself is asked, in a clean process.
+
+
+# %%
+class Casts(TorchDispatchMode):
+    """Counts the casts of one weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.count = weight, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += str(function) == "aten._to_copy.default" and args[0] is self.weight
+        return function(*args, **(kwargs or {}))
+
+
+def casts_per_region(device, cache, regions=3):
+    weight, x = nn.Parameter(torch.randn(64, 64, device=device)), torch.randn(8, 64, device=device)
+    with Casts(weight) as casts:
+        for _ in range(regions):
+            with torch.autocast(device, dtype=torch.float16, cache_enabled=cache):
+                x @ weight @ weight  # the weight is used twice
+    return casts.count / regions
+
+
+# %%
+def autocast_facts(task):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(8, 64, device=device)
+    h, layer, norm = x.half(), nn.Linear(64, 64).to(device), nn.LayerNorm(64).to(device)
+    with torch.autocast(device, dtype=torch.float16):
+        results = {"linear layer": layer(x), "GELU": F.gelu(h), "softmax": h.softmax(-1), "LayerNorm": norm(h)}
+        results |= {"residual: fp16 + fp32": h + x, "cross-entropy": F.cross_entropy(h, torch.arange(8).to(device))}
+    types = {name: str(result.dtype).removeprefix("torch.") for name, result in results.items()}
+    x = (1000 + torch.randn(64, 1024, device=device)).half()
+    exact = F.layer_norm(x.double(), (1024,))
+    error = (F.layer_norm(x, (1024,)) - exact).abs().max() / exact.abs().max() / torch.finfo(torch.float16).eps
+    total = sum(x[0].cpu(), torch.zeros((), dtype=torch.float16))  # one by one, in fp16
+    flag = torch.cuda.is_bf16_supported() if device == "cuda" else torch.amp.is_autocast_available(device)
+    return types, [casts_per_region(device, cache) for cache in (True, False)], error.item(), str(total.item()), flag
+
+
+facts = lab.run(autocast_facts, "autocast", measure=("none",))
+types, casts, norm_error, plain_sum, flag = facts.value
+print(f"casts of a weight that is used twice: {casts[0]:g} a region, {casts[1]:g} without the cache")
+print(f"1024 numbers near 1000, added in fp16: {plain_sum}; LayerNorm of them: off by {norm_error:.2f} eps at most")
+plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.kind}"], list(types.items()))
+
+# %% [markdown]
+# A weight is cast once in a region, and the copy is kept until the region ends or backward is done with it: these
+# copies are the price of mixed precision. LayerNorm is right although the sum it needs overflows fp16: inside, it
+# adds up in fp32. And mark the residual sum, fp16 + fp32: it will matter.
+#
+# ## Baseline, then change one thing
+#
+# A small BERT, two micro-batches a step (the guide accumulated four), so that the gradients of the first are there
+# while the second is computed. Three recipes: fp32, mixed precision, and *pure* half precision, whose weights
+# themselves are 16-bit.
+
+# %%
+task = lab.task if on_gpu else Task("bert-tiny", seq_len=48)
+batches = (1, 2, 4 if lab.profile.name == "gpu" else 8)
+small, large = batches[0], batches[-1]
+recipes = {
+    "fp32": {},
+    "mixed": mixed,  # new
+    "pure half": {"dtype": half},  # new
+}
+
+
+def peak(recipe, batch, accumulate=2, **more):
+    arguments = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
+    return lab.train(f"{batch}: {recipe}", task=task, measure=("memory",), **arguments, **recipes[recipe], **more)
+
+
+runs = {(recipe, batch): peak(recipe, batch) for batch in batches for recipe in recipes}
+exercises.score(guess, 100 * runs["mixed", large].peak_bytes / runs["fp32", large].peak_bytes, "% of the fp32 peak")
+
+# %%
+_ = plots.memory(list(runs.values()), title="Peak by micro-batch and recipe")
+change = {
+    recipe: [100 * (runs[recipe, batch].peak_bytes / runs["fp32", batch].peak_bytes - 1) for batch in batches]
+    for recipe in ("mixed", "pure half")
+}
+ax = plots.lines(batches, change, "micro-batch", "peak against fp32 (%)", title="From which batch on does it pay?")
+ax.axhline(0, color="black", linewidth=1)
+ax.set_xticks(batches)
+alone = {recipe: peak(recipe, small, accumulate=1).peak_bytes for recipe in ("fp32", "mixed")}
+without = f"{alone['mixed'] / alone['fp32'] - 1:+.1%} without accumulation"
+print(f"mixed precision at micro-batch {small}: {change['mixed'][0]:+.1f}%, {without}")
+
+# %% [markdown]
+# Above the black line mixed precision costs memory: the copies of the weights are there whatever the batch, and a small
+# batch saves less than they take. Weights, gradients and states are those of fp32. Only pure half precision halves
+# them. The 2022 guide saw the same growth with bert-base on two GPUs: 84 MB saved at batch 8, 1976 MB at batch 64.
+#
+# Without accumulation the printed line shows less of a cost, or none. Backward drops the copies as it goes, and the
+# gradients, twice as large, take their place. Since 2023 torch and the Trainer free gradients after a step instead of
+# setting them to zero, so copies and gradients meet only when gradients are accumulated.
+#
+# The guide says that the activations kept for backward are halved. Let us list them.
+
+
+# %%
+def only_casts(node):
+    """Whether this part of the graph does nothing but cast and transpose a parameter."""
+    while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and "AccumulateGrad" in node.name()
+
+
+def kept_for_backward(model, batch, device, dtype):
+    """Bytes that autograd keeps, by the module that asks; parameters and their copies left out."""
+    storages, kept, names = {p.untyped_storage()._cdata: p for p in model.parameters()}, {}, [""]
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages and not only_casts(tensor.grad_fn):
+            storages[storage._cdata] = storage
+            kept[names[-1]] = kept.get(names[-1], 0) + storage.nbytes()
+        return tensor
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: names.append(name.split(".")[-1]))
+        module.register_forward_hook(lambda *_: names.__delitem__(-1))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+            model(**batch)
+    return kept
+
+
+# %%
+def account(task):
+    device, dtypes = "cuda" if torch.cuda.is_available() else "cpu", (torch.float32, getattr(torch, half))
+    batch = task.batch(large, device=device)
+    return [kept_for_backward(task.build_model().to(device), batch, device, dtype) for dtype in dtypes]
+
+
+in_fp32, in_mixed = lab.run(account, "kept for backward", task=task, measure=("none",)).value
+held = {recipe: runs[recipe, large].memory.phase_breakdowns["forward"]["activations"] for recipe in recipes}
+torch.testing.assert_close(float(sum(in_fp32.values())), float(held["fp32"]), rtol=0.05, atol=0)  # what the meter saw
+names = [name for name, size in in_mixed.items() if size > 0.01 * held["mixed"]]
+rows = [[name, in_fp32.get(name, 0) / 1e6, in_mixed[name] / 1e6] for name in names]
+rows.append(["all, by the memory meter", held["fp32"] / 1e6, held["mixed"] / 1e6])
+display(plots.Table(["kept for", "fp32 (MB)", "mixed (MB)"], rows))
+
+eager = {recipe: peak(recipe, large, attn_implementation="eager") for recipe in recipes}
+eager_held = {recipe: run.memory.phase_breakdowns["forward"]["activations"] for recipe, run in eager.items()}
+rows = [[recipe, held[recipe] / held["fp32"], eager_held[recipe] / eager_held["fp32"]] for recipe in recipes]
+plots.Table(["activations against fp32", "default attention", "attn_implementation='eager'"], rows)
+
+# %% [markdown]
+# Why all of it together does not halve:
+#
+# - `LayerNorm` keeps its input, a residual sum, and that stays fp32;
+# - `query`, `key` and `value` take one and the same tensor, which fp32 keeps once. Under autocast each of the three
+#   casts it anew (the cache is for weights only), and three copies of half the size are more than the original;
+# - on a CPU, attention with dropout (`self`) falls back on torch's plain kernel, which computes in fp32 inside.
+#
+# The second table has a remedy for the last: the model's own, "eager" attention. And where the weights are 16-bit,
+# everything is.
+#
+# ## Is it fast, and does it still learn?
+#
+# Three seeds of a task that can be learnt, in fp32 and in mixed precision; and, on a CPU, `fp16=True`.
+
+# %%
+shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+learnable = Task("bert-tiny", seq_len=16, data="learnable", config=shape)
+settings = {"per_device_train_batch_size": 16, "learning_rate": 3e-3, "lr_scheduler_type": "constant"}
+
+
+def learn(name, recipe, seed=0):
+    arguments = settings | {"seed": seed} | recipe
+    return lab.train(name, task=learnable.replace(seed=seed), measure=("time",), steps=60, **arguments)
+
+
+def final(run):
+    return sum(run.losses[-10:]) / 10
+
+
+seeds = {recipe: [learn(recipe, recipes[recipe], seed) for seed in range(3)] for recipe in ("fp32", "mixed")}
+finals = {recipe: [round(final(run), 3) for run in three] for recipe, three in seeds.items()}
+print("final losses:", finals)
+flagged = seeds["mixed"][0] if on_gpu else learn("fp16=True", {"fp16": True})
+print(f"fp16=True gives the losses of fp32 to the last digit: {flagged.losses == seeds['fp32'][0].losses}")
+_ = plots.losses({recipe: [run.losses for run in three] for recipe, three in seeds.items()}, title="Three seeds each")
+
+# %%
+timed_task, batch = (lab.task, lab.profile.micro_batch) if native else (learnable, 16)
+
+
+def timed(name, recipe, task=timed_task):
+    return lab.train(name, task=task, measure=("time",), per_device_train_batch_size=batch, **recipe)
+
+
+in_turns = timed("fp32, timed", {}), timed("mixed, timed", mixed)
+speed = lab.compare(*in_turns).speed_ratio
+print(f"torch says that bf16 can be used: {flag}. 16-bit products: {'native' if native else lacking}")
+print(f"speed of mixed precision, fp32 = 1: {speed}")
+
+# %% [markdown]
+# The bands lie on each other: mixed precision learns as fp32 does. Whether it is faster depends on the chip. torch
+# says "yes" to bf16 wherever it can be *computed*; without 16-bit instructions it takes a slow path that is there to be
+# right, not fast. And `fp16=True` on a CPU is accepted and then ignored, if the losses equal those of fp32.
+#
+# ## Inference and tf32
+#
+# Without training nothing small has to add up, so the whole model may be 16-bit. The peak is measured in a clean
+# process each, the speed in turns within one.
+
+
+# %%
+def seconds(function, repeats=1):
+    return Timer("f()", globals={"f": function}).timeit(repeats).median  # waits for the GPU
+
+
+def infer(types, turns=0):
+    """An experiment: inference with weights of these types, then speed ratios of the two in turns."""
+
+    def run(task):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        models = [task.build_model(dtype=dtype).eval().to(device) for dtype in types]
+        batch = task.batch(4, device=device)
+        with torch.inference_mode():
+            for model in models:
+                model(**batch)
+            return [seconds(lambda: models[0](**batch)) / seconds(lambda: models[1](**batch)) for _ in range(turns)]
+
+    return run
+
+
+served, types = lab.task if native else task, ("float32", half)
+whole, halved = (lab.run(infer([dtype]), f"{dtype} weights", task=served, measure=("memory",)) for dtype in types)
+pairs = lab.run(infer(types, turns=9), "in turns", task=served, measure=("none",)).value
+smaller, faster = halved.peak_bytes / whole.peak_bytes, lab.ratio(pairs)
+print(f"16-bit inference against fp32: {smaller:.3f} x the peak, {faster} x the speed")
+
+
+# %%
+def tf32_facts(task, size=4096):
+    """Digits that a product keeps with tf32 on, and speed ratios on / off of a large product."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")  # new: tf32 on
+    one = torch.eye(256, device=device)
+    digits = max(n for n in range(24) if ((one * (1 + 2.0**-n)) @ one)[0, 0] != 1)
+    a = torch.randn(size, size, device=device)
+    turns = []
+    for _ in range(8):
+        pair = []
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            pair.append(seconds(lambda: a @ a, repeats=10))
+        turns.append(pair[0] / pair[1])
+    return digits, turns[1:]  # the first turn is warm-up
+
+
+digits = tf32_speed = None
+tf32_note = f"there is a torch.tf32: {hasattr(torch, 'tf32')}"
+if hardware.supports("sm80")[0]:
+    digits, tf32_pairs = lab.run(tf32_facts, "tf32", measure=("none",)).value
+    tf32_speed = lab.ratio(tf32_pairs)
+    tf32_note += f"; training step {lab.compare(in_turns[0], timed('tf32', {'tf32': True})).speed_ratio} x"
+print(tf32_note)
+
+# %% [markdown]
+# ## What held
+
+# %% tags=["claim"]
+display(claims.check("fp16-range", limits["fp16"][0], note="65535 and all from 65520 on become inf"))
+digits_lost = f"n + 1 is n from {limits['bf16'][1]:.0f} on in bf16, {limits['fp16'][1]:.0f} in fp16"
+display(claims.check("bf16-range", limits["bf16"][0], note=digits_lost))
+vanished = lost(torch.float16, 1e-4) - lost(torch.bfloat16, 1e-4)
+rescued = f"fp16 with the loss x 65536: {lost(torch.float16, 1e-4, 2.0**16):.1%}"
+display(claims.check("bf16-no-scaling", vanished, note=rescued))
+display(claims.check("bf16-then-fp16", overflow_share))
+display(claims.check("autocast-cache", casts[0], note=f"{casts[1]:g} with the cache off"))
+display(claims.check("layernorm-accumulates-fp32", norm_error, note=f"the plain sum in fp16 is {plain_sum}"))
+at_peak = [runs[recipe, large].memory.breakdown for recipe in ("fp32", "mixed")]
+others = [f"{name} {at_peak[1][name] / at_peak[0][name]:.2f}" for name in ("weights", "gradients", "optimizer_states")]
+note = f"at the peak, mixed / fp32: {', '.join(others)}"
+display(claims.check("fp16-activations-halve", held["mixed"] / held["fp32"], note=note))
+claims.check(
+    "fp16-small-batch-costs", change["mixed"][0] / 100, note=f"{change['mixed'][-1]:+.1f}% at {large}; {without}"
+)
+
+# %% tags=["claim"]
+display(claims.check("fp16-faster", speed if on_gpu else None))
+cpu_speed = None if on_gpu else speed
+if on_gpu and hardware.supports("cpu-bf16")[0]:
+    cpu_task = Task("bert-small", seq_len=256)
+    on_cpu = [timed(f"CPU, {recipe}", recipe | {"use_cpu": True}, cpu_task) for recipe in ({}, {"bf16": True})]
+    cpu_speed = lab.compare(*on_cpu).speed_ratio
+display(claims.check("half-precision-faster-cpu", cpu_speed))
+per_byte = lab.ratio([pair / smaller for pair in pairs]) if native else 1 / smaller
+display(claims.check("half-inference", per_byte, note=f"peak {smaller:.3f} x, speed {faster} x"))
+display(claims.check("tf32-layout", digits, note=tf32_note))
+claims.check("tf32-faster", tf32_speed, note=tf32_note)
+
+# %% [markdown]
+# ## Explore
+#
+# Numbers near the edges: 0.1 is exact nowhere, 257 is not in bf16, 65519 is the last that fp16 rounds down.
+
+# %% tags=["widget"]
+_ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0, 6e-8, 2e-8, 3e38])
+
+# %% [markdown]
+# ## Exercise 1: choose a loss scale
+#
+# With a loss weight of 1e-9 even the usual start of 65536 is too small. Find a scale (a power of two) at which fp16
+# loses less than 1 % of the gradients and none overflows.
+
+# %% tags=["exercise"]
+my_scale = None  # e.g. 2.0**16
+
+
+# %% tags=["check"]
+def check_scale(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    if not gradients(torch.float16, 1e-9, answer).isfinite().all():
+        return exercises.wrong("a gradient overflows: smaller")
+    share = lost(torch.float16, 1e-9, answer)
+    if share >= 0.01:
+        return exercises.wrong(f"{share:.1%} of the gradients still vanish: larger")
+    return exercises.right(f"{share:.2%} vanish, none overflows")
+
+
+check_scale(my_scale)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
+
+# %% [markdown]
+# ## Exercise 2: the challenge
+#
+# Give the fastest recipe whose loss stays in the band: training arguments such as `{"bf16": True}` or
+# `{"dtype": "float16"}`. Target: a final loss no higher than the worst fp32 seed's, at 0.9 of the speed of the faster of
+# fp32 and mixed precision.
+
+# %% tags=["exercise"]
+my_recipe = None
+
+
+# %% tags=["check"]
+def check_recipe(answer):
+    if answer is None:
+        return exercises.not_attempted("give a dict of training arguments; {} is fp32")
+    yours = learn("yours", answer)
+    if not yours.ok:
+        return exercises.wrong(yours.message)
+    if not final(yours) <= max(map(final, seeds["fp32"])):  # nan is no loss either
+        return exercises.wrong(f"final loss {final(yours):.3g}, outside of the fp32 seeds' {finals['fp32']}")
+    ratio = lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio
+    target = 0.9 * max(1, speed.value)
+    if ratio is None or ratio.high < target:
+        return exercises.wrong(f"it learns, at {ratio} of the speed of fp32; the target is {target:.2f}")
+    return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")
+
+
+check_recipe(my_recipe)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# Pure fp16 fails: Adam's second moment, a squared gradient, is 0 in fp16, and the step divides by it.
+exercises.prove(check_recipe, solution=mixed if speed.value > 1 else {}, mistake={"dtype": "float16"})
+
+# %% [markdown]
+# ## Recap
+#
+# - You saw what the formats hold: bf16 the range of fp32 with few digits, fp16 more digits and a largest number of
+#   65504, not the 65535 of the guide; and your loss scaler rescued the gradients that fp16 loses, as torch's does.
+# - You saw that the activations shrink, though not by half, that weights, gradients and states stay, that copies of the
+#   weights are added, and that it pays only from a certain batch on.
+# - You saw that half precision is fast where the chip has the instructions for it, whatever a flag says, and that the
+#   loss is judged against a band of seeds.
+
+# %% tags=["finish"]
+claims.finish(lab)

@@ -1,0 +1,459 @@
+# %% [markdown]
+# # Can Adam remember in a quarter of the bits?
+#
+# Adam's two running averages take 8 bytes for every parameter of the model. 8-bit Adam keeps both, and writes each in one byte instead of four.
+#
+# **You will see**
+# - how 256 values and one scale for each block of 256 numbers hold a state, and what one outlier does to it
+# - which tensors are left in 32 bits, by whom and why, counted to the byte
+# - that bytes of states and peak of the step are two questions, and what your machine answers to the second
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import math
+import statistics
+
+import bitsandbytes as bnb
+import matplotlib.pyplot as plt
+import torch
+from transformers import Trainer
+
+from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.runs import Ratio
+
+lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
+
+# %% [markdown]
+# ## Idea
+#
+# Adafactor (lesson 08) throws most of Adam's memory away. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the number of that value is stored, one byte. For the update, a state is expanded to 32 bits, used, and written back as bytes.
+#
+# Nothing else is in 8 bits. Weights, gradients, activations and all arithmetic stay what they were; the name promises more than the optimizer does.
+#
+# ## Predict
+#
+# AdamW keeps 8 bytes a parameter. How many will the Trainer's `optim="adamw_bnb_8bit"` keep on this lesson's model, on average over *all* parameters?
+
+# %%
+parameters = lab.task.parameters()
+print(f"{lab.task}: {parameters:,} parameters, AdamW's states take {plots.bytes_text(8 * parameters)}")
+guess = None  # bytes a parameter
+
+# %% [markdown]
+# ## By hand: the map
+#
+# Which 256 values? Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-6}$ up; each has twice as many values as the decade below it. A signed map for the first moment, an unsigned one, with twice the values, for the second.
+
+
+# %%
+def code_book(signed):
+    decades = []
+    for decade in range(7):
+        count = 2**decade if signed else 2 * 2**decade
+        within = 0.1 + 0.9 * (torch.arange(count) + 0.5) / count  # middles of equal slices of 0.1 to 1
+        decades.append(10.0 ** (decade - 6) * within)
+    positive = torch.cat(decades)
+    return torch.cat([-positive if signed else positive[:0], torch.tensor([0.0, 1.0]), positive]).sort().values
+
+
+SIGNED, UNSIGNED = code_book(signed=True), code_book(signed=False)
+for book, signed in ((SIGNED, True), (UNSIGNED, False)):
+    torch.testing.assert_close(book, bnb.functional.create_dynamic_map(signed=signed), rtol=1e-5, atol=1e-8)
+print(f"{len(SIGNED)} and {len(UNSIGNED)} values, as the library has them")
+
+# %% [markdown]
+# Does the map suit a real state? We take the second moment of one weight matrix of a small BERT after ten batches, divide by its largest entry, and count what rounds to 0. For a second moment 0 is the worst of errors: the step is *divided* by its root.
+
+# %%
+toy = Task("bert-tiny", seq_len=32, data="learnable", dataset_size=160)
+model, data = toy.build_model(), toy.batch(160)
+weight = model.bert.encoder.layer[0].intermediate.dense.weight
+second = torch.zeros_like(weight)
+for start in range(0, 160, 16):
+    model.zero_grad()
+    model(**{name: tensor[start : start + 16] for name, tensor in data.items()}).loss.backward()
+    second = 0.999 * second + 0.001 * weight.grad**2
+share = (second / second.max()).flatten()
+equal_steps = torch.linspace(0, 1, 256)
+figure, (above, below) = plt.subplots(2, 1, figsize=(8, 4), sharex=True, height_ratios=[3, 1], layout="constrained")
+above.hist(share.log10().numpy(), bins=80, color=plots.SERIES[0])
+above.set(ylabel="entries", title="a second moment / its largest entry")
+for row, (name, book) in enumerate({"equal steps": equal_steps, "dynamic map": UNSIGNED}.items()):
+    below.plot(book[1:].log10(), [row] * 255, "|", color=plots.SERIES[row + 1], markersize=14)
+    to_zero = (share < book[1] / 2).float().mean().item()
+    print(f"{name}: {to_zero:.1%} of the entries round to 0")
+below.set(yticks=[0, 1], yticklabels=["equal steps", "dynamic map"], ylim=(-0.6, 1.6), xlabel="log10 of the value")
+plt.show()
+
+# %% [markdown]
+# Each tick below the histogram is a value that a byte can stand for. Left of their first tick equal steps have nothing but 0, and the printed share of entries lies there. The dynamic map reaches further down than the entries do.
+#
+# ## By hand: the block
+#
+# The scale was the largest entry of the *tensor*. One outlier stretches it, and everything else slides down to where the map is coarse. So the library cuts a tensor into **blocks** of 256 numbers, each with a scale of its own (its largest absolute value, *absmax*).
+
+
+# %%
+def quantize(tensor, book, block=256):
+    flat = tensor.flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+    absmax = blocks.abs().amax(dim=1, keepdim=True)
+    middles = (book[1:] + book[:-1]) / 2
+    codes = torch.bucketize(blocks / absmax.clamp(min=1e-38), middles)
+    return codes.to(torch.uint8), absmax
+
+
+def dequantize(codes, absmax, book, shape):
+    return (book[codes.long()] * absmax).flatten()[: math.prod(shape)].view(shape)
+
+
+state = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+codes, absmax = quantize(state, SIGNED)
+library_codes, library = bnb.functional.quantize_blockwise(state, code=SIGNED, blocksize=256)
+same = (codes.flatten() == library_codes.flatten()).float().mean().item()
+torch.testing.assert_close(absmax.flatten(), library.absmax)
+if same < 0.99:  # a number midway between two values may fall either way
+    raise RuntimeError(f"only {same:.1%} of the codes are the library's")
+print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes for {state.nbytes:,}")
+
+
+# %%
+def errors(outlier, block):
+    """Mean error in each of 16 stretches of 256 numbers, with one outlier in the sixth."""
+    numbers = state.flatten().clone()
+    numbers[1300] *= outlier / numbers[1300].abs()
+    back = dequantize(*quantize(numbers, SIGNED, block), SIGNED, numbers.shape)
+    return (back - numbers).abs().view(16, 256).mean(dim=1).tolist()
+
+
+stretches = range(1, 17)
+series = {"one scale for the tensor": errors(1000, 4096), "a scale for each block": errors(1000, 256)}
+ax = plots.lines(stretches, series, "stretch of 256 numbers", "mean error", title="4096 numbers, one of them 1000")
+ax.set_yscale("log")
+
+# %% [markdown]
+# All 4096 numbers are drawn alike, about 1 in size, except a single one of 1000. With one scale the whole tensor pays for it, with blocks its own block does.
+#
+# ## By hand: the step
+#
+# Expand, update, use, write back. Next to it run the library's 8-bit Adam and exact Adam, on the same 100 gradients.
+
+
+# %%
+def adam8_step(weight, gradient, memory, step, rate):
+    zero = torch.zeros_like(weight)
+    first = dequantize(*memory["first"], SIGNED, weight.shape) if memory else zero
+    second = dequantize(*memory["second"], UNSIGNED, weight.shape) if memory else zero
+    first = 0.9 * first + 0.1 * gradient
+    second = 0.999 * second + 0.001 * gradient**2
+    memory["first"], memory["second"] = quantize(first, SIGNED), quantize(second, UNSIGNED)
+    return weight - rate * first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+
+
+start = mine = torch.zeros(64, 64)
+ours, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+optimizers = [bnb.optim.Adam8bit([ours], lr=0.01), torch.optim.Adam([exact], lr=0.01)]
+memory, trend = {}, torch.randn(64, 64)
+for step in range(1, 101):
+    gradient = trend + torch.randn(64, 64)
+    mine = adam8_step(mine, gradient, memory, step, rate=0.01)
+    for parameter, optimizer in zip((ours, exact), optimizers):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+way = exact.detach().norm().item()
+
+# %%
+off_library, off_exact = ((mine - other).norm().item() / way for other in (ours.detach(), exact.detach()))
+print(f"by hand against the library: {off_library:.2%} of the way gone; against exact Adam: {off_exact:.2%}")
+if off_library > 0.01 or off_exact > 0.05:
+    raise RuntimeError("the step by hand has lost its way")
+kept = optimizers[0].state[ours]
+print(
+    {"weight": ours.dtype, "gradient": ours.grad.dtype, "state": kept["state1"].dtype, "scale": kept["absmax1"].dtype}
+)
+
+# %% [markdown]
+# The last line answers the name's promise: `uint8` is what the optimizer *remembers*, and nothing more.
+#
+# ## Baseline
+#
+# AdamW, fused, at the micro-batch of this profile.
+
+# %%
+common = dict(per_device_train_batch_size=lab.profile.micro_batch, measure=("memory",))
+vanilla = lab.train("AdamW", **common)
+
+# %% [markdown]
+# ## Change one thing, in two ways
+#
+# Today it is a flag. In 2023 the guide built the optimizer itself, in two groups: weight decay for weights, none for biases and norms. Such a function still goes to the Trainer as a custom optimizer. (bitsandbytes' `Adam8bit` decays weights as AdamW does, so the two differ in nothing but what follows.)
+
+
+# %%
+def grouped(model, args):
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    spared = [parameter for parameter in model.parameters() if parameter.ndim < 2]  # biases and norms
+    groups = [dict(params=decayed, weight_decay=args.weight_decay), dict(params=spared, weight_decay=0.0)]
+    betas = (args.adam_beta1, args.adam_beta2)
+    return bnb.optim.Adam8bit(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+flag = lab.train("8-bit, by the flag", optim="adamw_bnb_8bit", **common)  # new
+by_hand = lab.train("8-bit, grouped by hand", optimizer=grouped, **common)  # new
+
+meta = lab.task.build_model(device="meta")
+theirs = set(Trainer.get_decay_parameter_names(None, meta))
+print("the Trainer's own groups are the same:", theirs == {n for n, p in meta.named_parameters() if p.ndim >= 2})
+exercises.score(guess, flag.memory.breakdown["optimizer_states"] / parameters, "bytes a parameter")
+
+# %% [markdown]
+# So the flag groups as the guide did. Does it keep the same bytes? Two rules decide. The *library* leaves tensors of fewer than 4096 numbers in 32 bits: there is little to save, and norms and biases are few and touchy. And the *Trainer*, behind the flag, asks for 32 bits for every embedding: most rows see no gradient in most steps and a large one in some, and 8-bit embeddings made pretraining unstable ([the discussion](https://github.com/huggingface/transformers/issues/14819)). Count by the rules, then hold the count against what was measured.
+
+# %%
+embeddings = {id(module.weight) for module in meta.modules() if isinstance(module, torch.nn.Embedding)}
+account = {"embeddings": [], "fewer than 4096": [], "all others": []}
+for parameter in meta.parameters():
+    small = "fewer than 4096" if parameter.numel() < 4096 else "all others"
+    account["embeddings" if id(parameter) in embeddings else small].append(parameter.numel())
+
+
+def state_bytes(sizes, bits):
+    return sum(8 * n if bits == 32 or n < 4096 else 2 * n + 2 * 4 * math.ceil(n / 256) for n in sizes)
+
+
+rows, counted = [], [0, 0]
+for kind, sizes in account.items():
+    kept = [state_bytes(sizes, 32 if kind == "embeddings" else 8), state_bytes(sizes, 8)]
+    counted = [total + size for total, size in zip(counted, kept)]
+    rows.append([kind, len(sizes), f"{sum(sizes):,}", *(size / sum(sizes) for size in kept)])
+rows.append(["all", "", f"{parameters:,}", *(total / parameters for total in counted)])
+measured = [run.memory.breakdown["optimizer_states"] for run in (flag, by_hand)]
+torch.testing.assert_close(measured, counted, rtol=0.01, atol=0)
+print("counted by the rules:", *map(plots.bytes_text, counted), "- measured:", *map(plots.bytes_text, measured))
+plots.Table(["tensors", "how many", "parameters", "flag: bytes a parameter", "by hand: bytes a parameter"], rows)
+
+# %% [markdown]
+# The guide's "2 bytes a parameter if all states are quantized" is the column *by hand*, plus 3 % for the scales. The larger the share of embeddings, the further the flag is from it; in a small model they are a large share.
+#
+# ## States are not the peak
+#
+# First the peaks, then one step of AdamW and one of the flag, from its first operation to its last.
+
+# %%
+_ = plots.memory([vanilla, flag, by_hand])
+figure, axes = plt.subplots(2, 1, figsize=(8, 6.4), layout="constrained")
+for ax, run in zip(axes, (vanilla, flag)):
+    plots.timeline(run, ax)
+
+
+# %%
+def highest(run, phase):
+    """The highest moment of a phase, in bytes; at least what is live at its end."""
+    series = run.memory.timeline
+    moments = [i for i, name in enumerate(series["phase"]) if name == phase]
+    return max([run.memory.phases[phase], *(sum(series[kind][i] for kind in run.memory.breakdown) for i in moments)])
+
+
+quantized = sum(account["all others"])
+saved = vanilla.peak_bytes - flag.peak_bytes
+print(
+    f"the flag's peak is lower by {plots.bytes_text(saved)}: {saved / quantized:.2f} bytes for each quantized parameter"
+)
+names = ["states", "highest in backward", "highest in the step", "peak is in"]
+rows = []
+for run in (vanilla, flag, by_hand):
+    sizes = [run.memory.breakdown["optimizer_states"], highest(run, "backward"), highest(run, "step")]
+    rows.append([run.name, *map(plots.bytes_text, sizes), run.memory.peak_phase])
+plots.Table(["run", *names], rows)
+
+# %% [markdown]
+# Bytes of states are kept all the time, so they count wherever the peak is: in the backward pass, each quantized parameter brings the peak down by nearly 6 bytes.
+#
+# The optimizer's step is another matter, and the backend decides. On CUDA one kernel expands a state in registers, a few numbers at a time, and no memory shows. bitsandbytes' [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. That is the grey *inside operations*, as high as the largest tensor makes it. Compare the column of the step. As long as it stays below the backward pass, it costs nothing; with a small batch it *is* the peak. Exercise 1 asks for that case.
+#
+# ## Does it learn as well?
+#
+# The look-up task of lesson 08: name each token's class, for a thousand rare tokens. This is hard on embeddings, and here *nothing* is spared, they are quantized too. Both optimizers try the same four learning rates on one seed; AdamW's best is used for both on five other seeds.
+
+# %%
+classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
+look_up = Task("bert-tiny", 16, dataset_size=30 * 16, architecture="BertForTokenClassification", config=classes)
+
+
+def learn(task, make, seed, batch=16):
+    """Losses of a training with `make(parameters)` for its optimizer, and the bytes of its states."""
+    torch.set_num_threads(1)  # tensors this small gain nothing from more
+    task, steps = task.replace(seed=seed), task.dataset_size // batch
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, data = task.build_model().to(device), task.batch(task.dataset_size, device)
+    optimizer = make(model.parameters())
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, steps)
+    losses = []
+    for start in range(0, task.dataset_size, batch):
+        loss = model(**{key: tensor[start : start + batch] for key, tensor in data.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        decay.step()
+        losses.append(loss.detach())
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
+    return [float(loss) for loss in losses], sum(kept.values()) / sum(p.numel() for p in model.parameters())
+
+
+# %%
+RATES = [0.004, 0.008, 0.016, 0.032]
+
+
+def final(losses):
+    return statistics.mean(losses[-5:])
+
+
+def contest(task):
+    makers = {
+        "AdamW": lambda rate: lambda given: torch.optim.AdamW(given, lr=rate, weight_decay=0, fused=True),
+        "8-bit": lambda rate: lambda given: bnb.optim.AdamW8bit(given, lr=rate, weight_decay=0),
+    }
+    trials = {name: [learn(task, make(rate), 0)[0] for rate in RATES] for name, make in makers.items()}
+    rate = min(RATES, key=lambda rate: final(trials["AdamW"][RATES.index(rate)]))
+    judged = {name: [learn(task, make(rate), seed)[0] for seed in range(1, 6)] for name, make in makers.items()}
+    return {"trials": trials, "rate": rate, "judged": judged}
+
+
+found = lab.run(contest, task=look_up, measure=("none",)).value
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+ends = {name: [final(losses) for losses in trials] for name, trials in found["trials"].items()}
+plots.lines(RATES, ends, "learning rate", "final loss", left, "four rates, one seed")
+left.set_xscale("log", base=2)
+left.set_xticks(RATES, RATES)
+plots.losses(found["judged"], right, f"both at {found['rate']}, five seeds")
+for ax in (left, right):
+    ax.set_yscale("log")
+finals = {name: [final(losses) for losses in runs] for name, runs in found["judged"].items()}
+pairs = [b / a for a, b in zip(finals["AdamW"], finals["8-bit"])]
+ratio = Ratio(statistics.median(pairs), min(pairs), max(pairs), tuple(pairs))
+print(f"final loss of 8-bit / AdamW, seed by seed: median and range {ratio}")
+print(f"AdamW alone, from seed to seed: {min(finals['AdamW']):.3f} to {max(finals['AdamW']):.3f}")
+
+# %% [markdown]
+# Left, the two curves should hide each other wherever training works at all: 8-bit Adam wants Adam's learning rate, unlike Adafactor. Right, hold the ratio against what the seed alone does to AdamW.
+#
+# ## What held
+
+# %% tags=["claim"]
+claims.check("adam8bit-memory", flag.peak_bytes / vanilla.peak_bytes, note=f"saved {plots.bytes_text(saved)}")
+
+# %% tags=["claim"]
+comparison = lab.compare(vanilla, flag) if lab.machine.kind == "cuda" else None  # the claim is about CUDA's kernels
+claims.check("adam8bit-cost", comparison and comparison.speed_ratio)
+
+# %% tags=["claim"]
+claims.check("adam8bit-convergence", ratio)
+
+
+# %% [markdown]
+# ## Explore
+#
+# The size of the outlier, and the size of a block. Small blocks confine the damage, and pay for more scales: 4 bytes each.
+
+
+# %% tags=["widget"]
+def draw(block, outlier):
+    title = f"outlier {outlier}, blocks of {block}: {1 + 4 / block:.3f} bytes a number"
+    ax = plots.lines(stretches, {"error": errors(outlier, block)}, "stretch of 256 numbers", "mean error", title=title)
+    ax.set(yscale="log", ylim=(3e-3, 0.3))
+    return ax
+
+
+_ = widgets.explore(draw, block=[256, 64, 1024, 4096], outlier=[1000, 1, 10, 100])
+
+# %% [markdown]
+# ## Exercise 1: the small batch
+#
+# One sequence of 32 tokens: hardly an activation left. What is the flag's peak divided by AdamW's? Answer to within 10 %. Everything you need has been printed.
+
+# %% tags=["exercise"]
+answer = None  # a number
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    options = dict(
+        task=lab.task.replace(seq_len=32, dataset_size=8), per_device_train_batch_size=1, measure=("memory",)
+    )
+    if not small_peaks:
+        small_peaks.append(lab.train("AdamW, 1 x 32", **options).peak_bytes)
+        small_peaks.append(lab.train("8-bit, 1 x 32", optim="adamw_bnb_8bit", **options).peak_bytes)
+    measured = small_peaks[1] / small_peaks[0]
+    if abs(answer / measured - 1) < 0.1:
+        return exercises.right(f"{measured:.2f}, from {' and '.join(map(plots.bytes_text, small_peaks))}")
+    return exercises.wrong("which phase holds the peak once activations are gone? The table has a column for it")
+
+
+small_peaks = []
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(
+    check,
+    solution=highest(flag, "step") / highest(vanilla, "step"),
+    mistake=measured[0] / vanilla.memory.breakdown["optimizer_states"],  # the states alone
+)
+
+# %% [markdown]
+# ## Exercise 2: the challenge
+#
+# The fewest bytes of states a parameter with the loss still in the band: a function from the model's parameters to an optimizer. On the look-up task, its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth, and its states may take **2.5** bytes a parameter at most. Then go lower.
+
+# %% tags=["exercise"]
+band = 1.1 * max(finals["AdamW"])
+print(f"final loss: at most {band:.3f}; AdamW's rate was {found['rate']}")
+answer = None  # lambda parameters: ...
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    run = lab.run(
+        lambda task: [learn(task, answer, seed) for seed in (1, 2, 3)], "challenge", task=look_up, measure=("none",)
+    )
+    if not run.ok:
+        return exercises.wrong(f"{run.status}: {run.message}")
+    loss, size = statistics.median(final(losses) for losses, _ in run.value), run.value[0][1]
+    figures = f"{size:.2f} bytes a parameter, final loss {loss:.3f}"
+    if loss > band:
+        return exercises.wrong(f"{figures}: out of the band")
+    if size > 2.5:
+        return exercises.wrong(f"{figures}: it learns, but it keeps too much")
+    return exercises.right(f"{figures}")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(
+    check,
+    solution=lambda parameters: bnb.optim.AdamW8bit(parameters, lr=found["rate"], weight_decay=0),
+    mistake=lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # keeps nothing, and learns accordingly
+)
+
+# %% [markdown]
+# ## Recap
+#
+# - A map of 256 values with seven decades, and one scale for each 256 numbers, held a state closely enough for Adam to find its way. An outlier spoilt its own block and no other.
+# - Tensors of fewer than 4096 numbers stayed in 32 bits by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.
+# - The saved bytes counted at the peak where the peak lay in the backward pass. In the step, this machine's backend had the last word.
+#
+# 8-bit Adam is the wrong tool where activations make the peak, and on a CPU where the step does. It is the right one where AdamW's recipe must stay what it is.
+
+# %% tags=["finish"]
+claims.finish(lab)

@@ -1,0 +1,393 @@
+# %% [markdown]
+# # Can a loop of your own do all that the Trainer does?
+#
+# The lessons so far passed arguments to a loop that somebody else wrote. Here you write the loop, and lose nothing.
+#
+# **You will see**
+# - a loop of your own on Accelerate with the memory and the losses of the Trainer
+# - a training that is killed and goes on as if nothing had happened, and the one line whose place decides that
+# - the same loop on two processes, and what has to be counted anew there
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import itertools
+import json
+import shutil
+import tempfile
+from functools import partial
+
+import torch
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+
+lab = Lab(profile, strict=strict, out=out, lesson="13_accelerate_loop")
+native = hardware.supports("sm80")[0] or (lab.machine.kind == "cpu" and hardware.supports("cpu-bf16")[0])
+precision = "bf16" if native else "fp16" if lab.machine.kind == "cuda" else "no"
+task = lab.task if lab.machine.kind == "cuda" else lab.task.replace(seq_len=64)
+print(f"mixed precision on this machine: {precision}")
+
+# %% [markdown]
+# ## Idea
+#
+# Accelerate is often taken for another Trainer. It is the layer *below*: the Trainer itself is built on it. It has no loop. You hand it four things, the model, the optimizer, the data loader and the schedule, and get back the same four in wrappers that know how many processes there are, which precision is meant, and whether this micro-batch is the last one before a step. The loop stays yours, every line of it.
+#
+# ## Predict
+#
+# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision where this machine has it, 8-bit Adam, clipping, a schedule. Once with the Trainer, once in a loop of our own. What will be the loop's peak, in percent of the Trainer's?
+
+# %%
+guess = None  # %
+
+# %% [markdown]
+# ## By hand
+#
+# What does such a wrapper do? For accumulation it is a counter. Here is one in plain PyTorch:
+
+# %%
+class Accumulate:
+    """Divides the loss, and lets every n-th micro-batch step; the others only add to the gradients."""
+
+    def __init__(self, model, optimizer, n):
+        self.model, self.optimizer, self.n, self.seen = model, optimizer, n, 0
+
+    def micro_batch(self, loss):
+        (loss / self.n).backward()
+        self.seen += 1
+        if self.seen % self.n == 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def toy():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 8)
+
+# %% [markdown]
+# And the library's. Note that `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer decides whether they do anything. Clipping is the exception. It acts on the gradients at once, so the loop itself must wait for the last micro-batch.
+
+# %%
+from accelerate import Accelerator
+
+mine, optimizer, rows = toy()
+by_hand = Accumulate(mine, optimizer, n=4)
+for row in rows:
+    by_hand.micro_batch(mine(row).square().mean())
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+theirs, optimizer, rows = toy()
+theirs, optimizer = accelerator.prepare(theirs, optimizer)
+for row in rows:
+    with accelerator.accumulate(theirs):
+        accelerator.backward(theirs(row).square().mean())
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+torch.testing.assert_close(mine.weight, theirs.weight, rtol=0, atol=0)
+print(f"equal to the last bit; the optimizer is now an {type(optimizer).__name__}")
+try:
+    Accelerator(fp16=True)
+except TypeError as error:
+    print(error)
+
+# %% [markdown]
+# The last line printed is what the loop of the 2023 guide ends with today. `Accelerator(fp16=True)` is gone since Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"` the wrapped optimizer also scales the loss, and skips the steps that overflow.
+#
+# ## The whole recipe
+#
+# First everything that is built once. Two lines are there for the sake of equal losses. The data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer.
+
+# %%
+def build(task, accumulate, steps, mixed_precision="no"):
+    import os
+
+    import bitsandbytes
+    import torch
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+    from transformers import get_linear_schedule_with_warmup
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulate,
+        mixed_precision=mixed_precision,
+        cpu=torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", 1)),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
+    )
+    model = task.build_model()
+    model.gradient_checkpointing_enable()
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5, weight_decay=0.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, steps * accelerator.num_processes)
+    loader = torch.utils.data.DataLoader(task.dataset(), batch_size=1, shuffle=True)
+    set_seed(0)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+# %% [markdown]
+# Then the loop. Leave `folder` and `resume` aside for now: they are for the second half.
+
+# %%
+def train(task, accumulate=4, steps=3, folder=None, die_after=None, resume=None, **options):
+    accelerator, model, optimizer, loader, schedule = build(task, accumulate, steps, **options)
+    done, losses, total = 0, [], 0.0
+    if resume:
+        done = json.load(open(f"{folder}/done.json"))
+    if resume == "before the first batch":
+        accelerator.load_state(folder)
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, done * accumulate)):
+        if number == 0 and resume == "after the first batch":
+            accelerator.load_state(folder)
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        total += loss.detach() / accumulate
+        if accelerator.sync_gradients:
+            losses, total, done = [*losses, total.item()], 0.0, done + 1
+            keep(accelerator, folder, done, losses, die_after)
+            if done == steps:
+                return losses
+
+# %%
+def keep(accelerator, folder, done, losses, die_after):
+    """The losses after each step, a checkpoint after every second; and, if asked for, a sudden end."""
+    import os
+    import signal
+
+    if folder:
+        json.dump(losses, open(f"{folder}/losses.json", "w"))
+        if done % 2 == 0:
+            accelerator.save_state(folder)
+            json.dump(done, open(f"{folder}/done.json", "w"))
+    if done == die_after:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+# %% [markdown]
+# ## Baseline
+#
+# The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
+
+# %%
+def eight_bit_adam(model, args):
+    import bitsandbytes
+
+    model.accepts_loss_kwargs = False  # the remedy: the Trainer divides by the accumulation steps itself
+    return bitsandbytes.optim.AdamW8bit(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+
+
+recipe = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+recipe |= {"max_steps": 3, "bf16": precision == "bf16", "fp16": precision == "fp16"}
+trainer = lab.train("Trainer", task=task, optimizer=eight_bit_adam, **recipe)
+trainer
+
+# %% [markdown]
+# ## Change one thing
+#
+# The same recipe, and our loop instead of the Trainer's.
+
+# %%
+loop = lab.run(partial(train, mixed_precision=precision), "own loop", task=task, samples_per_step=4)  # new
+difference = max(abs(a - b) for a, b in zip(loop.value, trainer.losses))
+for phase in trainer.memory.phases:
+    live = [plots.bytes_text(run.memory.phases[phase]) for run in (trainer, loop)]
+    print(f"live after {phase}: {live[0]} with the Trainer, {live[1]} in the loop")
+print(f"largest difference between the losses of a step: {difference:.2g}")
+torch.testing.assert_close(loop.value, list(trainer.losses), rtol=1e-3, atol=0)
+exercises.score(guess, 100 * loop.peak_bytes / trainer.peak_bytes, "%")
+
+# %%
+_ = plots.memory([trainer, loop], title="One recipe, two loops")
+
+# %% [markdown]
+# Two bars, category by category of the same length: the loop costs nothing, and saves nothing, since both run the same operations on the same tensors. Compare the losses printed above, too. If a loop of yours gives another loss than the Trainer, one of four things differs: the order of the data, the random numbers of dropout, the divisor of the loss, or the schedule.
+#
+# ## Killed and resumed
+#
+# A training of hours will be killed one day: by a full machine, by a queue's time limit, by you. We do it for real, on a small task with dropout. The process gets SIGKILL after step 5, which leaves it no time for last words; its last checkpoint is of step 4.
+
+# %%
+small = Task("bert-tiny", seq_len=32, data="learnable")
+folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+eight_steps = partial(train, steps=8)
+
+whole = lab.run(eight_steps, "never killed", task=small, measure=("none",))
+killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed", task=small, measure=("none",))
+before = json.load(open(f"{folder.name}/losses.json"))
+killed
+
+# %% [markdown]
+# That is what a killed run looks like from outside. Its losses are in a file, as they would be in a log. Now it is resumed, in two ways which differ in the place of one line: `load_state` is called before the loop fetches its first batch, or just after.
+
+# %%
+resumed = {}
+for place in ("before the first batch", "after the first batch"):
+    copied = shutil.copytree(folder.name, f"{folder.name}/{place}")
+    run = lab.run(partial(eight_steps, folder=copied, resume=place), place, task=small, measure=("none",))
+    resumed[place] = run.value
+    off = max(abs(a - b) for a, b in zip(run.value, whole.value[4:]))
+    print(f"load_state {place}: the losses are off by up to {off:.2g}")
+if lab.machine.kind == "cpu" and resumed["after the first batch"] != whole.value[4:]:
+    raise RuntimeError("the resumed training is not the one that was killed")
+
+nothing = float("nan")
+series = {"never killed": whole.value, "killed after step 5": before + [nothing] * 3}
+series |= {f"resumed, load_state {place}": [nothing] * 4 + losses for place, losses in resumed.items()}
+_ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, and resumed from step 4")
+
+# %% [markdown]
+# With `load_state` after the first batch, each loss from step 5 on equals that of the training that was never killed; step 5 itself is simply done again. With `load_state` before it, the curve leaves at once, although weights, optimizer, schedule and data are the same. What differs is dropout: when a data loader starts, it draws a random number for its workers, also if it has none. So the random state must be restored *after* that. Without dropout both ways would be right, and nobody would notice.
+#
+# Two habits for longer trainings. Save into a new folder and rename it when it is complete: a kill may also hit in the middle of saving. And write down the step yourself: `save_state` does not know how far the loop is in the data.
+#
+# ## Two processes
+#
+# The loop was written for one process. Nothing in it changes for two; the lab starts them, `prepare` deals the batches out in turn and sums the gradients. So two processes that accumulate 4 micro-batches should train like one process that accumulates 8. Dropout is off here, since two processes draw other random numbers than one.
+
+# %%
+calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+one = lab.run(partial(train, accumulate=8), "one process, 8 each", task=calm, measure=("none",))
+two = lab.run(train, "two processes, 4 each", task=calm, processes=2, measure=("none",))  # new
+mean = [sum(losses) / 2 for losses in zip(*(rank["value"] for rank in two.ranks))]
+torch.testing.assert_close(mean, one.value, rtol=1e-3, atol=0)
+rows = list(zip(range(1, 4), one.value, *(rank["value"] for rank in two.ranks), mean))
+plots.Table(["step", "one process", "rank 0", "rank 1", "mean of the ranks"], rows)
+
+# %% [markdown]
+# Each rank sees the loss of its own samples only; the mean over the ranks is the loss of the batch, and equals that of one process. What has to be counted anew:
+# - **The effective batch** doubled: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
+# - **The schedule.** The wrapped schedule advances once *for each process*, so that a schedule that was planned in samples still ends at the right place. A schedule planned in steps ends after half of them, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
+# - **Printing and saving.** Every process runs every line. `accelerator.print` and `if accelerator.is_main_process` exist for that; `save_state` is called by all.
+#
+# ## What held
+
+# %% tags=["claim"]
+claims.check(
+    "accelerate-same",
+    loop.peak_bytes / trainer.peak_bytes,
+    note=f"losses of {len(loop.value)} steps: largest difference {difference:.2g}; mixed precision: {precision}",
+)
+
+# %% [markdown]
+# ## Explore
+#
+# What one pass over 512 samples is made of. Find two settings with the same effective batch of 32, and see what is not the same.
+
+# %% tags=["widget"]
+def one_epoch(micro_batch, accumulate, processes):
+    micro_batches = 512 // (micro_batch * processes)
+    steps = -(-micro_batches // accumulate)
+    rows = [["effective batch", micro_batch * accumulate * processes]]
+    rows += [["micro-batches, each process", micro_batches], ["optimizer steps", steps]]
+    rows += [["advances of the wrapped schedule", steps * processes]]
+    rows += [["gradients summed over the processes, times", steps if processes > 1 else 0]]
+    return plots.Table(["one epoch of 512 samples", "count"], rows)
+
+
+_ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8], processes=[2, 1, 4, 8])
+
+# %% [markdown]
+# ## Exercise 1: how many batches to skip?
+#
+# A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check deals 512 samples out with Accelerate's own sampler and looks which of them your training sees twice, or never.
+
+# %% tags=["exercise"]
+answer = None
+
+# %% tags=["check"]
+def check_skip(answer):
+    from accelerate.data_loader import BatchSamplerShard
+
+    if answer is None:
+        return exercises.not_attempted()
+    seen, rest = [], []
+    for rank in range(2):
+        batches = torch.utils.data.BatchSampler(range(512), 2, drop_last=False)
+        mine = list(BatchSamplerShard(batches, num_processes=2, process_index=rank))
+        seen += itertools.chain(*mine[: 6 * 4])
+        rest += itertools.chain(*mine[answer:])
+    twice, never = len({*seen} & {*rest}), 512 - len({*seen} | {*rest})
+    if twice or never:
+        return exercises.wrong(f"{twice} samples are seen twice, and {never} never")
+    return exercises.right("each sample is seen once: 6 steps of 4 micro-batches, and each process skips its own")
+
+
+check_skip(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(check_skip, solution=24, mistake=48)
+
+# %% [markdown]
+# ## Exercise 2, a challenge: log the gradient's norm for less than 2 %
+#
+# Write `answer(model, norm, log)`. It is called after clipping in every step: `norm` is what `clip_grad_norm_` returned, and `log` a list to which you append the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
+#
+# No clock can tell 2 % between two runs on a busy CPU. It can tell which share of *one* step the call takes, and so that is measured. For GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has done all that it was asked to do.
+
+# %%
+def cost_of(log_norm):
+    def steps(task):
+        import time
+
+        model, log, exact, shares = task.build_model(), [], [], []
+        optimizer, batch = torch.optim.AdamW(model.parameters()), task.batch(1)
+        for _ in range(8):
+            begin = time.perf_counter()
+            model(**batch).loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = time.perf_counter()
+            log_norm(model, norm, log)
+            spent = time.perf_counter() - before
+            optimizer.step()
+            shares.append(spent / (time.perf_counter() - begin))
+            exact.append(norm.item())
+            optimizer.zero_grad()
+        with torch.profiler.profile() as seen:
+            log_norm(model, norm, [])
+        read = any(event.name == "aten::_local_scalar_dense" for event in seen.events())
+        off = max(abs(a - b) for a, b in zip(map(float, log), exact, strict=True))
+        return {"share": sorted(shares)[4], "read": read, "off": off}
+
+    return lab.run(steps, task=Task("bert-small", seq_len=16), measure=("none",))
+
+# %% tags=["exercise"]
+answer = None
+
+# %% tags=["check"]
+def check_log(answer):
+    if answer is None:
+        return exercises.not_attempted("replace None by a function of (model, norm, log)")
+    run = cost_of(answer)
+    if not run.ok or run.value["off"] > 1e-3:
+        return exercises.wrong(run.message or "the log does not hold the norms from before clipping")
+    cost = f"{run.value['share']:.2%} of a step"
+    if run.value["read"] or run.value["share"] > 0.02:
+        return exercises.wrong(f"{cost}{', and a number is read back in every step' * run.value['read']}")
+    return exercises.right(f"{cost}, and nothing is read back before the end")
+
+
+check_log(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def again(model, norm, log):
+    log.append(sum(p.grad.square().sum() for p in model.parameters()).sqrt().item())
+
+
+exercises.prove(check_log, solution=lambda model, norm, log: log.append(norm.detach()), mistake=again)
+
+# %% [markdown]
+# ## Recap
+#
+# - A loop of your own on Accelerate had the memory and the losses of the Trainer, once data order, dropout, divisor and schedule were the same. It is the Trainer's own foundation, without the loop.
+# - The killed training went on as if nothing had happened, because the random state was restored after the first batch was fetched. Restored before, it was another training.
+# - The same loop ran on two processes. The effective batch, the schedule and the printing had to be counted anew.
+
+# %% tags=["finish"]
+folder.cleanup()
+claims.finish(lab)

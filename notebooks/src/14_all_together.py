@@ -1,0 +1,321 @@
+# %% [markdown]
+# # Can a training of 15 GB fit into 5?
+#
+# The 2023 guide ends with ten recipes on a V100. The first takes 14949 MB, the smallest 4847 MB, at the same speed.
+#
+# **You will see**
+# - all ten recipes on this machine, beside the V100's figures;
+# - which bytes each technique takes away, what it costs, and why their savings do not simply add up;
+# - what no recipe of the ten can take away, and one that can.
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+
+from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+
+lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
+cuda = lab.machine.kind == "cuda"
+
+# %% [markdown]
+# ## Idea
+#
+# Each technique of part II attacks some of the bytes that are alive at the peak (lesson 01), and pays in another coin.
+#
+# | technique | takes away | pays with | lesson |
+# |---|---|---|---|
+# | accumulation | activations (a smaller micro-batch) | small operations; gradients that wait | 05 |
+# | checkpointing | activations within layers | a second forward pass | 06 |
+# | mixed precision | up to half of the activations | a half-precision copy of the weights | 07 |
+# | Adafactor | nearly all optimizer states | convergence, perhaps | 08 |
+# | 8-bit Adam | three quarters of the states | rounding of the states | 09 |
+#
+# Two techniques that attack the same bytes do not save twice. And what nobody attacks remains: the weights, and the
+# gradients that accumulation keeps.
+#
+# ## Predict
+#
+# Micro-batch 1 with four accumulation steps, checkpointing, half precision and Adafactor, all at once: to how many
+# percent of the vanilla peak?
+
+# %%
+guess = None  # percent, for example 50
+
+# %% [markdown]
+# ## The task
+#
+# On a GPU we take the profile's task, and measure memory and speed. A CPU emulates half precision slowly, so there we take
+# a miniature and measure memory only, which is exact on any CPU. The miniature has bert-large's proportions:
+# embeddings under 10 % of the parameters, and at batch 4 several times as many bytes of activations as of weights.
+
+# %%
+sizes = {"vocab_size": 200, "max_position_embeddings": 128}
+task = lab.task if cuda else Task("bert-tiny", seq_len=128, config=sizes)
+measure = ("memory", "time") if cuda else ("memory",)
+half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a word
+print(f"{lab.machine.name}: {task}, {task.parameters() / 1e6:.2f} M parameters, measured: {' and '.join(measure)}")
+
+# %% [markdown]
+# ## By hand
+#
+# The last of the ten recipes has no Trainer: a loop of one's own with everything switched on (lesson 13 builds it line
+# by line). Each line that carries a technique says which.
+
+
+# %%
+def loop(task):
+    import bitsandbytes
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(mixed_precision=next(iter(half)), gradient_accumulation_steps=4)  # half, accumulation
+    model = task.build_model()
+    model.gradient_checkpointing_enable()  # checkpointing
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5)  # 8-bit states
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):  # as the Trainer does: embeddings keep states of 32 bits
+            manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(task.dataset(), batch_size=1))
+    for _, batch in zip(range(micro_batches), batches, strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+micro_batches = 8  # two optimizer steps
+
+# %% [markdown]
+# ## Baseline
+#
+# Vanilla: micro-batch 4, fp32, AdamW. The other nine follow with the same effective batch of 4. MB and samples/s are
+# the 2023 guide's, from a V100 with 16 GB and bert-large.
+
+# %%
+four = {"per_device_train_batch_size": 4}
+one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+saving = one | {"gradient_checkpointing": True}
+v100 = {  # recipe: (arguments, MB, samples/s)
+    "vanilla": (four, 14949, 8.86),
+    "accumulation": (one, 8681, 7.75),  # new
+    "+ checkpointing": (saving, 6775, 5.99),  # new
+    "half precision": (four | half, 13939, 18.64),  # new
+    "accumulation + checkpointing + half": (saving | half, 7275, 10.09),
+    "Adafactor": (four | {"optim": "adafactor"}, 12295, 7.96),  # new
+    "all + Adafactor": (saving | half | {"optim": "adafactor"}, 4847, 9.06),
+    "8-bit Adam": (four | {"optim": "adamw_bnb_8bit"}, 13085, 9.15),  # new
+    "all + 8-bit Adam": (saving | half | {"optim": "adamw_bnb_8bit"}, 5363, 10.35),
+    "Accelerate loop, all + 8-bit Adam": (None, 5363, None),
+}
+vanilla = lab.train("vanilla", task=task, measure=measure, **four)
+print(vanilla)
+
+# %% [markdown]
+# ## Change one thing, then everything
+
+# %%
+for name, (arguments, _, _) in list(v100.items())[1:]:
+    if arguments is None:
+        lab.run(loop, name, task=task, measure=("memory",))
+    else:
+        lab.train(name, task=task, measure=measure, **arguments)
+runs = {name: lab[name] for name in v100}
+failed = {name: run.message for name, run in runs.items() if not run.ok}
+share = {name: run.peak_bytes / vanilla.peak_bytes for name, run in runs.items() if run.ok}
+header = ["recipe", "peak here", "of vanilla", "V100", "of vanilla", "samples/s here", "V100"]
+rows = []
+for name, (_, megabytes, speed) in v100.items():
+    here = [plots.bytes_text(runs[name].peak_bytes), f"{share.get(name, float('nan')):.0%}"]
+    rows.append([name, *here, f"{megabytes} MB", f"{megabytes / 14949:.0%}", runs[name].samples_per_second, speed])
+display(exercises.score(guess, 100 * share["all + Adafactor"], "%"))
+plots.Table(header, rows, f"Ten recipes: {lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}")
+
+# %%
+plots.memory(list(runs.values()), title="What is alive at the peak")
+gap = max(abs(share[name] - v100[name][1] / 14949) for name in share)
+print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} points apart.")
+
+# %% [markdown]
+# Compare the two "of vanilla" columns. They measure different things: the V100's megabytes are device-used memory, with
+# 1343 MB of context in each row and whatever the allocator kept; ours are tensors alive at the peak.
+#
+# Now the colours. Accumulation and checkpointing shrink the activations, Adafactor and 8-bit Adam the states, and half
+# precision brings a colour of its own, the copies. Accumulation also brings one back: gradients that wait are whole at
+# the peak, where vanilla's had hardly begun. And the weights are the same in every bar.
+#
+# ## The ladder
+#
+# One technique more on each rung. How much a rung saves depends on what the rungs before it have left.
+
+# %%
+rungs = ["vanilla", "accumulation", "+ checkpointing", "accumulation + checkpointing + half", "all + Adafactor"]
+labels = ["vanilla", "+ accumulation", "+ checkpointing", "+ half precision", "+ Adafactor"]
+_, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+for offset, colour, label, values in (
+    (-0.2, plots.SERIES[0], "here, counted", [100 * share[name] for name in rungs]),
+    (0.2, plots.SERIES[6], "V100, device-used (2023 guide)", [v100[name][1] / 149.49 for name in rungs]),
+):
+    bars = ax.bar([rung + offset for rung in range(len(rungs))], values, 0.38, color=colour, label=label)
+    ax.bar_label(bars, fmt="%.0f", fontsize=10)
+floor = 100 * 8 * task.parameters() / vanilla.peak_bytes
+ax.axhline(floor, color="black", linestyle="--", label="fp32 weights and gradients")
+ax.set_xticks(range(len(rungs)), labels)
+ax.set_ylabel("peak (% of vanilla)")
+ax.spines[["top", "right"]].set_visible(False)
+_ = ax.legend(frameon=False)
+
+# %% [markdown]
+# Accumulation saves the most, because it comes first. Half precision saves little on its rung, or costs (on the V100 that rung
+# goes *up*): the activations it would halve are mostly gone already, and it adds copies of the weights. The dashed
+# line is the floor: 8 bytes a parameter, for fp32 weights and the gradients that accumulation keeps. No rung goes
+# under it.
+#
+# Did the loop by hand need what the Trainer needs?
+
+# %%
+mine, trainers = runs["Accelerate loop, all + 8-bit Adam"].peak_bytes, runs["all + 8-bit Adam"].peak_bytes
+print(f"loop {plots.bytes_text(mine)}, Trainer {plots.bytes_text(trainers)}, ratio {mine / trainers:.4f}")
+torch.testing.assert_close(mine, trainers, rtol=0.02, atol=0)
+
+# %% [markdown]
+# ## What held
+#
+# Memory is decided anywhere; memory and speed together only on a GPU, as samples/s for each byte of the peak.
+
+# %% tags=["claim"]
+claims.check("all-three-memory", share["all + Adafactor"], note=f"with 8-bit Adam: {share['all + 8-bit Adam']:.3f}")
+
+
+# %% tags=["claim"]
+def check_speed_for_memory(id, name):
+    """Decide a claim by samples/s for each byte of peak, over vanilla's, from turns taken."""
+    if not cuda:
+        return claims.check(id)
+    compared = lab.compare(vanilla, runs[name])
+    if compared.speed_ratio is None:
+        return claims.check(id, missing="needs both recipes to be timed, and one failed")
+    return claims.check(id, lab.ratio([pair / compared.memory_ratio for pair in compared.speed_ratio.pairs]))
+
+
+display(check_speed_for_memory("combined-half-memory", "accumulation + checkpointing + half"))
+check_speed_for_memory("all-three-x", "all + Adafactor")
+
+# %% [markdown]
+# ## Explore
+#
+# Any recipe against any other: which colours shrink, and which grow?
+
+# %% tags=["widget"]
+_ = widgets.explore(
+    lambda recipe, against: plots.memory([runs[against], runs[recipe]], title=f"{recipe}, against {against}"),
+    recipe=["all + Adafactor", *v100],
+    against=list(v100),
+)
+
+# %% [markdown]
+# ## On Monday
+#
+# Three questions, in this order. Stop as soon as the answer is yes: every technique has a price.
+#
+# | question | how to find out | if not, try in this order |
+# |---|---|---|
+# | **Does it fit?** | two steps at the batch you want (the second has the states); before that, 16 bytes a parameter for fp32 with AdamW, and activations | smaller micro-batch with accumulation; half precision, if activations are the larger part; 8-bit Adam or Adafactor, if states are; checkpointing; then several devices or offload |
+# | **Is it fast?** | samples/s in steady state, several turns; where the time goes | half precision or tf32 where the hardware has it; fused attention; a larger micro-batch in the memory that is left; no checkpointing, if it fits without; DataLoader workers if the device waits; compile; then more devices |
+# | **Does it learn?** | loss against the fp32 AdamW baseline, several seeds, same samples | bf16 in place of fp16; a learning rate of its own for each optimizer and each effective batch; full-precision weights; one technique fewer |
+#
+# Two habits. Look at the peak's colours before choosing: a technique helps only if its bytes are at the peak. And
+# measure after each change, one change at a time, as the ladder does.
+
+# %% [markdown]
+# ## Exercise
+#
+# Your card holds half of vanilla's peak. Which recipe of the ten fits and has the most samples/s? (On a CPU, go by the
+# V100's samples/s.)
+
+# %% tags=["exercise"]
+answer = None  # the name of a recipe, as in the table
+
+
+# %% tags=["check"]
+def speed_of(name):
+    return runs[name].samples_per_second or v100[name][2] or 0.0
+
+
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    if answer not in share:
+        return exercises.wrong(f"no recipe is called {answer!r}; there are: {', '.join(share)}")
+    if share[answer] > 0.5:
+        return exercises.wrong(f"{answer} takes {share[answer]:.0%} of vanilla's peak: it does not fit")
+    faster = [name for name in share if share[name] <= 0.5 and speed_of(name) > speed_of(answer)]
+    if faster:
+        return exercises.wrong(f"{answer} fits, but so does one with more than {speed_of(answer):.4g} samples/s")
+    return exercises.right(f"{answer}: {share[answer]:.0%} of the peak, {speed_of(answer):.4g} samples/s")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+fitting = [name for name in share if share[name] <= 0.5]
+exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precision")
+
+# %% [markdown]
+# ## Final challenge
+#
+# Find the smallest peak for this task. Keep the effective batch of 4 and train every weight. Target: at most three
+# quarters of the smallest of the ten. Your answer is a dict of training arguments; `dtype` and `attn_implementation` are allowed too.
+
+# %% tags=["exercise"]
+answer = None  # {"per_device_train_batch_size": ..., ...}
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    batch = answer.get("per_device_train_batch_size", 8) * answer.get("gradient_accumulation_steps", 1)
+    if batch != 4 or answer.get("learning_rate", 1) == 0:
+        return exercises.wrong(f"the effective batch is {batch}: keep it at 4, and let the weights learn")
+    try:
+        known = [run for run in lab.runs if run.arguments == answer]
+        run = known[0] if known else lab.train("yours", task=task, measure=("memory",), **answer)
+    except ValueError as error:
+        return exercises.wrong(str(error))
+    if not run.ok:
+        return exercises.wrong(f"{run.status}: {run.message}")
+    smallest = min(share, key=share.get)
+    ratio = run.peak_bytes / runs[smallest].peak_bytes
+    text = f"{plots.bytes_text(run.peak_bytes)}, {ratio:.2f} x the peak of {smallest!r}"
+    if ratio > 0.75:
+        return exercises.wrong(f"{text}: the target is 0.75. What is the largest part of the smallest bar?")
+    return exercises.right(f"{text}, {run.peak_bytes / vanilla.peak_bytes:.0%} of vanilla")
+
+
+check(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# What is left is weights and gradients. Half-precision weights have half-precision gradients, and need no copies.
+# Whether it learns is another question: small updates are lost in bf16 weights (lesson 07).
+smallest = saving | {"optim": "adafactor", "dtype": "bfloat16"}
+exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
+
+# %% [markdown]
+# ## Recap
+#
+# - All ten recipes ran on this machine, and their shares of vanilla's peak stood beside the V100's.
+# - Each technique took away bytes of one colour and paid in another coin; a rung of the ladder saved what the rungs
+#   before it had left.
+# - No recipe of the ten went under fp32 weights and gradients; weights in half precision did, at a risk for learning.
+
+# %% tags=["finish"]
+claims.finish(lab)
