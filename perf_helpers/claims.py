@@ -236,7 +236,7 @@ class Decision:
             "holds if": self.threshold,
             "guide": self.guide_text(),
             "missing": self.missing,
-            "why": self.reason if finding else None,
+            "why": self.reason if finding and self.verdict is not Verdict.NOT_TESTABLE else None,
             "note": self.note,
         }
         return [(name, text) for name, text in rows.items() if text]

@@ -46,6 +46,8 @@ REMEDIES = {
     "CUDA driver": "Run `nvidia-smi`; if it works, restart the machine or container, else install the driver again.",
 }
 
+_MEMORY_V2 = 0x02000028  # pynvml.nvmlMemory_v2: the call whose `used` leaves the driver's reserve out
+
 # Runs in a process of its own: after cuInit a process can no longer fork children that use CUDA.
 DRIVER_SCRIPT = """
 import ctypes, json, sys, uuid
@@ -199,14 +201,17 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 
 
 def device_used_bytes(gpu_index: int = 0) -> int | None:
-    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts and the driver's own included, as NVML tells.
+    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts included, as NVML and nvidia-smi tell.
+
+    (NVML before R510 knows only the older call, which from then on includes a reserve of the driver's.)
 
     Where NVML does not, CUDA is asked if this process already uses it (never started for this); else None.
     """
     uuids = visible_uuids(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(uuids) and uuids[gpu_index]:
         with nvml() as (ask, _):
-            memory = ask("nvmlDeviceGetMemoryInfo", ask("nvmlDeviceGetHandleByUUID", uuids[gpu_index]))
+            handle = ask("nvmlDeviceGetHandleByUUID", uuids[gpu_index])
+            memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask("nvmlDeviceGetMemoryInfo", handle)
         if memory:
             return memory.used
     torch = sys.modules.get("torch")

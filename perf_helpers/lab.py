@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -90,6 +91,10 @@ class Lab:
         """
         training_arguments.check(arguments)
         training_arguments.check_values(arguments)
+        if arguments.get("fp16") and (self.machine.kind == "cpu" or arguments.get("use_cpu")):
+            warnings.warn(
+                "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured", stacklevel=2
+            )
         experiment = Experiment(
             name=name,
             task=task or self.task,
@@ -187,7 +192,7 @@ class Lab:
         if not measure or set(measure) - {"memory", "time", "none"}:
             raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
         merged: dict[str, Any] = {"status": "ok", "message": ""}
-        quiet = bool(self.out or self.executor)  # from afar there is no progress to show
+        quiet = bool(self.out or self.executor) or measure == ("none",)  # no progress from afar, nor without steps
         with _progress(experiment, quiet) as on_step:
             for meter in measure:
                 outcome = self._perform(processes.execute, experiment, meter, timeout or self.timeout, on_step)

@@ -140,10 +140,11 @@ class Tracker(Watcher, TorchDispatchMode):
     temporaries, unless they end up in the optimizer's state; before a forward: inputs; else: temporaries.
     """
 
-    def __init__(self, granularity: int = 1):
+    def __init__(self, granularity: int = 1, device: str = "cpu"):
         Watcher.__init__(self)
         TorchDispatchMode.__init__(self)
         self.granularity = granularity  # the allocator rounds each block up to a multiple of this
+        self.device = device  # what lies elsewhere (a batch on the host, say) is not followed
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -159,7 +160,7 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def block(self, tensor: torch.Tensor) -> Block | None:
         """The block that holds the tensor's storage, if it is followed."""
-        storage = _storage(tensor)
+        storage = self._storage(tensor)
         found = self._blocks.get(storage._cdata) if storage is not None else None
         return found[0] if found else None
 
@@ -167,7 +168,7 @@ class Tracker(Watcher, TorchDispatchMode):
         for leaf in tree_iter(tensor):
             if isinstance(leaf, torch.Tensor):
                 block = self.block(leaf)
-                if block is None and category == "weights" and (storage := _storage(leaf)) is not None:
+                if block is None and category == "weights" and (storage := self._storage(leaf)) is not None:
                     self._follow(storage, category, "before")
                 elif block is not None and block.category not in keep:
                     block.category = category
@@ -180,11 +181,11 @@ class Tracker(Watcher, TorchDispatchMode):
         return total
 
     def _see(self, tensor, function, args, kwargs):
-        storage = _storage(tensor)
+        storage = self._storage(tensor)
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
         fresh = function is torch.ops.aten.lift_fresh.default or not any(
-            isinstance(leaf, torch.Tensor) and (other := _storage(leaf)) is not None and other._cdata == storage._cdata
+            isinstance(leaf, torch.Tensor) and (own := self._storage(leaf)) is not None and own._cdata == storage._cdata
             for leaf in tree_iter((args, kwargs))
         )
         if fresh:  # else memory that is not the allocator's: numpy's, a mapped file's, another process's
@@ -200,6 +201,13 @@ class Tracker(Watcher, TorchDispatchMode):
             return "activations"
         return "inputs" if self.phase in ("setup", "before") else "temporaries"
 
+    def _storage(self, tensor: torch.Tensor):
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+            return None
+        return storage if storage.device.type == self.device else None
+
     def _follow(self, storage, category, operation):
         size = -(-storage.nbytes() // self.granularity) * self.granularity
         block = Block(size, category, operation)
@@ -211,13 +219,6 @@ class Tracker(Watcher, TorchDispatchMode):
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))
-
-
-def _storage(tensor: torch.Tensor):
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
-        return None
 
 
 @contextlib.contextmanager
@@ -387,7 +388,7 @@ class _CudaTracker(Tracker):
     """Asks the CUDA allocator after each operation whether its peak has moved."""
 
     def __init__(self):
-        super().__init__(granularity=512)
+        super().__init__(granularity=512, device="cuda")
         self._peak, self._peak_operation = 0, -1
         self._at_marks: list[int] = []
         self._at_operations: list[int] = []

@@ -251,8 +251,8 @@ def _axes(ax, size: tuple[float, float], largest: float):
     import matplotlib.pyplot as plt
 
     if ax is None:
-        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and no
-        # later figure would be shown.
+        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and
+        # no later figure would be shown.
         _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
         ax.spines[["top", "right"]].set_visible(False)
     scale, unit = (1e9, "GB") if largest >= 2e9 else (1e6, "MB")

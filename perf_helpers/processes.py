@@ -47,8 +47,8 @@ class _Server:
     def __init__(self):
         ours, theirs = socket.socketpair()
         self.socket, self.lock, self.owner = ours, threading.Lock(), os.getpid()
-        # By default a thread of OpenMP that waits for another spins for milliseconds: on a machine with other work to do
-        # a step then took 10 to 20 times as long (9.4 s instead of 0.4 s).
+        # By default a thread of OpenMP that waits for another spins for milliseconds: on a machine with other work to
+        # do a step then took 10 to 20 times as long (9.4 s instead of 0.4 s).
         environment = (
             {"GOMP_SPINCOUNT": "3000"}
             | os.environ

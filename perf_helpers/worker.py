@@ -305,7 +305,7 @@ _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "br
 
 
 def died(code: int | None) -> dict[str, Any]:
-    """The outcome of an experiment whose process ended without one; `code` is negative for a signal, None if unknown."""
+    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if unknown."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
         reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""

@@ -23,7 +23,7 @@ SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 
 
 def record(course: Path) -> Path:
-    """Copy a course run's results.json to results/<machine>/<date>.json, without the step-by-step series of its runs."""
+    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs."""
     data = load_results(course)
     for run in data["runs"]:
         if run.get("memory"):

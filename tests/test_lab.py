@@ -293,3 +293,9 @@ def test_a_sweep_spreads_over_a_cluster(tmp_path):
         lab = Lab("cpu", out=tmp_path, executor=client.get_executor())
         run = lab.train("afar", task=TINY, measure=("memory",), per_device_train_batch_size=2)
     assert run.ok and run.peak_bytes
+
+
+def test_fp16_on_a_cpu_is_said_to_be_ignored(lab):
+    with pytest.warns(UserWarning, match="ignores fp16"):
+        run = lab.train("fp16", task=TINY, measure=("memory",), fp16=True, use_cpu=True)
+    assert run.memory.breakdown["weight_copies"] == 0

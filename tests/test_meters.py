@@ -100,6 +100,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:on a CPU the Trainer ignores fp16")
 @pytest.mark.parametrize("name", RECIPES)
 def test_counted_peak_is_the_allocators_to_the_byte(lab, name):
     arguments = RECIPES[name]

@@ -114,7 +114,7 @@ def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(network, "_lacking", lambda: None)
-    with pytest.raises(network.Unavailable, match="unshare says: .*Operation not permitted"), network.link():
+    with pytest.raises(network.Unavailable, match=r"unshare says: .*Operation not permitted"), network.link():
         pass
 
 

@@ -1,4 +1,4 @@
-"""Experiments of several ranks: whatever ends one of them, the run says which one and how, and nothing is left behind."""
+"""Experiments of several ranks: the run says which one ended and how, and nothing is left behind."""
 
 import os
 import signal

@@ -30,6 +30,7 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "runs": set(),
     "claims": {"hardware", "runs"},
     "plots": {"runs"},
+    "network": set(),
     "widgets": {"plots", "runs"},
     "exercises": {"runs"},
     "results": {"claims", "hardware", "runs"},

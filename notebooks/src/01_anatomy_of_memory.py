@@ -14,6 +14,7 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import math
 import os
 import subprocess
 import weakref
@@ -385,7 +386,8 @@ def beam_search(beams):
 
 inference = lab.run(infer, task=task, measure=("memory",))
 config = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 2000, "n_positions": 128}
-runs = [lab.run(beam_search(n), task=Task("gpt2", 64, config=config), measure=("memory",)) for n in (1, 4)]
+speaker = Task("gpt2", seq_len=64, config=config)
+runs = [lab.run(beam_search(n), f"{n} beams", task=speaker, measure=("memory",)) for n in (1, 4)]
 greedy, beams = [run.peak_bytes - run.memory.breakdown["weights"] for run in runs]
 display(claims.check("inference-six-bytes", sum(per_parameter(inference))))
 note = f"beyond the weights: {plots.bytes_text(greedy)} greedy, {plots.bytes_text(beams)} with 4 beams"
@@ -418,7 +420,7 @@ def activations(task):
 
 grown = lab.run(activations, task=toy, measure=("none",)).value
 plots.lines([1, 2, 4], grown, "size / the toy's", "saved for backward (MB)", title="Activations, one size at a time")
-slopes = {axis: torch.tensor(sizes[-1] / sizes[0]).log2().item() / 2 for axis, sizes in grown.items()}
+slopes = {axis: math.log2(sizes[-1] / sizes[0]) / 2 for axis, sizes in grown.items()}
 note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes.items())
 claims.check("activations-scale", min(slopes.values()), note=note)
 
@@ -429,7 +431,7 @@ claims.check("activations-scale", min(slopes.values()), note=note)
 # ## Explore
 #
 # One step of every run that has a timeline. In which phase is the peak, and what lies on the floor? Adafactor's floor
-# is the lowest. What does it pay for that in `step`?
+# is the lowest: what fills its `step` instead?
 
 # %% tags=["widget"]
 lab.train("Adafactor", task=toy, measure=("memory",), per_device_train_batch_size=4, optim="adafactor")

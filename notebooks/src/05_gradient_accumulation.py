@@ -120,10 +120,11 @@ for name, make in optimizers.items():
 #
 # ## Baseline
 #
-# The task of this machine's profile, as 4 x 1.
+# The task of this machine's profile, as 4 x 1 (on a GPU with sequences of 512 tokens, as in the guides).
 
 # %%
-whole_batch = lab.train("4 x 1", per_device_train_batch_size=4, measure=("memory",))
+long = lab.task.replace(seq_len=512) if lab.machine.kind == "cuda" else lab.task
+whole_batch = lab.train("4 x 1", task=long, per_device_train_batch_size=4, measure=("memory",))
 whole_batch
 
 # %% [markdown]
@@ -134,11 +135,12 @@ whole_batch
 # %%
 accumulated = lab.train(
     "1 x 4",
+    task=long,
     per_device_train_batch_size=1,  # new
     gradient_accumulation_steps=4,  # new
     measure=("memory",),
 )
-single = lab.train("1 x 1", per_device_train_batch_size=1, measure=("memory",))
+single = lab.train("1 x 1", task=long, per_device_train_batch_size=1, measure=("memory",))
 exercises.score(guess, 100 * accumulated.peak_bytes / whole_batch.peak_bytes, "%")
 
 # %%
@@ -441,7 +443,7 @@ exercises.prove(
 # - Accumulation saved activations alone and added one standing set of gradients. It costs speed where a small pass cannot fill the device, and it saves updates, which matters where updates are dear.
 # - The Trainer's gradient was put to the test on your versions, and two remedies brought the norm ratio back to 1.
 #
-# Accumulation is the wrong tool where the peak is not made of activations (lessons 08 and 09 are about states), where samples of a batch look at each other, and where the small batch learns just as well: fewer updates on the same data may also mean less learning.
+# Accumulation is the wrong tool where the peak is not made of activations: standing gradients may then outweigh what is saved (lessons 08 and 09 are about states). So it is where samples of a batch look at each other, and where the small batch learns just as well: fewer updates on the same data may also mean less learning.
 
 # %% tags=["finish"]
 claims.finish(lab)

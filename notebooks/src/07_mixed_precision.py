@@ -41,7 +41,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}, 16-bit products are {'na
 # multiply them several times as fast. But two bytes tell fewer numbers apart. *Mixed precision* therefore keeps
 # weights, gradients and optimizer states in fp32, and lets the large matrix products work on 16-bit copies.
 #
-# **Predict.** A small BERT is trained below in fp32 and in mixed precision. How large is the peak in mixed precision,
+# **Predict.** A BERT is trained below in fp32 and in mixed precision. How large is the peak in mixed precision,
 # in percent of the fp32 peak?
 
 # %%
@@ -235,6 +235,7 @@ right.step(steps, height, where="mid", color=plots.SERIES[0], label="loss scale"
 skipped = [i for i in range(len(scales) - 1) if scales[i + 1] < scales[i]]
 right.plot([i + 1 for i in skipped], height[skipped], "x", color=plots.SERIES[1], markersize=9, label="step skipped")
 right.set(xlabel="step", ylabel="log2 of the loss scale")
+right.yaxis.get_major_locator().set_params(integer=True)
 right.set_title("The scale finds its place", loc="left")
 _ = right.legend(frameon=False)
 
@@ -301,8 +302,8 @@ plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.ki
 #
 # ## Baseline, then change one thing
 #
-# A small BERT, two micro-batches a step (the guide accumulated four), so that the gradients of the first are there
-# while the second is computed. Three recipes: fp32, mixed precision, and *pure* half precision, whose weights
+# A BERT, two micro-batches a step (the 2023 guide accumulated four), so that the gradients of the first are there while
+# the second is computed. Three recipes: fp32, mixed precision, and *pure* half precision, whose weights
 # themselves are 16-bit.
 
 # %%
@@ -344,9 +345,10 @@ print(f"mixed precision at micro-batch {small}: {change['mixed'][0]:+.1f}%, {wit
 #
 # Without accumulation the printed line shows less of a cost, or none. Backward drops the copies as it goes, and the
 # gradients, twice as large, take their place. Since 2023 torch and the Trainer free gradients after a step instead of
-# setting them to zero, so copies and gradients meet only when gradients are accumulated.
+# setting them to zero (pytorch#92731, transformers#22136), so copies and gradients meet only under accumulation.
 #
-# The guide says that the activations kept for backward are halved. Let us list them.
+# What shrinks is what autograd keeps for backward, the activations. To half, as the guides say? Let us list them by the
+# module that keeps them, and add up.
 
 
 # %%
@@ -403,10 +405,10 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 # - `LayerNorm` keeps its input, a residual sum, and that stays fp32;
 # - `query`, `key` and `value` take one and the same tensor, which fp32 keeps once. Under autocast each of the three
 #   casts it anew (the cache is for weights only), and three copies of half the size are more than the original;
-# - on a CPU, attention with dropout (`self`) falls back on torch's plain kernel, which computes in fp32 inside.
+# - on a CPU, attention with dropout (`self`) falls back on torch's plain kernel, which computes in fp32 inside
+#   (pytorch#163508). The model's own "eager" attention does not: a remedy, as the second table shows for a CPU.
 #
-# The second table has a remedy for the last: the model's own, "eager" attention. And where the weights are 16-bit,
-# everything is.
+# Where the weights themselves are 16-bit, no fp32 comes in.
 #
 # ## Is it fast, and does it still learn?
 #
@@ -432,7 +434,9 @@ finals = {recipe: [round(final(run), 3) for run in three] for recipe, three in s
 print("final losses:", finals)
 flagged = seeds["mixed"][0] if on_gpu else learn("fp16=True", {"fp16": True})
 print(f"fp16=True gives the losses of fp32 to the last digit: {flagged.losses == seeds['fp32'][0].losses}")
-_ = plots.losses({recipe: [run.losses for run in three] for recipe, three in seeds.items()}, title="Three seeds each")
+_ = plots.losses(
+    {recipe: [run.losses for run in three] for recipe, three in seeds.items()}, title="Loss by step, three seeds each"
+)
 
 # %%
 timed_task, batch = (lab.task, lab.profile.micro_batch) if native else (learnable, 16)
@@ -448,9 +452,12 @@ print(f"torch says that bf16 can be used: {flag}. 16-bit products: {'native' if 
 print(f"speed of mixed precision, fp32 = 1: {speed}")
 
 # %% [markdown]
-# The bands lie on each other: mixed precision learns as fp32 does. Whether it is faster depends on the chip. torch
-# says "yes" to bf16 wherever it can be *computed*; without 16-bit instructions it takes a slow path that is there to be
-# right, not fast. And `fp16=True` on a CPU is accepted and then ignored, if the losses equal those of fp32.
+# Mixed precision learns as fp32 does: the bands lie on each other. Whether it is faster depends on the chip. torch says
+# "yes" to bf16 wherever it can be *computed*, a T4 included (pytorch#148322). Without 16-bit instructions it takes a
+# slow path that is there to be right, not fast (pytorch#111456).
+#
+# And on a CPU `fp16=True` is accepted and ignored where the printed line says that its losses are those of fp32:
+# accelerate applies fp16 on accelerators only. A flag is not a measurement.
 #
 # ## Inference and tf32
 #
@@ -513,6 +520,9 @@ print(tf32_note)
 
 # %% [markdown]
 # ## What held
+#
+# Two refuted claims are findings to expect on a CPU: 65535 is the largest unsigned 16-bit *integer*, and the activations
+# shrink less than promised, for the reasons above.
 
 # %% tags=["claim"]
 display(claims.check("fp16-range", limits["fp16"][0], note="65535 and all from 65520 on become inf"))
@@ -548,7 +558,8 @@ claims.check("tf32-faster", tf32_speed, note=tf32_note)
 # %% [markdown]
 # ## Explore
 #
-# Numbers near the edges: 0.1 is exact nowhere, 257 is not in bf16, 65519 is the last that fp16 rounds down.
+# Numbers near the edges: 257 is not in bf16, 2049 not in fp16; 65519 is the last integer that fp16 can round down, and
+# 2e-8 is less than half of its smallest number.
 
 # %% tags=["widget"]
 _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0, 6e-8, 2e-8, 3e38])
@@ -583,9 +594,9 @@ exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Give the fastest recipe whose loss stays in the band: training arguments such as `{"bf16": True}` or
-# `{"dtype": "float16"}`. Target: a final loss no higher than the worst fp32 seed's, at 0.9 of the speed of the faster of
-# fp32 and mixed precision.
+# Give the fastest recipe on this machine whose loss stays in the band: training arguments such as `{"bf16": True}`,
+# `{"dtype": "float16"}`, or `{}` for fp32. Target: a final loss no higher than the worst fp32 seed's, at 0.8 of the speed
+# of the faster of fp32 and mixed precision or more.
 
 # %% tags=["exercise"]
 my_recipe = None
@@ -601,7 +612,7 @@ def check_recipe(answer):
     if not final(yours) <= max(map(final, seeds["fp32"])):  # nan is no loss either
         return exercises.wrong(f"final loss {final(yours):.3g}, outside of the fp32 seeds' {finals['fp32']}")
     ratio = lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio
-    target = 0.9 * max(1, speed.value)
+    target = 0.8 * max(1, speed.value)
     if ratio is None or ratio.high < target:
         return exercises.wrong(f"it learns, at {ratio} of the speed of fp32; the target is {target:.2f}")
     return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")

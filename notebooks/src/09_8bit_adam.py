@@ -30,7 +30,7 @@ lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
 # %% [markdown]
 # ## Idea
 #
-# Adafactor (lesson 08) throws most of Adam's memory away. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the number of that value is stored, one byte. For the update, a state is expanded to 32 bits, used, and written back as bytes.
+# Adafactor (lesson 08) throws most of Adam's memory away. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte. For the update, a state is expanded to 32 bits, used, and written back as bytes.
 #
 # Nothing else is in 8 bits. Weights, gradients, activations and all arithmetic stay what they were; the name promises more than the optimizer does.
 #
@@ -154,6 +154,7 @@ def adam8_step(weight, gradient, memory, step, rate):
     return weight - rate * first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
 
 
+torch.manual_seed(0)
 start = mine = torch.zeros(64, 64)
 ours, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
 optimizers = [bnb.optim.Adam8bit([ours], lr=0.01), torch.optim.Adam([exact], lr=0.01)]
@@ -237,7 +238,7 @@ print("counted by the rules:", *map(plots.bytes_text, counted), "- measured:", *
 plots.Table(["tensors", "how many", "parameters", "flag: bytes a parameter", "by hand: bytes a parameter"], rows)
 
 # %% [markdown]
-# The guide's "2 bytes a parameter if all states are quantized" is the column *by hand*, plus 3 % for the scales. The larger the share of embeddings, the further the flag is from it; in a small model they are a large share.
+# The guide's "2 bytes a parameter if all states are quantized" is the column *by hand*, plus the scales and the small tensors. The larger the share of embeddings, the further the flag is from it; in a small model they are a large share.
 #
 # ## States are not the peak
 #
@@ -434,7 +435,7 @@ def check(answer):
         return exercises.wrong(f"{figures}: out of the band")
     if size > 2.5:
         return exercises.wrong(f"{figures}: it learns, but it keeps too much")
-    return exercises.right(f"{figures}")
+    return exercises.right(figures)
 
 
 check(answer)

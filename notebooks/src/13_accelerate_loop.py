@@ -19,8 +19,10 @@ import json
 import shutil
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import torch
+
 from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="13_accelerate_loop")
@@ -46,6 +48,7 @@ guess = None  # %
 #
 # What does such a wrapper do? For accumulation it is a counter. Here is one in plain PyTorch:
 
+
 # %%
 class Accumulate:
     """Divides the loss, and lets every n-th micro-batch step; the others only add to the gradients."""
@@ -66,6 +69,7 @@ def toy():
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 8)
+
 
 # %% [markdown]
 # And the library's. Note that `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer decides whether they do anything. Clipping is the exception. It acts on the gradients at once, so the loop itself must wait for the last micro-batch.
@@ -102,6 +106,7 @@ except TypeError as error:
 #
 # First everything that is built once. Two lines are there for the sake of equal losses. The data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer.
 
+
 # %%
 def build(task, accumulate, steps, mixed_precision="no"):
     import os
@@ -126,15 +131,17 @@ def build(task, accumulate, steps, mixed_precision="no"):
     set_seed(0)
     return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
 
+
 # %% [markdown]
 # Then the loop. Leave `folder` and `resume` aside for now: they are for the second half.
+
 
 # %%
 def train(task, accumulate=4, steps=3, folder=None, die_after=None, resume=None, **options):
     accelerator, model, optimizer, loader, schedule = build(task, accumulate, steps, **options)
     done, losses, total = 0, [], 0.0
     if resume:
-        done = json.load(open(f"{folder}/done.json"))
+        done = json.loads(Path(folder, "done.json").read_text())
     if resume == "before the first batch":
         accelerator.load_state(folder)
     for number, batch in enumerate(accelerator.skip_first_batches(loader, done * accumulate)):
@@ -155,6 +162,7 @@ def train(task, accumulate=4, steps=3, folder=None, die_after=None, resume=None,
             if done == steps:
                 return losses
 
+
 # %%
 def keep(accelerator, folder, done, losses, die_after):
     """The losses after each step, a checkpoint after every second; and, if asked for, a sudden end."""
@@ -162,17 +170,19 @@ def keep(accelerator, folder, done, losses, die_after):
     import signal
 
     if folder:
-        json.dump(losses, open(f"{folder}/losses.json", "w"))
+        Path(folder, "losses.json").write_text(json.dumps(losses))
         if done % 2 == 0:
             accelerator.save_state(folder)
-            json.dump(done, open(f"{folder}/done.json", "w"))
+            Path(folder, "done.json").write_text(json.dumps(done))
     if done == die_after:
         os.kill(os.getpid(), signal.SIGKILL)
+
 
 # %% [markdown]
 # ## Baseline
 #
 # The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
+
 
 # %%
 def eight_bit_adam(model, args):
@@ -219,7 +229,7 @@ eight_steps = partial(train, steps=8)
 
 whole = lab.run(eight_steps, "never killed", task=small, measure=("none",))
 killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed", task=small, measure=("none",))
-before = json.load(open(f"{folder.name}/losses.json"))
+before = json.loads(Path(folder.name, "losses.json").read_text())
 killed
 
 # %% [markdown]
@@ -279,6 +289,7 @@ claims.check(
 #
 # What one pass over 512 samples is made of. Find two settings with the same effective batch of 32, and see what is not the same.
 
+
 # %% tags=["widget"]
 def one_epoch(micro_batch, accumulate, processes):
     micro_batches = 512 // (micro_batch * processes)
@@ -299,6 +310,7 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 
 # %% tags=["exercise"]
 answer = None
+
 
 # %% tags=["check"]
 def check_skip(answer):
@@ -330,6 +342,7 @@ exercises.prove(check_skip, solution=24, mistake=48)
 #
 # No clock can tell 2 % between two runs on a busy CPU. It can tell which share of *one* step the call takes, and so that is measured. For GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has done all that it was asked to do.
 
+
 # %%
 def cost_of(log_norm):
     def steps(task):
@@ -356,8 +369,10 @@ def cost_of(log_norm):
 
     return lab.run(steps, task=Task("bert-small", seq_len=16), measure=("none",))
 
+
 # %% tags=["exercise"]
 answer = None
+
 
 # %% tags=["check"]
 def check_log(answer):
@@ -373,6 +388,7 @@ def check_log(answer):
 
 
 check_log(answer)
+
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 def again(model, norm, log):
