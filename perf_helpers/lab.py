@@ -1,6 +1,5 @@
 """The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
 
-import contextlib
 import datetime
 import json
 import os
@@ -193,7 +192,8 @@ class Lab:
             raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
         merged: dict[str, Any] = {"status": "ok", "message": ""}
         quiet = bool(self.out or self.executor) or measure == ("none",)  # no progress from afar, nor without steps
-        with _progress(experiment, quiet) as on_step:
+        with _Progress(experiment, quiet) as progress:
+            on_step = None if self.executor else progress.on_step
             for meter in measure:
                 outcome = self._perform(processes.execute, experiment, meter, timeout or self.timeout, on_step)
                 if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
@@ -204,6 +204,8 @@ class Lab:
                 if meter == "memory" and outcome["memory"]["breakdown"] is None:
                     parts = self._perform(processes.execute, experiment, "categories", timeout or self.timeout, on_step)
                     merged |= _explained(outcome, parts)
+                if meter == "memory":
+                    progress.measured(outcome["memory"]["peak_bytes"])
         if merged["status"] == "invalid":
             raise ValueError(merged["message"])
         if experiment.function and merged.get("output"):
@@ -310,16 +312,38 @@ def _cache_folder() -> Path:
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
 
-@contextlib.contextmanager
-def _progress(experiment: Experiment, quiet: bool):
-    """A bar for one experiment. None where nobody looks: under papermill tqdm's widget stays at 0 %."""
-    if quiet or not (_in_notebook() or sys.stderr.isatty()):
-        yield None
-        return
-    from tqdm.auto import tqdm
+class _Progress:
+    """A bar for one experiment: steps, samples per second, and the peak memory once it is known."""
 
-    with tqdm(total=experiment.steps + experiment.warmup_steps, desc=experiment.name, unit="step", leave=False) as bar:
-        yield lambda number: bar.update(number - bar.n)
+    def __init__(self, experiment: Experiment, quiet: bool):
+        self._bar, self._peak, self._samples = None, "", _samples(experiment)
+        if quiet or not (_in_notebook() or sys.stderr.isatty()):
+            return  # nobody looks: under papermill tqdm's widget stays at 0 %
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(
+            total=experiment.steps + experiment.warmup_steps, desc=experiment.name, unit="step", leave=False
+        )
+
+    def on_step(self, number: int) -> None:
+        if self._bar is not None:
+            self._bar.update(number - self._bar.n)
+            rate = self._bar.format_dict["rate"]
+            speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
+            self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
+
+    def measured(self, peak_bytes: int | None) -> None:
+        self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
+        if self._bar is not None:
+            self._bar.reset()  # its clock is for the steps that are timed
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.update(self._bar.total - self._bar.n)  # a bar that ends short of its total stays, in red
+            self._bar.close()
 
 
 def _in_notebook() -> bool:

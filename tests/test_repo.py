@@ -420,3 +420,24 @@ def test_a_notebook_with_outputs_or_without_parameters_is_reported():
 def test_a_check_over_nothing_fails():
     with pytest.raises(AssertionError, match="no notebooks"):
         some([], "notebooks")
+
+
+def lesson_rows(readme):
+    """{notebook: the question it stands with} from the README's table of lessons."""
+    return dict(re.findall(r"\(notebooks/(\w+\.ipynb)\) \| (.+?) \|", readme))
+
+
+def test_the_readme_lists_every_lesson_with_its_question():
+    notebooks = some(sorted((ROOT / "notebooks").glob("*.ipynb")), "notebooks")
+    titles = {path.name: "".join(json.loads(path.read_text())["cells"][0]["source"]) for path in notebooks}
+    wanted = {name: text.splitlines()[0].removeprefix("# ") for name, text in titles.items()}
+    assert lesson_rows((ROOT / "README.md").read_text()) == wanted
+
+
+def test_a_wrong_question_in_the_readme_is_seen():
+    assert lesson_rows("| I | [05 x](notebooks/05_x.ipynb) | Why? |") == {"05_x.ipynb": "Why?"}
+
+
+def test_the_scoreboard_and_the_recorded_figures_are_up_to_date():
+    done = subprocess.run([sys.executable, "results/build.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

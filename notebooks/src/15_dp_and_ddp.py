@@ -56,7 +56,8 @@ guess = None  # MB
 # %% [markdown]
 # ## By hand
 #
-# One training function for everything that follows. `wrap(model)` says how the ranks cooperate: it returns what to call instead of the model, and what to do after backward. `Traffic` notes every collective operation, that is, every message in which all ranks take part.
+# One training function for everything that follows. `wrap(model)` says how the ranks cooperate: it returns what to call instead of the model, and what to do after backward. `Traffic` notes every collective operation, that is, every message in which all ranks take part. By hand, cooperation is two loops: at the start rank 0 hands its weights to all (`broadcast`), and after each backward the gradients are summed over the ranks (`all_reduce`) and divided.
+
 
 # %%
 class Traffic(TorchDispatchMode):
@@ -83,6 +84,7 @@ def largest_difference(model):
         largest = max(largest, (high - low).max().item())
     return largest
 
+
 # %%
 def train(task, wrap, steps=3):
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -106,8 +108,6 @@ def train(task, wrap, steps=3):
     apart = largest_difference(model) if ranks > 1 else None
     return {"start": start.seen, "traffic": traffic, "some weights": some.tolist(), "apart": apart}
 
-# %% [markdown]
-# By hand, cooperation is two loops: rank 0 hands its weights to all at the start, and after each backward the gradients are summed and divided. `broadcast` and `all_reduce` are all it takes.
 
 # %%
 def alone(model):
@@ -136,39 +136,35 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 #
 # ### While backward still runs
 #
-# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background.
+# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP; the cell after next holds all three against each other.
+
 
 # %%
 class Buckets:
     def __init__(self, model, bucket_bytes=2_000_000):
-        self.buckets, self.sent, self.times = [[]], [], {}
+        self.buckets, self.ready_ones, self.sent, self.times = [[]], Counter(), [], {}
         for weight in reversed([*model.parameters()]):  # about the order in which backward finishes them
             if sum(other.nbytes for other in self.buckets[-1]) >= bucket_bytes:
                 self.buckets.append([])
             self.buckets[-1].append(weight)
             weight.register_post_accumulate_grad_hook(partial(self.ready, len(self.buckets) - 1))
-        self.missing = [len(bucket) for bucket in self.buckets]
 
     def ready(self, number, _):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
+        self.ready_ones[number] += 1
+        if self.ready_ones[number] % len(self.buckets[number]) == 0:
             together = torch.cat([weight.grad.flatten() for weight in self.buckets[number]])
             work = dist.all_reduce(together, async_op=True)  # does not wait
-            self.sent.append((number, together, work))
             times = self.times[number] = [time.perf_counter()]
             work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
+            self.sent.append((self.buckets[number], together, work))
 
     def finish(self):
-        for number, together, work in self.sent:
+        for bucket, together, work in self.sent:
             work.wait()
-            bucket = self.buckets[number]
             for weight, part in zip(bucket, together.split([weight.numel() for weight in bucket])):
                 weight.grad = part.view_as(weight) / dist.get_world_size()
-            self.missing[number] = len(bucket)
         self.sent = []
 
-# %% [markdown]
-# That is the whole idea of DDP. Now both, and the table of what was sent:
 
 # %%
 def in_buckets(model):
@@ -192,9 +188,7 @@ for name, run in runs.items():
         rows.append([name, stage, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), size, size / parameter_bytes])
     if run.value["some weights"] != two.value["some weights"]:
         print(f"{name}: the weights differ from those of the loop by hand")
-plots.Table(["", "when", "collectives", "bytes", "bytes / 4 B x parameters"], rows)
-
-# %%
+display(plots.Table(["", "when", "collectives", "bytes", "bytes / 4 B x parameters"], rows))
 ddp = runs["DDP"].value
 exercises.score(guess, sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6, "MB")
 
@@ -205,12 +199,13 @@ exercises.score(guess, sum(size for kind, size in ddp["traffic"][-1] if kind == 
 #
 # Once with buckets of 2 MB, once with one bucket for all. Where this machine allows it, the ranks talk over a real slow link: each in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
+
 # %%
 def watch(task, bucket_bytes, link=None):
     if link:
         link.join()
     dist.init_process_group("gloo")
-    model, batch = task.build_model(), task.batch(4)
+    model, batch = task.build_model(), task.batch(16)
     buckets = Buckets(model, bucket_bytes)
     for _ in range(3):
         loss = model(**batch).loss
@@ -238,39 +233,42 @@ for axes, (name, bars) in zip(both, watched.items()):
         axes.barh(row, end - begin, left=begin, color=plots.SERIES[row > 0], height=0.6)
     axes.set_yticks(range(len(bars)), ["backward", *(f"bucket {n}" for n in range(1, len(bars)))], fontsize=9)
     axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
     last = max(end for _, end in bars)
-    axes.set_title(f"{name}: all sums are there after {last:.2f} s, {last - bars[0][1]:.2f} s after backward", loc="left")
-both[1].set_xlabel("seconds after backward began" + (f" (this machine {missing})" if missing else ", over 400 Mbit/s"));
+    axes.set_title(
+        f"{name}: all sums are there after {last:.2f} s, {last - bars[0][1]:.2f} s after backward", loc="left"
+    )
+_ = both[1].set_xlabel(
+    "seconds after backward began" + (f" (this machine {missing})" if missing else ", over 400 Mbit/s")
+)
 
 # %% [markdown]
-# An orange bar begins where its bucket is handed over and ends where its sum is there. One big bucket cannot leave before the last gradient is finished, so all of the sending comes after backward. Small buckets leave during backward. What remains visible is the part that backward was too short to hide; the numbers above each picture say how long it was.
-
-# %% [markdown]
+# An orange bar begins where its bucket is handed over and ends where its sum is there. One big bucket cannot leave before the last gradient is finished, so all of the sending comes after backward. Small buckets leave during backward; what remains is the part that backward was too short to hide. The titles say how long that is here.
+#
 # ## Baseline
 #
-# Is it faster, then? One process, with 1 or 8 samples in a step. On a machine with two GPUs this runs there, with NCCL and the profile's model.
+# Is it faster, then? First one process, with 1 or 8 samples in a step. (On a machine with two GPUs all of this runs there, with NCCL and the profile's own model.)
+
 
 # %%
-def loop(task, samples, wrap=DDP, link=None, p2p=True):
+def loop(task, samples, wrap=DDP, link=None, environment=(), turns=lab.profile.turns):
+    os.environ.update(environment)
     if link:
         link.join()
-    if not p2p:
-        os.environ["NCCL_P2P_DISABLE"] = "1"
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     model, batch = task.build_model(), task.batch(samples)
     if gpus2:
         model, batch = model.to(rank), {name: rows.to(rank) for name, rows in batch.items()}
     if ranks > 1:
         dist.init_process_group("nccl" if gpus2 else "gloo")
-    if ranks > 1 or wrap is not DDP:
-        model = wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = network.bytes_sent() or 0
-    for step in range(14):
+    model = wrap(model) if ranks > 1 or wrap is not DDP else model
+    optimizer, before = torch.optim.AdamW(model.parameters()), network.bytes_sent() or 0
+    steps = turns + lab.profile.warmup_steps
+    for _ in range(steps):
         model(**batch).loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"sent in a step": ((network.bytes_sent() or 0) - before) / 14}
+    return {"sent in a step": ((network.bytes_sent() or 0) - before) / steps}
 
 
 timed = lab.task if gpus2 else task
@@ -293,63 +291,339 @@ for samples, run in first.items():
 for samples, comparison in speedups.items():
     print(f"{samples} samples each: {comparison.speed_ratio} times one process, {comparison.speed_ratio.value / 2:.0%}")
 series = {f"{n} samples each": [1, item.speed_ratio.value] for n, item in speedups.items()}
-series["as many times as fast"] = [1, 2]
-axes = plots.lines([1, 2], series, "processes", "throughput, times that of one", title="What the second process is worth")
-axes.set_xticks([1, 2]);
+axes = plots.lines([1, 2], series | {"twice as fast": [1, 2]}, "processes", "throughput, times that of one process")
+for row, item in enumerate(speedups.values()):
+    axes.vlines(2 + 0.01 * row, item.speed_ratio.low, item.speed_ratio.high, color=plots.SERIES[row])
+axes.set_title("What the second process is worth (bars: intervals)", loc="left")
+_ = axes.set_xticks([1, 2])
 
 # %% [markdown]
-# The bytes of a step do not depend on the batch; the work does. With one sample each, the ranks spend their time on summing gradients and on the optimizer, and the second process is worth little. With eight, more of the time is work that is shared. Two devices come close to twice the speed only where **the work of a step is long against the sending of its gradients**. (A CPU has one more reason: its cores share the path to memory. The intervals printed are wide on a busy machine; read them before you believe the lines.)
+# The bytes of a step do not depend on the batch; the work does. So the second process is worth more, the **longer the work of a step is against the sending of its gradients**: compare the two lines. Read the intervals before you believe them: on a CPU the ranks share the path to memory, and on a busy one also the cores.
 #
 # ### The link
 #
-# The guide of 2022 measured 131 s without NVLink and 101 s with it, on two TITAN RTX. Here is the same training over a fast and a slow link. Two GPUs: with and without direct access to each other. Else: two network namespaces again, the virtual cable once as fast as the machine copies and once held to 400 Mbit/s by a token bucket.
+# The guide of 2022 measured 131 s without NVLink and 101 s with it, on two TITAN RTX. Here is the same training over a fast and a slow link. Two GPUs: with and without direct access to each other. Else: the virtual cable, once as fast as the machine copies and once held to 200 Mbit/s by a token bucket.
 
 # %%
-rate = 400  # Mbit/s
+rate, ways, over, matters = 200, {}, {}, None  # Mbit/s
 with contextlib.ExitStack() as links:
-    matters = None
-    ways = {"fast": {"p2p": True}, "slow": {"p2p": False}} if gpus2 else {}
-    if not gpus2 and not missing:
+    if gpus2:
+        ways = {"fast": {}, "slow": {"environment": {"NCCL_P2P_DISABLE": "1"}}}
+    elif not missing:
         ways = {"fast": {"link": links.enter_context(network.link())}}
-        ways["slow"] = {"link": links.enter_context(network.link(rate))}
-    over = {}
+        ways["slow"] = {"link": links.enter_context(network.link(rate))}  # new
     for name, way in ways.items():
-        each = partial(loop, samples=4, **way)
+        each = partial(loop, samples=4, turns=4, **way)
         over[name] = lab.run(each, f"{name} link", task=timed, processes=2, measure=("time",), samples_per_step=8)
     if ways:
-        matters = lab.compare(over["slow"], over["fast"])
+        matters = lab.compare(over["slow"], over["fast"], turns=4)
         print(f"seconds over the slow link / over the fast link: {matters.speed_ratio}")
-    if over and not gpus2:
-        sent = over["slow"].value["sent in a step"]
-        print(f"on the wire: {sent / 1e6:.2f} MB a rank and step, {sent / parameter_bytes:.3f} x 4 B x parameters")
-        print(f"at {rate} Mbit/s that takes {sent * 8 / rate / 1e6:.2f} s; the slow step took {over['slow'].step_seconds:.2f} s")
+if over and not gpus2:
+    sent, seconds = over["slow"].value["sent in a step"], over["slow"].step_seconds
+    print(f"on the wire: {sent / 1e6:.2f} MB a rank and step, {sent / parameter_bytes:.3f} x 4 B x parameters")
+    print(f"at {rate} Mbit/s that takes {sent * 8 / rate / 1e6:.2f} s; the slow step took {seconds:.2f} s")
 print(missing or "")
 
 # %% [markdown]
-# The kernel's own counter of the cable confirms the count from above, headers included. (Two ranks sum a vector by exchanging halves twice, so that each sends as much as it hands over; $n$ ranks send $2(n-1)/n$ times as much, never more than twice.) And the time can be told in advance: bits to send through bits a second, less what backward hides.
+# On the wire the count from above is confirmed, headers included. (Two ranks sum a vector by exchanging halves twice, so each sends what it hands over; $n$ ranks send $2(n-1)/n$ times as much, never more than twice.) And the time can be told in advance: bits to send through bits a second, less what backward hides.
 #
-# ### Send less often
+# ### Send less
 #
-# With accumulation, only the last micro-batch needs the sum. `no_sync` keeps DDP quiet for the others:
+# A link cannot be changed, but what is sent can. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP quiet for the others. And a *communication hook* may send the gradients in another form, here in bf16. (torch has such a hook ready, `bf16_compress_hook`; it wants NCCL.) `economical` trains on a rule that can be learnt, and counts.
+
 
 # %%
-def accumulated(task, quiet):
+def in_bf16(_, bucket):
+    small = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
+    return dist.all_reduce(small, async_op=True).get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def economical(task, seeds=(0,), accumulate=1, quiet=True, bf16=False, learning_rate=1e-3, micro_batches=8):
     dist.init_process_group("gloo")
-    model = DDP(task.build_model(), broadcast_buffers=False)
-    batch = task.batch(4)
-    for step in range(3):
-        with Traffic() as sent:
-            for micro_batch in range(4):
-                with model.no_sync() if quiet and micro_batch < 3 else contextlib.nullcontext():
-                    (model(**batch).loss / 4).backward()
-            model.zero_grad()
-    return sum(size for _, size in sent.seen)
+    losses, traffic, rank = [], Traffic(), dist.get_rank()
+    for seed in seeds:
+        rows = task.replace(seed=seed).batch(16 * micro_batches + 256)
+        model = DDP(task.replace(seed=seed).build_model(), broadcast_buffers=False)
+        if bf16:
+            model.register_comm_hook(None, in_bf16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        for number in range(micro_batches):
+            mine = {name: row[16 * number + rank : 16 * number + 16 : 2] for name, row in rows.items()}
+            last = (number + 1) % accumulate == 0
+            with traffic, model.no_sync() if quiet and not last else contextlib.nullcontext():
+                (model(**mine).loss / accumulate).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model.module.eval()(**{name: row[-256:] for name, row in rows.items()}).loss.item())
+    return {"losses": losses, "MB": sum(size for kind, size in traffic.seen if kind == "allreduce") / 1e6 / len(seeds)}
 
 
+# %%
+rule = Task("bert-tiny", seq_len=16, data="learnable", config={"num_hidden_layers": 1, "vocab_size": 200})
 for quiet in (False, True):
-    run = lab.run(partial(accumulated, quiet=quiet), task=task, processes=2, measure=("none",))
-    print(f"4 micro-batches, no_sync {quiet}: {run.value / 1e6:.1f} MB")
-sampler = [torch.utils.data.DistributedSampler(range(7), num_replicas=2, rank=rank, seed=0) for rank in (0, 1)]
+    each = partial(economical, accumulate=4, quiet=quiet)
+    run = lab.run(each, task=rule, processes=2, measure=("none",))
+    print(
+        f"8 micro-batches, accumulation of 4, {'with' if quiet else 'without'} no_sync: {run.value['MB']:.2f} MB sent"
+    )
 for epoch in (0, 1):
-    sampler[0].set_epoch(epoch), sampler[1].set_epoch(epoch)
-    print(f"epoch {epoch}: rank 0 takes {[*sampler[0]]}, rank 1 takes {[*sampler[1]]}")
+    for rank in (0, 1):
+        sampler = torch.utils.data.DistributedSampler(range(7), num_replicas=2, rank=rank)
+        sampler.set_epoch(epoch)
+        print(f"epoch {epoch}, rank {rank}: samples {[*sampler]}")
+
+# %% [markdown]
+# The lower lines are the other half of data parallel training, the **distributed sampler**. It deals a data set of 7 out to 2 ranks: each gets 4, so one sample is seen twice, since all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. And mind the **effective batch**: micro-batch x accumulation x ranks. Whoever adds ranks trains with a larger batch and fewer steps.
+#
+# ### What DP does instead
+#
+# `nn.DataParallel` is the older way: one process, and the first device is in charge. Here is a step of it on two pretended devices, with everything counted that would cross between them.
+
+
+# %%
+def data_parallel(model, batch, devices=2):
+    moved, replicas, outputs = Counter(), [], []
+    for device, ids in enumerate(batch["input_ids"].chunk(devices)):
+        replicas.append(copy.deepcopy(model) if device else model)
+        outputs.append(replicas[-1](input_ids=ids).logits)
+        if device:
+            moved["inputs"] += ids.nbytes
+            moved["weights"] += sum(weight.nbytes for weight in model.parameters())
+            moved["outputs"] += outputs[-1].nbytes
+            moved["losses"] += outputs[-1].nbytes  # their gradient, on its way back
+    torch.nn.functional.cross_entropy(torch.cat(outputs), batch["labels"]).backward()
+    for replica in replicas[1:]:
+        for weight, other in zip(model.parameters(), replica.parameters()):
+            weight.grad += other.grad
+            moved["gradients"] += other.grad.nbytes
+    return moved
+
+
+plain, parallel, batch = task.build_model(), task.build_model(), task.batch(4)
+moved = data_parallel(parallel, batch)
+plain(**batch).loss.backward()
+for one, other in zip(plain.parameters(), parallel.parameters()):
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+plots.Table(["crosses between the devices in each step", "bytes"], moved.items())
+
+# %% [markdown]
+# Five kinds instead of one: to the gradients come the weights, *in every step*, and all of it goes through device 0, which also holds the sum and the only optimizer. And one Python process has to drive all devices.
+#
+# ### What goes wrong
+#
+# A rank dies. A rank is late. A parameter is not used in the loss. Each of them is done here on purpose.
+
+
+# %%
+def dies(task):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os._exit(9)
+    dist.all_reduce(torch.ones(1))
+
+
+def late(task):
+    dist.init_process_group("gloo")
+    hasty, seen = dist.new_group(timeout=timedelta(seconds=1)), []
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    for wait in (lambda: dist.all_reduce(torch.ones(1), group=hasty), ask):
+        try:
+            wait()
+        except RuntimeError as error:
+            seen.append(str(error).split("\n")[0])
+    return seen
+
+
+def ask():
+    dist.monitored_barrier(timeout=timedelta(seconds=1))
+
+
+# %%
+def unused(task, **options):
+    dist.init_process_group("gloo")
+    model = task.build_model()
+    model.spare = torch.nn.Linear(8, 8)  # no forward comes here
+    model = DDP(model, **options)
+    for _ in range(2):
+        model(**task.batch(2)).loss.backward()
+
+
+print("dies:", lab.run(dies, processes=2, measure=("none",)).message)
+for text in lab.run(late, processes=2, measure=("none",)).value:
+    print("late:", text)
+print("unused:", lab.run(unused, task=rule, processes=2, measure=("none",)).message[:150])
+print(
+    "remedy:", lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure=("none",)).status
+)
+
+# %% [markdown]
+# - **Dies**: the launcher sees it, names the rank and ends the others. They would at best have met a closed connection; if a whole host is gone, they wait for the timeout: half an hour with gloo, ten minutes with NCCL.
+# - **Late**: the collective's own message says that it waited, not for whom. `monitored_barrier` names the rank; put it before the place that hangs. A rank is late if it saves, evaluates or reads data while the others go on.
+# - **Unused**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step, at some cost; better is to freeze them. To find them, train one step on one process and list the parameters whose `grad` is `None`. Our `Buckets` would have sent nothing, and the ranks would have drifted apart without a word.
+#
+# ## What held
+#
+# The claims about DP and about topology need GPUs. With two of them, the next cell counts and times DP. The one after it reads what `nvidia-smi topo -m` prints: a matrix which says what joins each GPU to each other. Its two lines are the machines of the 2022 guide, the fast one and the slow one.
+
+
+# %%
+def count_dp(task):
+    from torch.nn.parallel import comm
+
+    moved, backward = Counter(), []
+    kinds = {"scatter": ("inputs", "losses"), "broadcast_coalesced": ("weights", ""), "gather": ("outputs", "")}
+    kinds["reduce_add_coalesced"] = ("", "gradients")
+
+    def counted(name, plain, *args, **options):
+        moved[kinds[name][len(backward)]] += sum(leaf.nbytes for leaf in tree_leaves(args) if hasattr(leaf, "nbytes"))
+        return plain(*args, **options)
+
+    for name in kinds:
+        setattr(comm, name, partial(counted, name, getattr(comm, name)))
+    model = torch.nn.DataParallel(task.build_model().cuda())
+    loss = model(**task.batch(8)).loss.mean()
+    backward.append(True)
+    loss.backward()
+    return [kind for kind in moved if kind]
+
+
+beats = crossing = None
+if gpus2:
+    crossing = lab.run(count_dp, task=timed, measure=("none",)).value
+    dp = lab.run(partial(loop, samples=8, wrap=torch.nn.DataParallel), "DP", task=timed, samples_per_step=8)
+    beats = lab.compare(dp, over["fast"]).speed_ratio
+
+# %%
+LEGEND = {"X": "itself", "NV#": "a bond of # NVLinks", "PIX": "at most one PCIe bridge", "PXB": "several PCIe bridges"}
+LEGEND |= {"PHB": "a PCIe host bridge, the CPU", "NODE": "several host bridges", "SYS": "the way between NUMA nodes"}
+
+
+def explained(matrix):
+    """What each GPU is joined to each GPU by, from what `nvidia-smi topo -m` prints."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    header = next(line for line in lines if "GPU0" in line)
+    gpus = [word for word in header if re.fullmatch(r"GPU\d+", word)]
+    rows = [line[1 : 1 + len(gpus)] for line in lines if line and line[0] in gpus and line is not header]
+    return [(entry, LEGEND.get(re.sub(r"\d+", "#", entry))) for row in rows for entry in row]
+
+
+for entry in ("NV2", "PHB"):
+    print(explained(f"GPU0 GPU1 CPU Affinity\nGPU0 X {entry} 0-23\nGPU1 {entry} X 0-23"))
+share = reason = None
+if lab.machine.kind == "cuda":
+    try:
+        here = explained(
+            subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
+        )
+        share = sum(meaning is not None for _, meaning in here) / len(here)
+    except (OSError, subprocess.CalledProcessError, StopIteration, ZeroDivisionError):
+        reason = "needs an nvidia-smi that prints the topology"
+
+# %% tags=["claim"]
+last_step = ddp["traffic"][-1]
+other = sum(size for kind, size in last_step if kind != "allreduce")
+note = f"{Counter(kind for kind, _ in last_step)}; {other} bytes are not gradients but buffers"
+display(claims.check("ddp-in-step", ddp["apart"]))
+display(claims.check("ddp-traffic", sum(size for _, size in last_step) / parameter_bytes, note=note))
+way = "NCCL_P2P_DISABLE=1" if gpus2 else f"{rate} Mbit/s between two namespaces, gloo"
+display(claims.check("link-matters", matters and matters.speed_ratio, missing=missing, note=f"the slow link: {way}"))
+display(claims.check("ddp-beats-dp", beats))
+display(claims.check("dp-traffic", crossing and len(crossing)))
+claims.check("topology-legend", share, missing=reason)
+
+# %% [markdown]
+# ## Explore
+#
+# How many ranks is a link worth? Computed from what was measured above: the time of one process, and the bytes of a step. The band lies between hiding nothing and hiding all that backward can hide.
+
+
+# %% tags=["widget"]
+def scaling(samples, megabits):
+    ranks = [1, 2, 4, 8, 16]
+    alone = first[samples].step_seconds
+    sending = [2 * (n - 1) / n * parameter_bytes * 8 / megabits / 1e6 for n in ranks]
+    hidden = [max(0, time - 0.6 * alone) for time in sending]  # backward is some 60 % of a step
+    series = {"ideal": ranks}
+    for name, times in {"backward hides what it can": hidden, "nothing is hidden": sending}.items():
+        series[name] = [n * alone / (alone + time) for n, time in zip(ranks, times)]
+    title = f"{samples} samples a rank, {megabits} Mbit/s"
+    return plots.lines(ranks, series, "ranks", "throughput, times that of one", title=title)
+
+
+_ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
+
+# %% [markdown]
+# ## Exercise 1: how often is it enough?
+#
+# A model of 345 million parameters, fp32 gradients, DDP on two hosts with 10 Gbit/s between them. A micro-batch takes 0.15 s to compute, and backward hides nothing. Over how many micro-batches must you accumulate, at least, for the sending to take no more than a tenth of the whole time?
+
+# %% tags=["exercise"]
+answer = None
+
+
+# %% tags=["check"]
+def check_often(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    sending = 345e6 * 4 * 8 / 10e9
+    part, fewer = (sending / (sending + n * 0.15) for n in (answer, answer - 1))
+    if part > 0.1:
+        return exercises.wrong(f"the sending takes {sending:.2f} s, which would be {part:.0%} of the whole")
+    if fewer <= 0.1:
+        return exercises.wrong(f"enough, but {answer - 1} are enough too")
+    return exercises.right(f"{sending:.2f} s to send, {answer * 0.15:.2f} s to compute: {part:.1%}")
+
+
+check_often(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(check_often, solution=67, mistake=9)
+
+# %% [markdown]
+# ## Exercise 2, a challenge: half the bytes, the same loss
+#
+# Give arguments for `economical`, for example `{"accumulate": 2, "learning_rate": 2e-3}`, that send at most half the bytes for the same 60 micro-batches. The mean loss over three seeds must not be above the band: the worst of the same three seeds when everything is sent.
+
+# %% tags=["exercise"]
+answer = None
+
+
+# %% tags=["check"]
+def sixty(answer):
+    each = partial(economical, seeds=(0, 1, 2), micro_batches=60, **answer)
+    return lab.run(each, f"economical {answer}", task=rule, processes=2, measure=("none",))
+
+
+band = None
+
+
+def check_bytes(answer):
+    global band
+    if answer is None:
+        return exercises.not_attempted("replace None by a dict of arguments")
+    band = band or sixty({}).value
+    run = sixty(answer)
+    if not run.ok:
+        return exercises.wrong(run.message)
+    part, loss = run.value["MB"] / band["MB"], sum(run.value["losses"]) / 3
+    found = f"{part:.0%} of the bytes, loss {loss:.3f} where up to {max(band['losses']):.3f} is in the band"
+    return (exercises.right if part <= 0.5 and loss <= max(band["losses"]) else exercises.wrong)(found)
+
+
+check_bytes(answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 15})
+
+# %% [markdown]
+# ## Recap
+#
+# - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP, which all three made the same weights.
+# - They sent 4 bytes a parameter in each step, and what backward could not hide of that was waited for. The slower the link and the shorter the step, the less the second device was worth; `no_sync` and bf16 sent less.
+# - A dying rank was named by the launcher, a late one by `monitored_barrier`, and unused parameters by DDP in the second step.
+
+# %% tags=["finish"]
+claims.finish(lab)
