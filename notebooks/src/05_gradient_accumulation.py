@@ -226,10 +226,6 @@ _ = plots.memory(list(sweep.values()), ax=right)
 
 
 # %%
-def flat_gradient(model):
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()]).double().cpu()
-
-
 def trainer_gradient(task, micro_batch, steps, prepare=None):
     import tempfile
 
@@ -241,7 +237,7 @@ def trainer_gradient(task, micro_batch, steps, prepare=None):
     taken = []
 
     def keep(*_):
-        taken.append(flat_gradient(model))
+        taken.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]).double().cpu())
 
     settings = dict(per_device_train_batch_size=micro_batch, gradient_accumulation_steps=steps, max_steps=1)
     model = task.build_model()
@@ -265,10 +261,11 @@ def trainer_test(prepare=None):
         divides = abs(model(**batch, num_items_in_batch=torch.tensor(10**6)).loss.item() / loss - 1) > 0.01
         for i in range(4):  # your loop
             (model(**{name: values[i : i + 1] for name, values in batch.items()}).loss / 4).backward()
+        by_hand = torch.cat([weight.grad.flatten() for weight in model.parameters()]).double()
         large, _ = trainer_gradient(task, 4, 1)
+        torch.testing.assert_close(by_hand, large, rtol=0.01, atol=1e-3 * large.norm().item())
         small, trusted = trainer_gradient(task, 1, 4, prepare)
-        torch.testing.assert_close(flat_gradient(model), large, rtol=0.01, atol=1e-3 * large.norm().item())
-        return [trusted, divides, against(flat_gradient(model), large)[0], *against(small, large)]
+        return [trusted, divides, against(by_hand, large)[0], *against(small, large)]
 
     return test
 
