@@ -298,7 +298,13 @@ def _pickled(function: Callable | None) -> bytes | None:
         raise ValueError(f"{function!r} is not a function: pass one that takes the task")
     import cloudpickle
 
-    return cloudpickle.dumps(function)
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        name = getattr(function, "__name__", "the function")
+        raise ValueError(
+            f"{name} cannot travel to a clean process ({error}): import or make inside it what it needs"
+        ) from error
 
 
 def _count(name: str, value: Any) -> int:

@@ -221,7 +221,7 @@ UNCERTAIN = (
     "backward-twice-forward larger-batch-faster accumulation-cost accumulation-fill-first accumulation-fewer-updates "
     "checkpointing-cost half-precision-faster-cpu half-inference adafactor-cost adafactor-convergence "
     "adam8bit-convergence multi-tensor workers-help sdpa compile zero-slows-if-fits moe-faster link-matters many-cpus "
-    "gpu-choice hpo"
+    "gpu-choice hpo topology-legend"
 )
 LEDGER = claims.load()
 MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]

@@ -295,6 +295,14 @@ def test_a_sweep_spreads_over_a_cluster(tmp_path):
     assert run.ok and run.peak_bytes
 
 
+def test_a_function_that_cannot_travel_says_what_to_do(lab):
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="inside it what it needs"):
+        lab.run(lambda task: lock.locked(), measure=("none",))
+
+
 def test_fp16_on_a_cpu_is_said_to_be_ignored(lab):
     with pytest.warns(UserWarning, match="ignores fp16"):
         run = lab.train("fp16", task=TINY, measure=("memory",), fp16=True, use_cpu=True)

@@ -41,9 +41,9 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 # %% [markdown]
 # ## Idea
 #
-# Data parallel training gives each device the whole model and its own part of the batch. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start equal and apply the same gradient, they stay equal, and weights never have to be sent again.
+# Data parallel training gives each device the whole model and its own part of the batch, all parts of one size. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start equal and apply the same gradient, they stay equal, and weights never have to be sent again.
 #
-# The devices here are two processes with one CPU core each, joined by gloo, torch's library for CPUs. On GPUs the library is NCCL; the words and the counts are the same. Each process is a **rank**.
+# The devices here are two processes with half of the CPU's cores each, joined by gloo, torch's library for CPUs. On GPUs the library is NCCL; the words and the counts are the same. Each process is a **rank**.
 #
 # ## Predict
 #
@@ -136,7 +136,7 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 #
 # ### While backward still runs
 #
-# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP; the cell after next holds all three against each other.
+# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP; the second cell below holds all three against each other.
 
 
 # %%
@@ -251,7 +251,7 @@ _ = both[1].set_xlabel(
 
 
 # %%
-def loop(task, samples, wrap=DDP, link=None, environment=(), turns=lab.profile.turns):
+def loop(task, samples, wrap=DDP, link=None, environment=(), turns=5):
     os.environ.update(environment)
     if link:
         link.join()
@@ -287,7 +287,7 @@ speedups = {}
 for samples, run in first.items():
     name, each = f"2 processes, {samples} samples each", partial(loop, samples=samples)
     second = lab.run(each, name, task=timed, processes=2, measure=("time",), samples_per_step=2 * samples)  # new
-    speedups[samples] = lab.compare(run, second)
+    speedups[samples] = lab.compare(run, second, turns=5)
 for samples, comparison in speedups.items():
     print(f"{samples} samples each: {comparison.speed_ratio} times one process, {comparison.speed_ratio.value / 2:.0%}")
 series = {f"{n} samples each": [1, item.speed_ratio.value] for n, item in speedups.items()}
@@ -325,7 +325,7 @@ if over and not gpus2:
 print(missing or "")
 
 # %% [markdown]
-# On the wire the count from above is confirmed, headers included. (Two ranks sum a vector by exchanging halves twice, so each sends what it hands over; $n$ ranks send $2(n-1)/n$ times as much, never more than twice.) And the time can be told in advance: bits to send through bits a second, less what backward hides.
+# If this machine could lay the cable, the lines above confirm the count on the wire, headers included. (Two ranks sum a vector by exchanging halves twice, so each sends what it hands over; $n$ ranks send $2(n-1)/n$ times as much, never more than twice.) And the time can be told in advance: bits to send through bits a second, less what backward hides.
 #
 # ### Send less
 #
@@ -473,9 +473,8 @@ print(
 def count_dp(task):
     from torch.nn.parallel import comm
 
-    moved, backward = Counter(), []
-    kinds = {"scatter": ("inputs", "losses"), "broadcast_coalesced": ("weights", ""), "gather": ("outputs", "")}
-    kinds["reduce_add_coalesced"] = ("", "gradients")
+    kinds = {"scatter": ["inputs", "losses"], "broadcast_coalesced": ["weights", ""], "gather": ["outputs", ""]}
+    kinds, moved, backward = kinds | {"reduce_add_coalesced": ["", "gradients"]}, Counter(), []
 
     def counted(name, plain, *args, **options):
         moved[kinds[name][len(backward)]] += sum(leaf.nbytes for leaf in tree_leaves(args) if hasattr(leaf, "nbytes"))
@@ -483,18 +482,19 @@ def count_dp(task):
 
     for name in kinds:
         setattr(comm, name, partial(counted, name, getattr(comm, name)))
-    model = torch.nn.DataParallel(task.build_model().cuda())
-    loss = model(**task.batch(8)).loss.mean()
+    loss = torch.nn.DataParallel(task.build_model().cuda())(**task.batch(8)).loss.mean()
     backward.append(True)
     loss.backward()
-    return [kind for kind in moved if kind]
+    peaks = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
+    return {"moved": {kind: size for kind, size in moved.items() if kind}, "peaks of the devices": peaks}
 
 
 beats = crossing = None
 if gpus2:
     crossing = lab.run(count_dp, task=timed, measure=("none",)).value
-    dp = lab.run(partial(loop, samples=8, wrap=torch.nn.DataParallel), "DP", task=timed, samples_per_step=8)
-    beats = lab.compare(dp, over["fast"]).speed_ratio
+    each = partial(loop, samples=8, wrap=torch.nn.DataParallel, turns=4)
+    dp = lab.run(each, "DP", task=timed, measure=("time",), samples_per_step=8)
+    beats = lab.compare(dp, over["fast"], turns=4).speed_ratio
 
 # %%
 LEGEND = {"X": "itself", "NV#": "a bond of # NVLinks", "PIX": "at most one PCIe bridge", "PXB": "several PCIe bridges"}
@@ -528,10 +528,10 @@ other = sum(size for kind, size in last_step if kind != "allreduce")
 note = f"{Counter(kind for kind, _ in last_step)}; {other} bytes are not gradients but buffers"
 display(claims.check("ddp-in-step", ddp["apart"]))
 display(claims.check("ddp-traffic", sum(size for _, size in last_step) / parameter_bytes, note=note))
-way = "NCCL_P2P_DISABLE=1" if gpus2 else f"{rate} Mbit/s between two namespaces, gloo"
-display(claims.check("link-matters", matters and matters.speed_ratio, missing=missing, note=f"the slow link: {way}"))
+way = "" if not ways else f"the slow link: {'NCCL_P2P_DISABLE=1' if gpus2 else f'{rate} Mbit/s, gloo'}"
+display(claims.check("link-matters", matters and matters.speed_ratio, missing=None if ways else missing, note=way))
 display(claims.check("ddp-beats-dp", beats))
-display(claims.check("dp-traffic", crossing and len(crossing)))
+display(claims.check("dp-traffic", crossing and len(crossing["moved"]), note=str(crossing or "")))
 claims.check("topology-legend", share, missing=reason)
 
 # %% [markdown]
@@ -621,7 +621,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 # %% [markdown]
 # ## Recap
 #
-# - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP, which all three made the same weights.
+# - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP.
 # - They sent 4 bytes a parameter in each step, and what backward could not hide of that was waited for. The slower the link and the shorter the step, the less the second device was worth; `no_sync` and bf16 sent less.
 # - A dying rank was named by the launcher, a late one by `monitored_barrier`, and unused parameters by DDP in the second step.
 
