@@ -137,7 +137,7 @@ def number(value) -> str:
     """Format a number for reading; None is "not measured", never 0."""
     if value is None:
         return "not measured"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def measured(claim) -> str:

@@ -52,11 +52,12 @@ def picture(data: dict) -> Path | None:
 
     matplotlib.use("Agg")
     runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
-    named = {run.name: run for run in runs if run.memory and run.memory.breakdown}
+    named = {run.name: run for run in runs if run.memory and run.memory.breakdown and run.name != "yours"}
     if not named:
         return None
     target = data["file"].with_suffix(".png")
-    axes = plots.memory(list(named.values()), title=f"Peak memory by recipe\n{caption(data)}")
+    axes = plots.memory(list(named.values()), title="Peak memory of the guides' ten recipes")
+    axes.figure.supxlabel(caption(data), fontsize=9, x=0.01, ha="left")
     axes.figure.savefig(target, dpi=120, metadata={"Software": None})
     return target
 
@@ -74,10 +75,10 @@ def scoreboard(recorded: dict[str, dict]) -> str:
     for claim in sorted(ledger.values(), key=lambda claim: claim.lesson):
         decisions = [found[name].get(claim.id) for name in machines]
         if any(decisions):
-            guide = claim.guide.text if claim.guide else ""
+            guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
             cells = [_cell(decision) for decision in decisions]
             lines.append(f"| {claim.lesson} | `{claim.id}` | {guide} | " + " | ".join(cells) + " |")
-    return "\n".join(lines).replace(" |  | ", " | - | ")
+    return "\n".join(lines)
 
 
 def _cell(decision: dict | None) -> str:

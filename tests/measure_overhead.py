@@ -1,4 +1,4 @@
-"""What the time meter costs: the same Trainer with it and bare, in turns, each in a clean process.
+"""What the time meter costs: the Trainer with it (and its losses kept) and bare, in turns, each in a clean process.
 
     python tests/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
 
@@ -14,20 +14,20 @@ from pathlib import Path
 from perf_helpers import Lab, Task
 
 
-def train(task, steps: int, metered: bool) -> float:
-    """Seconds that `trainer.train()` takes, with the lab's time meter and loss keeping or without."""
+def train(task, steps: int, metered: bool) -> list[float]:
+    """[seconds of `trainer.train()`, seconds of them inside the meter], with the lab's time meter or bare."""
     import tempfile
     import time
 
     import torch
-    from transformers import Trainer, TrainingArguments, trainer
+    from transformers import Trainer, trainer
 
     from perf_helpers import meters, worker
 
     torch.set_num_threads(1)
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     plain = Trainer.train
-    taken = []
+    taken, inside = [], []
 
     def timed(self, *arguments, **options):
         begin = clock()
@@ -38,25 +38,22 @@ def train(task, steps: int, metered: bool) -> float:
         return result
 
     trainer.Trainer.train = timed
+    experiment = worker.Experiment("overhead", task, {"per_device_train_batch_size": 4})
     with tempfile.TemporaryDirectory() as folder:
         if metered:
-            experiment = worker.Experiment("metered", task, {"per_device_train_batch_size": 4})
+            stepped = meters.TimeMeter._stepped
+
+            def watched(*arguments):
+                begin = clock()
+                stepped(*arguments)
+                inside.append(clock() - begin)
+
+            meters.TimeMeter._stepped = watched
             with meters.TimeMeter(1, lambda number: None):
                 worker.train(experiment, folder, steps)
         else:
-            arguments = TrainingArguments(
-                folder,
-                per_device_train_batch_size=4,
-                max_steps=steps,
-                use_cpu=not torch.cuda.is_available(),
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                logging_strategy="no",
-                log_level="error",
-            )
-            Trainer(task.build_model(), arguments, train_dataset=task.dataset()).train()
-    return taken[0]
+            worker.train(experiment, folder, steps, keep_losses=False)
+    return [taken[0], sum(inside)]
 
 
 def main() -> None:
@@ -67,16 +64,18 @@ def main() -> None:
     options = parser.parse_args()
     lab = Lab(out="build/overhead")
     task = lab.task if lab.machine.kind == "cuda" else Task("bert-small", seq_len=128)
-    pairs = []
-    for number in range(options.rounds):
+    pairs, shares, inside = [], [], 0.0
+    for number in range(options.rounds + 1):
         seconds = {}
         for metered in (True, False) if number % 2 else (False, True):
             run = lab.run(lambda t, m=metered: train(t, options.steps, m), "overhead", task=task, measure=("none",))
             if not run.ok:
                 raise SystemExit(run.message)
-            seconds[metered] = run.value
-        pairs.append(seconds[True] / seconds[False])
-        print(f"{pairs[-1]:.4f}", flush=True)
+            seconds[metered], inside = run.value[0], run.value[1] or inside
+        if number:  # the first round warms up
+            pairs.append(seconds[True] / seconds[False])
+            shares.append(inside / seconds[True])
+            print(f"{pairs[-1]:.4f} {shares[-1]:.7f}", flush=True)
     import numpy as np
 
     medians = np.median(np.random.default_rng(0).choice(pairs, (2000, len(pairs))), axis=1)
@@ -85,6 +84,7 @@ def main() -> None:
         "what": "time of trainer.train() with the time meter / bare, median of pairs",
         "ratio": round(statistics.median(pairs), 4),
         "interval": [round(float(low), 4), round(float(high), 4)],
+        "share_inside_the_meter": round(statistics.median(shares), 7),
         "pairs": [round(pair, 4) for pair in pairs],
         "clock": "wall" if lab.machine.kind == "cuda" else "processor",
         "steps": options.steps,

@@ -34,10 +34,21 @@ def test_there_are_lessons():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_lesson_is_up_to_date_and_in_shape(path):
-    built = build.build(path.read_text(encoding="utf-8"))
+    built = build.build(path.read_text(encoding="utf-8"), build.recorded_text(path.stem))
     target = path.parents[1] / f"{path.stem}.ipynb"
     assert target.exists() and target.read_bytes() == built.encode(), "stale: run python notebooks/build.py"
     assert build.lint(nbformat.reads(built, as_version=4)) == []
+
+
+def test_what_recorded_runs_measured_stands_before_the_last_cell():
+    for path in SOURCES:
+        cells = nbformat.read(path.parents[1] / f"{path.stem}.ipynb", as_version=4).cells
+        assert build.tags(cells[-2]) == [build.RECORDED]
+        assert "transformers" in cells[-2].source and "20" in cells[-2].source  # versions and date
+
+
+def test_without_recorded_runs_there_is_no_such_cell(tmp_path):
+    assert build.recorded_text("05_gradient_accumulation", tmp_path) == ""
 
 
 def test_no_notebook_is_without_a_source():

@@ -80,6 +80,7 @@ plots.Table(["claims", "on this machine"], [[count, why] for why, count in needs
 #
 # One claim to start with: *in fp32, weights take 4 bytes a parameter.* A model is a collection of tensors, and a tensor knows how many numbers it has and how many bytes each one takes. On torch's `meta` device it has shapes and no numbers, so even a large model can be weighed at no cost.
 
+
 # %%
 def weigh(task):
     parameters = list(task.build_model(device="meta").parameters())
@@ -98,6 +99,7 @@ plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 # ## A clean process
 #
 # You may have learnt to restart the kernel between two experiments, or the second one finds the memory of the first still taken. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
+
 
 # %%
 def look(task):
@@ -258,9 +260,15 @@ exercises.prove(check, solution=6, mistake=8)
 answer = None  # a list of four verdicts, such as ["holds", "holds", "holds", "holds"]
 
 ledger = claims.load()
-cases = {"checkpointing-memory": 0.71, "checkpointing-cost": (0.60, 0.96), "states-adafactor": 0.02, "context-cost": None}
+cases = {
+    "checkpointing-memory": 0.71,
+    "checkpointing-cost": (0.60, 0.96),
+    "states-adafactor": 0.02,
+    "context-cost": None,
+}
 rows = [[ledger[id].says, ledger[id].threshold_text(), value] for id, value in cases.items()]
 plots.Table(["the claim", "holds if", "measured"], rows)
+
 
 # %% tags=["check"]
 def check(verdicts):

@@ -58,7 +58,9 @@ def ten_lines(task, steps=STEPS):
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-        arguments = TrainingArguments(folder, per_device_train_batch_size=4, max_steps=steps, seed=0, logging_steps=1, **quiet)
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=4, max_steps=steps, seed=0, logging_steps=1, **quiet
+        )
         trainer = Trainer(task.build_model(), arguments, train_dataset=task.dataset())
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -79,6 +81,7 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 # - **AdamW, fused**, at a learning rate of 5e-5. The weight decay is 0 by default.
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
 # - **the order**: backward, clip, step, schedule, zero.
+
 
 # %%
 def plain_loop(task, steps=STEPS, *, order=0, rate=5e-5, falling=True, clear=True, fetch=iter):
@@ -113,7 +116,11 @@ rows = list(zip(range(1, STEPS + 1), from_lab.losses, from_trainer, from_loop))
 apart = max(abs(loss - row[1]) for row in rows for loss in row[2:])
 torch.testing.assert_close(from_loop, list(from_lab.losses), rtol=0, atol=1e-3)
 caption = f"largest difference: {apart:g}"
-plots.Table(["step", "lab.train", "ten lines", "plain loop"], [[row[0], *map("{:.7f}".format, row[1:])] for row in rows], caption)
+plots.Table(
+    ["step", "lab.train", "ten lines", "plain loop"],
+    [[row[0], *map("{:.7f}".format, row[1:])] for row in rows],
+    caption,
+)
 
 # %% [markdown]
 # The stated tolerance is 0.001; the line above the table says what it came to. On one CPU it is 0: the same operations on the same numbers. On a GPU some sums are added up in whatever order the threads arrive, and the last digits may differ.
@@ -121,6 +128,7 @@ plots.Table(["step", "lab.train", "ten lines", "plain loop"], [[row[0], *map("{:
 # ## By hand: the same memory?
 #
 # The losses agree, so the mathematics does. What is kept in memory is another question. `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
+
 
 # %%
 def one_ahead(loader):
@@ -136,7 +144,9 @@ ahead = lab.run(lambda task: plain_loop(task, 2, fetch=one_ahead), "one ahead", 
 lines = lab.run(lambda task: ten_lines(task, 2), "ten lines", task=short, measure="memory")
 one_batch = sum(tensor.numel() * tensor.element_size() for tensor in short.batch(4).values())
 print(f"one batch of data: {one_batch:,} bytes")
-rows = [[run.name, f"{run.peak_bytes:,}", run.peak_bytes - from_lab.peak_bytes] for run in (from_lab, lines, loop, ahead)]
+rows = [
+    [run.name, f"{run.peak_bytes:,}", run.peak_bytes - from_lab.peak_bytes] for run in (from_lab, lines, loop, ahead)
+]
 plots.Table(["run", f"peak ({loop.memory.kind} bytes)", "against lab.train"], rows)
 
 # %%
@@ -146,7 +156,9 @@ few = 128 if counted else 0.01 * loop.peak_bytes  # a GPU's allocator hands out 
 difference = from_lab.peak_bytes - loop.peak_bytes
 if abs(lines.peak_bytes - from_lab.peak_bytes) > few or abs(difference - explained) > few:
     raise RuntimeError(f"lab.train holds {difference} bytes more than the loop; {explained} are explained")
-print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead explains all but {difference - explained:,}")
+print(
+    f"lab.train holds {difference:,} bytes more than the loop; the batch ahead explains all but {difference - explained:,}"
+)
 
 # %% [markdown]
 # The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. (On a GPU the batch ahead waits in the host's memory, and blocks are rounded up: there the stated tolerance is 1 %.) That is the whole price in memory of the Trainer's comfort.
@@ -172,7 +184,10 @@ _ = plots.memory([vanilla], title="Where vanilla training peaks")
 # Now the clock. The same loop, three times, each in a clean process. Nothing differs: neither the code, nor the data, nor the seed.
 
 # %%
-loops = {f"repeat {n}": lab.run(lambda task: plain_loop(task, 8), f"repeat {n}", task=short, measure="none") for n in (1, 2, 3)}
+loops = {
+    f"repeat {n}": lab.run(lambda task: plain_loop(task, 8), f"repeat {n}", task=short, measure="none")
+    for n in (1, 2, 3)
+}
 seconds = {name: run.value["seconds"] for name, run in loops.items()}
 later = {name: statistics.median(values[1:]) for name, values in seconds.items()}
 rows = [[name, *(plots.seconds_text(value) for value in (values[0], later[name]))] for name, values in seconds.items()]
@@ -209,7 +224,9 @@ itself
 
 # %%
 quarter = short.replace(seq_len=short.seq_len // 4)  # new
-shorter = lab.train("a quarter of the length", task=quarter, per_device_train_batch_size=4, measure="time", steps=1)  # new
+shorter = lab.train(
+    "a quarter of the length", task=quarter, per_device_train_batch_size=4, measure="time", steps=1
+)  # new
 effect = lab.compare(from_lab, shorter, turns=9)
 _ = plots.speed([itself, effect])
 
@@ -219,6 +236,7 @@ _ = plots.speed([itself, effect])
 # ## By hand: the interval
 #
 # How well do nine pairs fix their median? Draw nine of them at random, repeats allowed, and take the median; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it.
+
 
 # %%
 def bootstrap(pairs):
@@ -234,8 +252,13 @@ def interval(pairs):
 
 pairs = np.array(itself.speed_ratio.pairs)
 torch.testing.assert_close(interval(pairs), (itself.speed_ratio.low, itself.speed_ratio.high))
-rows = [[name, *map("{:.3f}".format, bounds)] for name, bounds in {"bootstrap": bootstrap(pairs), "lab": interval(pairs)}.items()]
-plots.Table(["the same against itself", "from", "to"], rows, f"noise floor: a factor of {NOISE_FLOOR[lab.machine.kind]}")
+rows = [
+    [name, *map("{:.3f}".format, bounds)]
+    for name, bounds in {"bootstrap": bootstrap(pairs), "lab": interval(pairs)}.items()
+]
+plots.Table(
+    ["the same against itself", "from", "to"], rows, f"noise floor: a factor of {NOISE_FLOOR[lab.machine.kind]}"
+)
 
 # %% [markdown]
 # Why wider? The bootstrap knows only what varied *within* these pairs. It does not know the neighbour who comes tomorrow. The **noise floor** stands for him. When this lab was built, equal code was timed against itself on two shared cores. On two threads, beside one busy neighbour, the ratios of medians went from 0.35 to 3.64. On one thread, in turns, the fastest of seven each, they stayed within 0.97 to 1.07 beside two. So on a CPU the lab takes its turns on one thread, and asks for a factor of 1.3 all the same; on a GPU, which nobody else uses, for 1.02.
@@ -252,6 +275,7 @@ claims.check("training-dwarfs-weights", times, note=note)
 # ## Explore
 #
 # How many pairs does a claim need? The intervals of the two comparisons from their first pairs only: the thick line is the bootstrap's, the thin one the lab's. More pairs shorten the thick line; none of them gets below the floor.
+
 
 # %% tags=["widget"]
 def draw(first_pairs):
@@ -280,9 +304,12 @@ changes = {"another order": {"order": 1}, "twice the rate": {"rate": 2e-3},
 
 answer = None  # a step for each change, such as {"another order": 1, "twice the rate": 1, "constant rate": 1, "no zero_grad": 1}
 
+
 # %% tags=["check"]
 def all_losses(task):
-    return {name: plain_loop(task, **{"rate": 1e-3} | change)["losses"] for name, change in ({"none": {}} | changes).items()}
+    return {
+        name: plain_loop(task, **{"rate": 1e-3} | change)["losses"] for name, change in ({"none": {}} | changes).items()
+    }
 
 
 tiny = Task("bert-tiny", seq_len=32, dataset_size=64)
