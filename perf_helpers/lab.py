@@ -191,25 +191,39 @@ class Lab:
         if not measure or set(measure) - {"memory", "time", "none"}:
             raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
         merged: dict[str, Any] = {"status": "ok", "message": ""}
+        try:
+            self._measure(experiment, measure, timeout or self.timeout, merged)
+        except KeyboardInterrupt:
+            self._keep(experiment, merged | {"status": "killed", "message": "interrupted by the user"})
+            raise
+        if merged["status"] == "invalid":
+            raise ValueError(merged["message"])
+        if experiment.function and merged.get("output"):
+            print(merged["output"], end="")
+        return self._keep(experiment, merged)
+
+    def _measure(
+        self, experiment: Experiment, measure: tuple[str, ...], timeout: float, merged: dict[str, Any]
+    ) -> None:
+        """Perform the experiment under each meter, and merge the outcomes into `merged`."""
         quiet = bool(self.out or self.executor) or measure == ("none",)  # no progress from afar, nor without steps
         with _Progress(experiment, quiet) as progress:
             on_step = None if self.executor else progress.on_step
             for meter in measure:
-                outcome = self._perform(processes.execute, experiment, meter, timeout or self.timeout, on_step)
+                outcome = self._perform(processes.execute, experiment, meter, timeout, on_step)
                 if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
                     outcome["ranks"] = [a | b for a, b in zip(merged["ranks"], outcome["ranks"], strict=True)]
                 merged |= {key: value for key, value in outcome.items() if value is not None or key not in merged}
                 if outcome["status"] != "ok":
                     break
                 if meter == "memory" and outcome["memory"]["breakdown"] is None:
-                    parts = self._perform(processes.execute, experiment, "categories", timeout or self.timeout, on_step)
+                    parts = self._perform(processes.execute, experiment, "categories", timeout, on_step)
                     merged |= _explained(outcome, parts)
                 if meter == "memory":
                     progress.measured(outcome["memory"]["peak_bytes"])
-        if merged["status"] == "invalid":
-            raise ValueError(merged["message"])
-        if experiment.function and merged.get("output"):
-            print(merged["output"], end="")
+
+    def _keep(self, experiment: Experiment, merged: dict[str, Any]) -> Run:
+        """Make a run of what was measured, and store it."""
         run = Run(
             name=experiment.name,
             status=merged["status"],
@@ -262,9 +276,12 @@ class Lab:
         return self.ratio([a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)])
 
     def _fit_together(self, *runs: Run) -> bool:
-        needed = sum(run.memory.reserved_bytes or 0 for run in runs if run.memory)
+        """Whether two runs can be on the device at once, contexts included; no where that is not known."""
+        if not all(run.memory for run in runs):
+            return False
+        needed = sum(run.memory.reserved_bytes or 0 for run in runs)
         free = self.machine.gpus[0].free_bytes if self.machine.gpus else None
-        return bool(needed and free and needed + 2e9 < 0.9 * free)
+        return not needed or bool(free and needed + 2e9 < 0.9 * free)
 
 
 def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,27 @@ def test_nothing_survives_a_killed_kernel(tmp_path):
         assert _gone(int(pid))
 
 
+def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_path, monkeypatch):
+    from perf_helpers import processes
+
+    def hang(_):
+        import time
+
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(1000)
+
+    def interrupted(self, timeout=None):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(processes.CleanProcess, "receive", interrupted)
+        lab.run(hang, "interrupted", measure=("none",))
+    assert (lab["interrupted"].status, lab["interrupted"].message) == ("killed", "interrupted by the user")
+    assert _gone(int((tmp_path / "pid").read_text()))
+
+
 def test_a_killed_server_is_replaced(lab):
     lab.run(lambda task: 1, measure=("none",))
     from perf_helpers import processes
