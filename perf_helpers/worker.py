@@ -157,16 +157,16 @@ def _plain(value: Any) -> Any:
 def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
     """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
 
-    `steps` optimizer steps, unless the arguments say `max_steps` or `num_train_epochs`.
+    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`.
     """
     import cloudpickle
     from transformers import PrinterCallback, Trainer
 
     training, model_arguments = training_arguments.split(experiment.arguments)
-    if not {"max_steps", "num_train_epochs"} & training.keys():
+    if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
+        training["max_steps"] = min(training.get("max_steps", steps), steps)
+    elif not {"max_steps", "num_train_epochs"} & training.keys():
         training["max_steps"] = steps
-    elif not keep_losses and training.get("max_steps", -1) > 0:  # the memory pass needs no more than its steps
-        training["max_steps"] = min(training["max_steps"], steps)
     try:
         args = training_arguments.build(training, folder)
         if args.n_gpu > 1:

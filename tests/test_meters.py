@@ -213,6 +213,12 @@ def test_steps_are_timed_with_the_warm_up_left_out(lab):
     assert run.memory is None
 
 
+def test_memory_takes_two_steps_however_long_the_training_is(lab):
+    short = lab.train("short", task=TINY, measure=("memory",), per_device_train_batch_size=8)
+    long = lab.train("long", task=TINY, measure=("memory",), per_device_train_batch_size=8, num_train_epochs=100)
+    assert short.peak_bytes == long.peak_bytes
+
+
 def test_an_experiment_without_steps_has_no_time(lab):
     run = lab.run(lambda task: 1, measure=("time",))
     assert run.ok and run.timing is None and run.samples_per_second is None
