@@ -341,7 +341,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("cpu", Task("bert-small", seq_len=256), micro_batch=4, steps=4, warmup_steps=1, turns=7),
+        Profile("cpu", Task("bert-small", seq_len=256), micro_batch=4, steps=3, warmup_steps=1, turns=7),
         Profile("t4", Task("bert-large-uncased", seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5),
         Profile("gpu", Task("bert-large-uncased", seq_len=512), micro_batch=4, steps=30, warmup_steps=5, turns=7),
     )
