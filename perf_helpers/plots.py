@@ -3,7 +3,9 @@
 The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
 """
 
+import base64
 import html
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -241,6 +243,22 @@ def comparison(item: Comparison) -> Table:
     speed_ratio = "not measured" if item.speed_ratio is None else f"{item.speed_ratio} x"
     shown.rows.append(["ratio", "", memory_ratio, "", "", speed_ratio])
     return shown
+
+
+def comparison_html(item: Comparison) -> str:
+    """The table of a comparison and, where both breakdowns are known, the two peaks as a picture."""
+    text = comparison(item)._repr_html_()
+    runs = [item.baseline, item.other]
+    if not all(run.memory and run.memory.breakdown for run in runs):
+        return text
+    from matplotlib.figure import Figure
+
+    figure, file = Figure(figsize=(8, 2.5), layout="constrained"), io.BytesIO()
+    memory(runs, ax=figure.subplots())
+    figure.savefig(file, format="png", dpi=110)
+    words = html.escape(" and ".join(f"{run.name} {bytes_text(run.peak_bytes)}" for run in runs))
+    image = base64.b64encode(file.getvalue()).decode()
+    return f'{text}<img style="max-width:100%" alt="Peak memory: {words}" src="data:image/png;base64,{image}">'
 
 
 def _cell(value: Any) -> str:

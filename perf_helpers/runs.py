@@ -186,7 +186,7 @@ class Comparison(Record):
     def _repr_html_(self) -> str:
         from perf_helpers import plots
 
-        return plots.comparison(self)._repr_html_()
+        return plots.comparison_html(self)
 
 
 class Store:

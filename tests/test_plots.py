@@ -49,6 +49,12 @@ def test_bytes_are_shown_in_a_persons_unit(size, text):
     assert plots.bytes_text(size) == text
 
 
+def test_a_comparison_shows_a_table_and_a_picture_with_its_text():
+    shown = COMPARISON._repr_html_()
+    assert "<table" in shown and "data:image/png" in shown and "vanilla 24.0 MB" in shown
+    assert "<img" not in Comparison(Run("x", "killed"), RUN, None, None)._repr_html_()
+
+
 def test_a_table_shows_unknown_as_not_measured():
     shown = plots.table([Run("x", "killed", "gone")])
     assert "not measured" in repr(shown) and "<td" in shown._repr_html_()
