@@ -34,7 +34,6 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
-	$(BIN)/python results/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py
 
 test: check

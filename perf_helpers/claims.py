@@ -9,7 +9,6 @@ claim that nobody checked.
 import difflib
 import json
 import math
-import os
 import re
 import tomllib
 from collections import Counter
@@ -18,6 +17,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from html import escape
 from pathlib import Path
+
+from perf_helpers.runs import write_whole
 
 LEDGER = Path(__file__).with_name("claims.toml")
 WHERE = ("any", "cuda", "sm80", "gpus2", "cpu-bf16", "cuda-or-cpu-bf16", "text")
@@ -371,7 +372,7 @@ def finish(lab) -> None:
         }
         content |= {"versions": dict(lab.versions), "date": date, "claims": [decision.to_dict() for decision in made]}
         content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
-        _write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
+        write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
     if lab.strict and problems:
         raise NotReproduced("; ".join(problems))
 
@@ -386,20 +387,6 @@ def _problems(lesson: str, made: list[Decision]) -> list[str]:
     if not made and lesson not in LESSONS_WITHOUT_CLAIMS:
         problems.append("nothing was checked: call claims.check before claims.finish")
     return problems
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _is_number(value) -> bool:

@@ -32,8 +32,8 @@ from perf_helpers.results import (
     load_results,
     problems,
     report,
-    write_whole,
 )
+from perf_helpers.runs import write_whole
 
 __all__ = ["CourseResult", "compare", "find_lessons", "load_results", "report", "run_course"]
 

@@ -1,7 +1,6 @@
 """The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
 
 import datetime
-import json
 import os
 import sys
 import uuid
@@ -371,8 +370,3 @@ class _Progress:
 
 def _in_notebook() -> bool:
     return "ipykernel" in sys.modules
-
-
-def dump(run: Run) -> str:
-    """A run as one JSON object (see the README for its fields)."""
-    return json.dumps(run.to_dict(), default=str)

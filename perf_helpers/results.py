@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from perf_helpers.claims import Verdict
+from perf_helpers.runs import write_whole
 
 SCHEMA = 1
 VERDICTS = tuple(map(str, Verdict))
@@ -215,10 +216,3 @@ def _junit(data):
 
 def _template(name):
     return Path(__file__).with_name(f"{name}.html.j2").read_text(encoding="utf-8")
-
-
-def write_whole(path, text):
-    """Write a text file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

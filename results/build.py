@@ -13,8 +13,8 @@ from pathlib import Path
 
 from perf_helpers import claims, plots
 from perf_helpers.hardware import Machine
-from perf_helpers.results import load_results, measured, write_whole
-from perf_helpers.runs import Run
+from perf_helpers.results import load_results, measured
+from perf_helpers.runs import Run, write_whole
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"

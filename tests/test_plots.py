@@ -3,8 +3,6 @@
 import matplotlib
 import pytest
 
-matplotlib.use("Agg")
-
 from perf_helpers import exercises, plots, widgets
 from perf_helpers.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
 
