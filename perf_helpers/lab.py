@@ -14,7 +14,7 @@ from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware, processes
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
-from perf_helpers.worker import Experiment
+from perf_helpers.training import Experiment
 
 # Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
 # with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_iter
 from perf_helpers import hardware
 from perf_helpers.runs import CATEGORIES, Memory, Timing, explain
 
+_SCALING = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+
 # How the moments between the phases are called in a result: clipping belongs to the step, loading to the forward.
-_PHASE_NAMES = {"setup": "forward", "before": "forward", "after forward": "forward", "after backward": "step"}
+PHASE_NAMES = {"setup": "forward", "before": "forward", "after forward": "forward", "after backward": "step"}
 _MARK = "perf_helpers"  # prefix of our own events among the profiler's
 
 
@@ -130,6 +132,9 @@ class Watcher:
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
         """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
 
+    def born(self, tensor: Any, operation: str) -> None:
+        """Follow a tensor that no operation made."""
+
 
 class Tracker(Watcher, TorchDispatchMode):
     """Births and deaths of storages in the order of the operations, each with a category.
@@ -146,14 +151,27 @@ class Tracker(Watcher, TorchDispatchMode):
         self.granularity = granularity  # the allocator rounds each block up to a multiple of this
         self.device = device  # what lies elsewhere (a batch on the host, say) is not followed
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
+        self._scaled: weakref.ref | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self._see_number()
         result = self.execute(function, args, kwargs or {})
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, function, args, kwargs)
         self.operations.append((len(self.log), self.phase, str(function)))
+        if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
+            self._scaled = weakref.ref(result)
         return result
+
+    def _see_number(self):
+        """Autograd keeps the number by which a tensor was multiplied, as a tensor that no operation returned."""
+        if self._scaled is None:
+            return
+        result, self._scaled = self._scaled(), None
+        number = getattr(getattr(result, "grad_fn", None), "_saved_other", None)
+        if number is not None:
+            self.born(number, "a number kept for backward")
 
     def execute(self, function, args, kwargs):
         return function(*args, **kwargs)
@@ -172,6 +190,15 @@ class Tracker(Watcher, TorchDispatchMode):
                     self._follow(storage, category, "before")
                 elif block is not None and block.category not in keep:
                     block.category = category
+
+    def mark(self, label):
+        self._see_number()
+        super().mark(label)
+
+    def born(self, tensor, operation):
+        storage = self._storage(tensor)
+        if storage is not None and storage._cdata not in self._blocks:
+            self._follow(storage, self._category(None, ()), operation)
 
     def live(self, position: int) -> dict[str, int]:
         """Bytes by category after the first `position` entries of the log."""
@@ -250,7 +277,12 @@ def watched(tracker: Watcher):
             tracker.mark("forward")
             tracker.phase = "after forward"
 
-    plain_backward = torch.autograd.backward
+    plain_backward, plain_rng_state = torch.autograd.backward, torch.get_rng_state
+
+    def rng_state():  # checkpointing keeps one for each block; it is made below where operations are seen
+        state = plain_rng_state()
+        tracker.born(state, "get_rng_state")
+        return state
 
     def backward(*args, **kwargs):
         if not state["backwards"]:
@@ -291,12 +323,12 @@ def watched(tracker: Watcher):
         register_optimizer_step_pre_hook(before_step),
         register_optimizer_step_post_hook(after_step),
     ]
-    torch.autograd.backward = backward
+    torch.autograd.backward, torch.get_rng_state = backward, rng_state
     try:
         with tracker if isinstance(tracker, TorchDispatchMode) else contextlib.nullcontext():
             yield parameters
     finally:
-        torch.autograd.backward = plain_backward
+        torch.autograd.backward, torch.get_rng_state = plain_backward, plain_rng_state
         for hook in hooks:
             hook.remove()
 
@@ -359,7 +391,7 @@ class MemoryMeter:
         at = {label: position for label, position, _ in tracker.marks}
         return dataclasses.replace(
             memory,
-            peak_phase=_PHASE_NAMES.get(phase, phase),
+            peak_phase=PHASE_NAMES.get(phase, phase),
             peak_operation=name,
             breakdown=explain(tracker.live(length), account.peak_bytes),
             phase_breakdowns={label: explain(tracker.live(at[label]), total) for label, total in totals.items()},
@@ -423,28 +455,36 @@ class _Account:
     at_operations: list[int]
 
 
-def _timeline(tracker: Tracker, at_operations: list[int], points: int = 200) -> dict[str, Any] | None:
-    """The last step recorded as a series of at most `points` moments, each the highest of its stretch of operations."""
+def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
+    """The last step recorded, see `series`."""
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
-    if last - first < 2:
-        return None
-    stretch = -(-(last - first) // points)
-    moments = [
-        max(range(begin, min(begin + stretch, last)), key=at_operations.__getitem__)
-        for begin in range(first, last, stretch)
-    ]
-    series: dict[str, Any] = {"phase": []} | {category: [] for category in CATEGORIES}
-    live, position = dict.fromkeys(CATEGORIES[:-1], 0), 0
-    for moment in moments:
-        length, phase, _ = tracker.operations[moment]
+    places, lives, live, position = highest(at_operations, first, last), [], dict.fromkeys(CATEGORIES[:-1], 0), 0
+    for place in places:
+        length = tracker.operations[place][0]
         for block, sign in itertools.islice(tracker.log, position, length):
             live[block.category] += sign * block.bytes
         position = length
-        series["phase"].append(_PHASE_NAMES.get(phase, phase))
-        for category, size in explain(live, at_operations[moment]).items():
-            series[category].append(size)
-    return series
+        lives.append(dict(live))
+    return series([tracker.operations[place][1] for place in places], lives, [at_operations[p] for p in places])
+
+
+def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
+    """At most `points` places from `first` to `last`, each the highest of its stretch."""
+    stretch = max(1, -(-(last - first) // points))
+    return [
+        max(range(begin, min(begin + stretch, last)), key=totals.__getitem__) for begin in range(first, last, stretch)
+    ]
+
+
+def series(phases: list[str], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
+    """A timeline as `runs.Memory` keeps it, from the phase, the live bytes by category and the total of each moment."""
+    if len(phases) < 2:
+        return None
+    parts = [explain(live, total) for live, total in zip(lives, totals, strict=True)]
+    return {"phase": [PHASE_NAMES.get(phase, phase) for phase in phases]} | {
+        category: [part[category] for part in parts] for category in CATEGORIES
+    }
 
 
 def _replay(profile, tracker: Tracker) -> _Account:

@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 
 from perf_helpers import worker
-from perf_helpers.worker import Experiment
+from perf_helpers.training import Experiment
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 _INT = struct.Struct("q")

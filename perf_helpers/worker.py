@@ -4,7 +4,6 @@ The process that calls `perform` is fresh and will end after it: nothing needs t
 """
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import signal
@@ -13,15 +12,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
-from perf_helpers.task import Task
+from perf_helpers.training import Experiment, Invalid, infer, train
 
-# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is not among them:
-# importing it touches the device.
+# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is among them
+# only where there is no device: importing it touches one.
 PRELOAD = (
     "torch",
     "torch.profiler",
@@ -34,34 +32,8 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert",
     "cloudpickle",
-    "perf_helpers.meters",
+    "perf_helpers.trace",
 )
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """One training (or any function) of a task under given arguments.
-
-    `function` is a cloudpickled callable: it takes the task and returns something that JSON can hold. Without one, the
-    Trainer runs. `optimizer` is a cloudpickled callable (model, training arguments) -> optimizer for the Trainer.
-    """
-
-    name: str
-    task: Task
-    arguments: dict[str, Any] = field(default_factory=dict)
-    function: bytes | None = None
-    optimizer: bytes | None = None
-    processes: int = 1
-    steps: int = 4
-    warmup_steps: int = 1
-    threads: int | None = None
-
-    def replace(self, **changes) -> "Experiment":
-        return dataclasses.replace(self, **changes)
-
-
-class Invalid(ValueError):
-    """What the user asked for cannot be built."""
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -137,6 +109,9 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool)
         import cloudpickle
 
         return {"value": _plain(cloudpickle.loads(experiment.function)(experiment.task))}
+    if not experiment.training:
+        infer(experiment)
+        return {}
     losses = train(experiment, folder, steps, keep_losses)
     return {"losses": losses} if keep_losses else {}
 
@@ -152,48 +127,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot hold: return numbers or text")
-
-
-def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
-    """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
-
-    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`.
-    """
-    import cloudpickle
-    from transformers import PrinterCallback, Trainer
-
-    training, model_arguments = training_arguments.split(experiment.arguments)
-    if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
-        training["max_steps"] = min(training.get("max_steps", steps), steps)
-    elif not {"max_steps", "num_train_epochs"} & training.keys():
-        training["max_steps"] = steps
-    try:
-        args = training_arguments.build(training, folder)
-        if args.n_gpu > 1:
-            args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
-        model = experiment.task.build_model(**model_arguments)
-        dataset = experiment.task.dataset()
-    except (ValueError, ImportError) as error:
-        raise Invalid(str(error)) from error
-    optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None
-
-    losses: list[list[Any]] = []
-
-    class LossKeeper(Trainer):
-        """Keeps each micro-batch's loss as it is, on the device: reading it out would wait for the device."""
-
-        def training_step(self, *inputs, **options):
-            loss = super().training_step(*inputs, **options)
-            if len(losses) <= self.state.global_step:
-                losses.append([])
-            losses[-1].append(loss)
-            return loss
-
-    kind = LossKeeper if keep_losses else Trainer
-    trainer = kind(model=model, args=args, train_dataset=dataset, optimizers=(optimizer, None))
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return [sum(float(loss) for loss in step) for step in losses]
 
 
 def _refusal(experiment: Experiment) -> str | None:
@@ -323,6 +256,6 @@ def die_with_parent() -> None:
 
 def preload() -> None:
     """Import what experiments need; a module that this version of a library lacks is left out."""
-    for name in PRELOAD:
+    for name in PRELOAD + (() if hardware.describe().gpus else ("bitsandbytes",)):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -25,12 +25,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "perf_helpers"
 
 # Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone.
-CHAIN = ("hardware", "arguments", "task", "meters", "worker", "processes", "lab")
+CHAIN = ("hardware", "arguments", "task", "meters", "training", "trace", "worker", "processes", "lab")
 ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
     "runs": set(),
     "claims": {"hardware", "runs"},
     "plots": {"runs"},
     "network": set(),
+    "cuda": set(),
+    "estimate": {"hardware", "arguments", "task", "meters", "training", "trace", "cuda", "processes", "runs"},
+    "monitor": {"hardware", "plots"},
     "widgets": {"plots", "runs"},
     "exercises": {"runs"},
     "results": {"claims", "hardware", "runs"},

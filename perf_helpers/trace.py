@@ -1,0 +1,355 @@
+"""A training followed on fake tensors: every birth and death of a storage, with no bytes behind it.
+
+The code that runs is the one that is measured, transformers' Trainer included: the data are real, and whatever touches
+a weight is fake. What an operation allocates inside itself shows on no tensor; the operations that may hold the peak
+are therefore run once, on empty tensors of the same shapes, and the allocator is asked.
+
+Nothing here is to be called in a process that goes on to train: the hooks and patches are meant for a clean one.
+"""
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from perf_helpers import meters
+from perf_helpers.runs import CATEGORIES
+from perf_helpers.training import Experiment, infer, train
+
+_PROBE_BYTES = 32 * 2**20  # an operation on more than this is run on less, and what it hides is extrapolated
+# Positions and the orders of samples: what is made from them is looked at, by samplers and by the makers of masks.
+_ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange)
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # what an argument may be
+_LARGE = 2**24  # elements of a real tensor from which on the results are fake
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor among the arguments of an operation, without its content."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation and its arguments, tensors as `Spec`: enough to run it again."""
+
+    name: str  # packet, operation and overload, e.g. "aten.mm.default"
+    leaves: tuple[Any, ...]
+    structure: Any
+    lists: bool  # it works on a list of tensors, as long as there are parameters
+
+    @property
+    def function(self):
+        return functools.reduce(getattr, self.name.split("."), torch.ops)
+
+    @property
+    def key(self) -> tuple:
+        """What the same operation in a deeper model has in common: lengths of vectors and of lists differ there."""
+        shapes = [leaf.shape if len(leaf.shape) > 1 else len(leaf.shape) for leaf in self.leaves if type(leaf) is Spec]
+        return (self.name,) if self.lists else (self.name, *shapes)
+
+    @property
+    def signature(self) -> tuple:
+        return (self.name, repr(self.leaves))
+
+    def resized(self, length: Callable[[int], int]) -> "Call":
+        """The call on tensors of other lengths, their strides in the same order."""
+        leaves = []
+        for leaf in self.leaves:
+            if type(leaf) is Spec:
+                shape, step, stride = [length(size) for size in leaf.shape], 1, [0] * len(leaf.shape)
+                for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):
+                    stride[dim] = step if leaf.stride[dim] else 0
+                    step *= shape[dim] if leaf.stride[dim] else 1
+                leaf = Spec(tuple(shape), tuple(stride), leaf.dtype)
+            leaves.append(leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)
+
+
+@dataclass(slots=True)
+class Trace:
+    """One training as arrays over its operations (axis 0) and the categories of `runs.CATEGORIES` (axis 1), in bytes.
+
+    `live` is what lives when the operation has ended, `before` the total when it begins, `high` the highest total until
+    the next one begins, `born` what the operation itself brought. `marks` is what lives at the last end of each phase,
+    `last_step` the operations of the last training step as (first, last + 1).
+    """
+
+    calls: list[Call]
+    phases: list[str]
+    live: np.ndarray
+    before: np.ndarray
+    high: np.ndarray
+    born: np.ndarray
+    marks: dict[str, np.ndarray]
+    parameters: int
+    last_step: tuple[int, int]
+    reserved_bytes: int
+    log: list[tuple[int, int, int]]  # (key of the block, its bytes, +1 born or -1 dead), from the model's birth on
+
+
+class FakeTracker(meters.Tracker):
+    """Follows a training whose weights are fake: an operation is carried out only where all its tensors are real."""
+
+    def __init__(self, granularity: int = 1, follow_host: bool = True):
+        super().__init__(granularity)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.follow_host = follow_host  # False: the device is another, and only what operations on it use lies there
+        self.calls: list[tuple[int, Call]] = []  # (length of the log before it, call)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
+            return args[0].fake_device
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def execute(self, function, args, kwargs):
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if any_fake and not self.follow_host:
+            for tensor in tensors:
+                if not isinstance(tensor, FakeTensor) and tensor.dim():
+                    self.sent(tensor)
+        specs = tuple(
+            Spec(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if isinstance(leaf, _PLAIN)
+            else None
+            for leaf in leaves
+        )
+        lists = any(isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor) for value in args)
+        self.calls.append((len(self.log), Call(str(function), specs, structure, lists)))
+        if any_fake and function is torch.ops.aten._local_scalar_dense.default:
+            # A number that was never computed. What the Trainer reads is a loss or a norm; a test for nan says no.
+            kind = tensors[0].dtype
+            return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+        small = not any_fake and all(tensor.numel() < _LARGE for tensor in tensors)
+        if small and (tensors or function.overloadpacket in _ALWAYS_REAL):
+            return function(*args, **kwargs)
+        with self.fake:
+            if function is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+                # its shapes are known for bfloat16 only
+                args, kind = (
+                    tuple(arg.bfloat16() if arg is not None and arg.is_floating_point() else arg for arg in args),
+                    args[0].dtype,
+                )
+                return function(*args, **kwargs).to(kind)
+            return function(*args, **kwargs)
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """A real tensor goes to the device."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._follow(storage, "inputs", "copy to the device")
+
+    def _see(self, tensor, function, args, kwargs):
+        if self.follow_host or isinstance(tensor, FakeTensor):
+            super()._see(tensor, function, args, kwargs)
+
+    def _storage(self, tensor):
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def follow(experiment: Experiment, tracker: FakeTracker | None = None) -> Trace:
+    """Follow an experiment on fake tensors: two optimizer steps, two forward passes, or the user's function."""
+    import cloudpickle
+
+    tracker = tracker or FakeTracker()
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder, _without_weights(), _few_micro_batches():
+        with meters.watched(tracker) as parameters:
+            if experiment.function:
+                cloudpickle.loads(experiment.function)(experiment.task)
+            elif experiment.training:
+                train(experiment, folder, steps=2, keep_losses=False)
+            else:
+                infer(experiment)
+        counted = sum(p.numel() for p in parameters.values() if isinstance(p, torch.nn.Parameter))
+    return _arrays(tracker, counted)
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Let modules be where they are, fake tensors cannot be swapped for others; and let lists of them be handled as
+    lists of tensors are."""
+    plain = torch.nn.Module.to
+    torch.nn.Module.to = lambda module, *_, **__: module
+    _foreach_utils._foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = plain
+        _foreach_utils._foreach_supported_types.remove(FakeTensor)
+
+
+@contextlib.contextmanager
+def _few_micro_batches() -> Iterator[None]:
+    """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second."""
+    from transformers import Trainer
+
+    plain, state = Trainer.training_step, {}
+
+    def training_step(trainer, model, inputs, *rest, **options):
+        step, steps = trainer.state.global_step, trainer.current_gradient_accumulation_steps
+        number = state[step] = state.get(step, -1) + 1
+        if 2 <= number < steps - 1:
+            return torch.zeros((), dtype=state["dtype"])
+        loss = plain(trainer, model, inputs, *rest, **options)
+        state["dtype"] = loss.dtype
+        return loss
+
+    Trainer.training_step = training_step
+    try:
+        yield
+    finally:
+        Trainer.training_step = plain
+
+
+def _arrays(tracker: FakeTracker, parameters: int) -> Trace:
+    place = {category: number for number, category in enumerate(CATEGORIES[:-1])}
+    changes = np.zeros((len(tracker.log) + 1, len(place)), dtype=np.int64)
+    for number, (block, sign) in enumerate(tracker.log, 1):
+        changes[number, place[block.category]] = sign * block.bytes
+    totals = changes.cumsum(axis=0)  # row n: after n entries of the log
+    total = totals.sum(axis=1)
+    first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
+    begins = np.array([begin for begin, _ in tracker.calls[first:]] + [len(tracker.log)])
+    ends = np.array([length for length, _, _ in tracker.operations[first:]])
+    high = np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)])
+    births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
+    ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
+    return Trace(
+        calls=[call for _, call in tracker.calls[first:]],
+        phases=[phase for _, phase, _ in tracker.operations[first:]],
+        live=totals[ends],
+        before=total[begins[:-1]],
+        high=high,
+        born=births[ends] - births[begins[:-1]],
+        marks={label: totals[position] for label, position, _ in tracker.marks if label != "start"},
+        parameters=parameters,
+        last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
+        reserved_bytes=0,
+        log=[(id(block), block.bytes, sign) for block, sign in tracker.log],
+    )
+
+
+# ------------------------------------------------------------------------------------- what operations hide inside them
+
+
+class Probe:
+    """Bytes that operations allocate and free inside themselves, beyond their results: found by running them."""
+
+    def __init__(self):
+        self._known: dict[tuple, int | None] = {}
+
+    def __getitem__(self, call: Call) -> int | None:
+        """The bytes; None where the operation cannot be run without its data, or not on less of it."""
+        return self._known[call.signature]
+
+    def run(self, calls: list[Call]) -> None:
+        """Run each operation that is not known yet, a large one at two smaller sizes."""
+        new = {call.signature: call for call in calls if call.signature not in self._known}
+        smaller = {name: _smaller(call) for name, call in new.items()}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            for number, name in enumerate(new):
+                for size, call in enumerate(smaller[name]):
+                    _once(call, f"{number}.{size}")
+        hidden = _hidden(profile)
+        for number, (name, call) in enumerate(new.items()):
+            found = [hidden.get(f"{number}.{size}") for size in range(len(smaller[name]))]
+            self._known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
+
+
+def _smaller(call: Call) -> list[Call]:
+    """The operation itself or, if it is large, on two sizes that divide its own."""
+    if _sizeless(call):
+        return [call.resized(lambda length: 1)]
+    if call.bytes <= _PROBE_BYTES:
+        return [call]
+    largest = max(length for leaf in call.leaves if type(leaf) is Spec for length in leaf.shape)
+    for divisor in (2**power for power in range(1, 20)):
+        if largest % (2 * divisor):
+            return []
+        small = call.resized(lambda length, by=divisor: length // by if length == largest else length)
+        if small.bytes <= _PROBE_BYTES:
+            return [small, call.resized(lambda length, by=2 * divisor: length // by if length == largest else length)]
+    return []
+
+
+def _extended(found: list[int | None], sizes: list[int], wanted: int) -> int | None:
+    """What the operation hides at its own size, from what it hides at one size or at two."""
+    if not found or None in found:
+        return None
+    if len(found) == 1 or sizes[0] == sizes[1]:
+        return found[0]
+    return round(found[0] + (found[0] - found[1]) * (wanted - sizes[0]) / (sizes[0] - sizes[1]))
+
+
+def _once(call: Call, mark: str) -> None:
+    """Run the operation between two marks of the profiler; the second is missing where that is not possible."""
+    try:
+        args, kwargs = tree_unflatten([_tensor(leaf) for leaf in call.leaves], call.structure)
+        with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
+            result = call.function(*args, **kwargs)  # noqa: F841, held until the mark
+            with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):
+                pass
+    except Exception:
+        pass
+
+
+def _hidden(profile) -> dict[str, int]:
+    """For each pair of marks: the highest total between them, less what is left at the end."""
+    times, memory = {}, []
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            memory.append((event.start_ns(), event.nbytes()))
+        elif event.name().endswith((" begins", " ends")):
+            times[event.name()] = event.start_ns()
+    memory.sort(key=lambda change: change[0])
+    when = [time for time, _ in memory]
+    hidden = {}
+    for name, begin in times.items():
+        number, _, kind = name.partition(" ")
+        if kind == "begins" and (end := times.get(f"{number} ends")) is not None:
+            here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
+            totals = [0, *itertools.accumulate(size for _, size in here)]
+            hidden[number] = max(totals) - totals[-1]
+    return hidden
+
+
+def _sizeless(call: Call) -> bool:
+    """Whether what the operation hides does not depend on sizes: element by element with no type to convert, views."""
+    name = call.name.removeprefix("aten.")
+    types = {leaf.dtype for leaf in call.leaves if type(leaf) is Spec}
+    if torch.Tag.pointwise in call.function.tags or (name.startswith(("_foreach_", "_fused_")) and "norm" not in name):
+        return len(types) == 1
+    return name in ("detach.default", "alias.default", "_to_copy.default", "zeros_like.default", "ones_like.default")
+
+
+def _tensor(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf
