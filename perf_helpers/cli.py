@@ -16,6 +16,13 @@ app = typer.Typer(
     help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
 )
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+Model = Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")]
+Architecture = Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")]
+DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set.")]
+Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")]
+Inference = Annotated[bool, typer.Option("--inference", help="Forward passes without gradients; memory only.")]
+TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command()
@@ -56,18 +63,17 @@ def course(
         raise typer.Exit(1)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=TRAINING_ARGUMENTS)
 def measure(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")],
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")
-    ] = None,
-    architecture: Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")] = None,
-    dataset_size: Annotated[int, typer.Option(help="Samples in the generated data set.")] = 512,
+    model: Model,
+    seq_len: SeqLen = None,
+    architecture: Architecture = None,
+    dataset_size: DatasetSize = 512,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps to time.")] = None,
-    processes: Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")] = 1,
+    processes: Processes = 1,
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Leave the timing out.")] = False,
+    inference: Inference = False,
     json_output: Json = False,
 ) -> None:
     """Train a model for a few steps in a clean process and say what it took.
@@ -76,34 +82,70 @@ def measure(
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
     from perf_helpers.lab import Lab
-    from perf_helpers.task import Task
 
     given = _training_arguments(context.args)
     lab = Lab(timeout=3600)
-    task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
-    task.family()  # so that a model nobody knows is refused before anything runs
-    task.length()
-    run = lab.train(
-        model,
-        task=task,
-        measure=("memory",) if memory_only else ("memory", "time"),
-        steps=steps,
-        processes=processes,
-        **given,
-    )
+    task = _task(model, seq_len, dataset_size, architecture)
+    if inference:
+        run = lab.infer(model, task=task, **given)
+    else:
+        meters = ("memory",) if memory_only else ("memory", "time")
+        run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
     if json_output:
         _print_json(_flat(run))
     else:
         from perf_helpers import plots
 
         typer.echo(repr(plots.table([run], f"{task}, {lab.machine.name}")))
-        if run.memory and run.memory.breakdown:
-            for category, size in run.memory.breakdown.items():
-                if size:
-                    typer.echo(f"  {plots.name_text(category):<18} {plots.bytes_text(size):>12}")
+        if run.memory:
+            _print_breakdown(run.memory)
     if not run.ok:
         typer.echo(f"{run.status}: {run.message}", err=True)
         raise typer.Exit(1)
+
+
+@app.command(context_settings=TRAINING_ARGUMENTS)
+def estimate(
+    context: typer.Context,
+    model: Model,
+    seq_len: SeqLen = None,
+    architecture: Architecture = None,
+    dataset_size: DatasetSize = 512,
+    processes: Processes = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")] = None,
+    every_layer: Annotated[bool, typer.Option("--every-layer", help="Extrapolate nothing; gives a timeline.")] = False,
+    inference: Inference = False,
+    json_output: Json = False,
+) -> None:
+    """Predict the peak memory of a training without running it; no GPU is needed.
+
+    Takes the same training arguments as `measure`.
+    """
+    from perf_helpers import estimate as module
+    from perf_helpers import plots
+
+    given = _training_arguments(context.args)
+    found = module.estimate(
+        _task(model, seq_len, dataset_size, architecture),
+        device=device,
+        compute_capability=_capability(compute_capability),
+        processes=processes,
+        every_layer=every_layer,
+        training=not inference,
+        **given,
+    )
+    if json_output:
+        _print_json(_flat_estimate(found))
+        return
+    memory = found.memory
+    typer.echo(f"{model} on {found.device}: peak {plots.bytes_text(found.peak_bytes)}, in the {memory.peak_phase}")
+    _print_breakdown(memory)
+    if memory.reserved_bytes:
+        typer.echo(f"  reserved by the allocator {plots.bytes_text(memory.reserved_bytes)}")
+    typer.echo(f"{found.traced}; {found.seconds:.1f} s")
+    for assumption in found.assumptions:
+        typer.echo(f"- {assumption}")
 
 
 @app.command()
@@ -134,6 +176,51 @@ def _training_arguments(words: list[str]) -> dict[str, Any]:
     if rest:
         raise ValueError(f"not understood: {' '.join(rest)}")
     return given
+
+
+def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None):
+    from perf_helpers.task import Task
+
+    task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
+    task.family()  # so that a model nobody knows is refused before anything runs
+    task.length()
+    return task
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdigit() and minor.isdigit()):
+        raise ValueError(f"compute_capability={text!r}: write it as major.minor, e.g. 9.0 for an H100")
+    return int(major), int(minor)
+
+
+def _print_breakdown(memory) -> None:
+    from perf_helpers import plots
+
+    for category, size in (memory.breakdown or {}).items():
+        if size:
+            typer.echo(f"  {plots.name_text(category):<18} {plots.bytes_text(size):>12}")
+
+
+def _flat_estimate(found) -> dict[str, Any]:
+    """The JSON of `estimate`: predicted figures in bytes; null where nothing is known."""
+    memory = found.memory.to_dict()
+    memory["peak_kind"] = memory.pop("kind")
+    return {
+        "status": "ok",
+        "task": found.task,
+        "arguments": found.arguments,
+        "device": found.device,
+        "processes": found.processes,
+        **memory,
+        "assumptions": found.assumptions,
+        "traced": found.traced,
+        "seconds": found.seconds,
+        "own_bytes": found.own_bytes,
+        "versions": hardware.versions(),
+    }
 
 
 def _flat(run) -> dict[str, Any]:

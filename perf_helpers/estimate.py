@@ -192,11 +192,9 @@ def extrapolated(base, deeper: Sequence, layers: Sequence[int]) -> Any:
         phases=[base.phases[place] for place in places],
         **{name: np.concatenate([values[name] for values in parts]) for name in _MEASURES},
         marks=marks,
-        **{
-            name: getattr(base, name)
-            + sum(count * (getattr(d, name) - getattr(base, name)) for d, count in zip(deeper, layers, strict=True))
-            for name in ("parameters", "reserved_bytes")
-        },
+        parameters=base.parameters
+        + sum(count * (other.parameters - base.parameters) for other, count in zip(deeper, layers, strict=True)),
+        reserved_bytes=None,  # how blocks fall into segments does not lie on a line
     )
 
 
@@ -329,16 +327,26 @@ def predict(experiment: Experiment, device: Device, every_layer: bool = False) -
     """
     from perf_helpers import meters, trace
 
+    whole, experiment = experiment, _unsharded(_without_workers(experiment))
     layers = {} if every_layer or experiment.function else _repeated(experiment)
     moments, traced = _from_few_layers(experiment, device, layers) if layers else (None, "")
     if moments is None:
         layers = {}
         (moments,) = _followed([experiment], device)
         traced = "every layer followed"
+    assumptions = []
+    if shards := _shards(whole):
+        moments, told = _sharded(moments, whole.processes, shards, sum(layers.values()))
+        assumptions.append(told)
+    elif experiment.processes > 1:
+        assumptions.append(
+            "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
+        )
     if device.kind == "cpu":
-        totals, assumptions = _with_hidden(moments, trace.Probe())
+        totals, unknown = _with_hidden(moments, trace.Probe())
+        assumptions += unknown
     else:
-        totals, assumptions = moments.high, []
+        totals = moments.high
     peak = int(totals.argmax())
     live = {label: dict(zip(CATEGORIES, map(int, at), strict=False)) for label, at in moments.marks.items()}
     memory = Memory(
@@ -358,13 +366,66 @@ def predict(experiment: Experiment, device: Device, every_layer: bool = False) -
     return {"memory": memory.to_dict(), "assumptions": assumptions, "traced": traced}
 
 
+_OF_WORKERS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers")
+_SHARDED = {
+    "full_shard": ("weights", "gradients", "optimizer_states"),
+    "shard_grad_op": ("gradients", "optimizer_states"),
+}
+
+
+def _shards(experiment: Experiment) -> tuple[str, ...]:
+    """The categories that the Trainer's `fsdp` divides among the ranks."""
+    settings, _ = training_arguments.split(experiment.arguments)
+    words = settings.get("fsdp") or ""
+    words = words.split() if isinstance(words, str) else ["full_shard"] if words is True else [str(w) for w in words]
+    return next((parts for name, parts in _SHARDED.items() if name in words), ())
+
+
+def _without_workers(experiment: Experiment) -> Experiment:
+    """The experiment with its batches made in the process itself: workers hold theirs elsewhere."""
+    if not experiment.arguments.get("dataloader_num_workers"):
+        return experiment
+    left = {name: value for name, value in experiment.arguments.items() if name not in _OF_WORKERS}
+    return experiment.replace(arguments=left)
+
+
+def _unsharded(experiment: Experiment) -> Experiment:
+    """The experiment as one process runs it, where it would be sharded."""
+    if not _shards(experiment):
+        return experiment
+    left = {name: value for name, value in experiment.arguments.items() if not name.startswith("fsdp")}
+    return experiment.replace(arguments=left, processes=1)
+
+
+def _sharded(moments, ranks: int, shards: tuple[str, ...], layers: int) -> tuple[Any, str]:
+    """The moments of one rank of a sharded training: arithmetic on the training of one process.
+
+    A rank keeps its share; of what is divided it gathers, while it computes, two layers (the next one is fetched
+    ahead), taken as the mean layer, where weights are divided too.
+    """
+    places = [CATEGORIES.index(name) for name in shards]
+    spared = moments.live[:, places].sum(axis=1) * (ranks - 1) // ranks
+    live = moments.live.copy()
+    live[:, places] //= ranks
+    gathered = 0
+    if "weights" in shards:
+        gathered = int(2 * moments.live[:, CATEGORIES.index("weights")].max() // max(layers, 2))
+        live[:, CATEGORIES.index("weight_copies")] += gathered
+    changed = {name: getattr(moments, name) - spared + gathered for name in ("before", "high")}
+    told = f"sharding: {', '.join(shards)} divided by {ranks} by arithmetic, {gathered / 1e6:.0f} MB gathered at a time"
+    return dataclasses.replace(moments, live=live, **changed), told
+
+
 def _on_cuda(memory: Memory, moments, device: Device, training: bool) -> tuple[Memory, list[str]]:
     """The memory with what no tensor shows on a GPU: workspaces, segments, the context."""
     from perf_helpers import cuda
 
     workspace = cuda.workspace_bytes(device.compute_capability, training) if "cublas_workspace" in device.parts else 0
     reserved = context = None
-    if "segments" in device.parts:
+    told = cuda.assumptions(device.parts)
+    if moments.reserved_bytes is None:
+        told.append("reserved: not predicted from a few layers; with every layer followed it is.")
+    elif "segments" in device.parts:
         reserved = moments.reserved_bytes + -(-workspace // _SEGMENT) * _SEGMENT
     if "context" in device.parts:
         context = cuda.context_bytes(device.compute_capability)
@@ -377,7 +438,7 @@ def _on_cuda(memory: Memory, moments, device: Device, training: bool) -> tuple[M
         context_bytes=context,
         device_used_bytes=reserved + context if reserved and context else None,
     )
-    return changed, cuda.assumptions(device.parts)
+    return changed, told
 
 
 def _timeline(moments, totals: np.ndarray) -> dict[str, Any] | None:

@@ -104,6 +104,17 @@ class Lab:
         )
         return self._run(experiment, measure, timeout)
 
+    def infer(self, name: str, *, task: Task | None = None, timeout: float | None = None, **arguments) -> Run:
+        """Forward passes without gradients, `per_device_eval_batch_size` samples each, and the memory they took.
+
+        Raises:
+            ValueError: as `train`.
+        """
+        training_arguments.check(arguments)
+        training_arguments.check_values(arguments)
+        experiment = Experiment(name, task or self.task, arguments, training=False)
+        return self._run(experiment, ("memory",), timeout)
+
     def run(
         self,
         function: Callable[[Task], Any],

@@ -219,6 +219,8 @@ class Tracker(Watcher, TorchDispatchMode):
             self._follow(storage, self._category(function, args), str(function))
 
     def _category(self, function, args) -> str:
+        if self.phase == "reducer":
+            return "gradients"
         recorded = torch.is_grad_enabled() and self.phase in ("forward", "after forward", "backward")
         if recorded or self.phase == "forward":
             if function is torch.ops.aten._to_copy.default:
@@ -317,6 +319,19 @@ def watched(tracker: Watcher):
         tracker.mark("step")
         tracker.phase = "before"
 
+    parallel = torch.nn.parallel.DistributedDataParallel
+    plain_parallel = {name: getattr(parallel, name) for name in ("__init__", "_pre_forward")}
+
+    def in_reducer(function):  # it makes its buckets, a second set of gradients, when it is built and once more later
+        def reducing(*args, **kwargs):
+            phase, tracker.phase = tracker.phase, "reducer"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                tracker.phase = phase
+
+        return reducing
+
     hooks = [
         torch.nn.modules.module.register_module_forward_pre_hook(before_forward),
         torch.nn.modules.module.register_module_forward_hook(after_forward, always_call=True),
@@ -324,11 +339,15 @@ def watched(tracker: Watcher):
         register_optimizer_step_post_hook(after_step),
     ]
     torch.autograd.backward, torch.get_rng_state = backward, rng_state
+    for name, function in plain_parallel.items():
+        setattr(parallel, name, in_reducer(function))
     try:
         with tracker if isinstance(tracker, TorchDispatchMode) else contextlib.nullcontext():
             yield parameters
     finally:
         torch.autograd.backward, torch.get_rng_state = plain_backward, plain_rng_state
+        for name, function in plain_parallel.items():
+            setattr(parallel, name, function)
         for hook in hooks:
             hook.remove()
 

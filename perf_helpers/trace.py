@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,14 @@ from perf_helpers import meters
 from perf_helpers.runs import CATEGORIES
 from perf_helpers.training import Experiment, infer, train
 
-_PROBE_BYTES = 32 * 2**20  # an operation on more than this is run on less, and what it hides is extrapolated
+# An operation on more than this is run on less, and what it hides is extrapolated. Products hide nothing, or buffers
+# that grow with their operands: they are tried on little, for their time grows faster than their size.
+_PROBE_BYTES = 32 * 2**20
+_PROBE_PRODUCT_BYTES = 2**20
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
 # Positions and the orders of samples: what is made from them is looked at, by samplers and by the makers of masks.
 _ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange)
+_REAL_IN_FORWARD = (torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.full)
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # what an argument may be
 _LARGE = 2**24  # elements of a real tensor from which on the results are fake
 
@@ -55,6 +61,7 @@ class Call:
     leaves: tuple[Any, ...]
     structure: Any
     lists: bool  # it works on a list of tensors, as long as there are parameters
+    made: int = 0  # bytes of its results
 
     @property
     def function(self):
@@ -70,22 +77,40 @@ class Call:
     def signature(self) -> tuple:
         return (self.name, repr(self.leaves))
 
-    def resized(self, length: Callable[[int], int]) -> "Call":
-        """The call on tensors of other lengths, their strides in the same order."""
-        leaves = []
-        for leaf in self.leaves:
-            if type(leaf) is Spec:
-                shape, step, stride = [length(size) for size in leaf.shape], 1, [0] * len(leaf.shape)
-                for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):
-                    stride[dim] = step if leaf.stride[dim] else 0
-                    step *= shape[dim] if leaf.stride[dim] else 1
-                leaf = Spec(tuple(shape), tuple(stride), leaf.dtype)
-            leaves.append(leaf)
-        return dataclasses.replace(self, leaves=tuple(leaves))
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of tensors and numbers that may be lengths."""
+        shapes = [leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves]
+        return [length for shape in shapes for length in shape if type(length) is int]
+
+    def halved(self, length: int) -> "Call":
+        """The call with every such length cut in half, and what it reads and makes with it."""
+        half = dataclasses.replace(self, leaves=tuple(_halved(leaf, length) for leaf in self.leaves))
+        read, left = (sum(leaf.bytes for leaf in call.leaves if type(leaf) is Spec) for call in (self, half))
+        return dataclasses.replace(half, made=self.made * left // read if left < read else self.made // 2)
+
+    def shrunk(self) -> "Call":
+        """The call on tensors of one element."""
+        leaves = (
+            Spec((1,) * len(x.shape), (1,) * len(x.shape), x.dtype) if type(x) is Spec else x for x in self.leaves
+        )
+        return dataclasses.replace(self, leaves=tuple(leaves), made=0)
 
     @property
     def bytes(self) -> int:
-        return sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)
+        """Of what it reads and makes."""
+        return self.made + sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)
+
+
+def _halved(leaf: Any, length: int) -> Any:
+    if type(leaf) is not Spec:
+        return leaf // 2 if type(leaf) is int and leaf == length else leaf
+    shape = tuple(size // 2 if size == length else size for size in leaf.shape)
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):  # in the same order
+        if leaf.stride[dim]:
+            strides[dim], step = step, step * shape[dim]
+    return Spec(shape, tuple(strides), leaf.dtype)
 
 
 @dataclass(slots=True)
@@ -106,7 +131,7 @@ class Trace:
     marks: dict[str, np.ndarray]
     parameters: int
     last_step: tuple[int, int]
-    reserved_bytes: int
+    reserved_bytes: int | None
     log: list[tuple[int, int, int]]  # (key of the block, its bytes, +1 born or -1 dead), from the model's birth on
 
 
@@ -147,17 +172,15 @@ class FakeTracker(meters.Tracker):
             kind = tensors[0].dtype
             return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
         small = not any_fake and all(tensor.numel() < _LARGE for tensor in tensors)
-        if small and (tensors or function.overloadpacket in _ALWAYS_REAL):
+        if small and (tensors or self._makes_values(function, args)):
             return function(*args, **kwargs)
         with self.fake:
-            if function is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-                # its shapes are known for bfloat16 only
-                args, kind = (
-                    tuple(arg.bfloat16() if arg is not None and arg.is_floating_point() else arg for arg in args),
-                    args[0].dtype,
-                )
-                return function(*args, **kwargs).to(kind)
-            return function(*args, **kwargs)
+            return _as_kernels_do(function, args, kwargs)
+
+    def _makes_values(self, function, args) -> bool:
+        if function.overloadpacket in _REAL_IN_FORWARD:
+            return self.phase == "forward" and np.prod(args[0], dtype=np.int64) < _LARGE
+        return function.overloadpacket in _ALWAYS_REAL
 
     def sent(self, tensor: torch.Tensor) -> None:
         """A real tensor goes to the device."""
@@ -181,7 +204,12 @@ def follow(experiment: Experiment, tracker: FakeTracker | None = None) -> Trace:
     import cloudpickle
 
     tracker = tracker or FakeTracker()
-    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder, _without_weights(), _few_micro_batches():
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-"))
+        stack.enter_context(_without_weights())
+        stack.enter_context(_few_micro_batches())
+        if experiment.processes > 1:
+            stack.enter_context(_one_rank_of(experiment.processes))
         with meters.watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
@@ -191,6 +219,20 @@ def follow(experiment: Experiment, tracker: FakeTracker | None = None) -> Trace:
                 infer(experiment)
         counted = sum(p.numel() for p in parameters.values() if isinstance(p, torch.nn.Parameter))
     return _arrays(tracker, counted)
+
+
+def _as_kernels_do(function, args, kwargs):
+    """An operation on fake tensors, where fake results differ from those of the kernels."""
+    if function is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        # Its shapes are known for bfloat16 only.
+        kind = args[0].dtype
+        args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        return function(*args, **kwargs).to(kind)
+    result = function(*args, **kwargs)
+    if function is torch.ops.aten.native_layer_norm_backward.default:
+        # The kernel's result is contiguous whatever the order of its input.
+        return tuple(part if part is None else part.contiguous() for part in result)
+    return result
 
 
 @contextlib.contextmanager
@@ -205,6 +247,41 @@ def _without_weights() -> Iterator[None]:
     finally:
         torch.nn.Module.to = plain
         _foreach_utils._foreach_supported_types.remove(FakeTensor)
+
+
+class _Replica(torch.nn.parallel.DistributedDataParallel):
+    """A data-parallel model as far as memory goes: the reducer's buckets, a second set of gradients, and its maps."""
+
+    def __init__(self, module, **_):
+        torch.nn.Module.__init__(self)
+        self.module = module
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buckets = [
+            torch.empty(sum(p.numel() for p in trained if p.dtype is dtype), dtype=dtype)
+            for dtype in dict.fromkeys(p.dtype for p in trained)
+        ]
+        self.used = torch.empty(2 * len(trained), dtype=torch.int32)  # which parameter was used, here and on the device
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _one_rank_of(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of a group whose other members exist in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    plain, torch.nn.parallel.DistributedDataParallel = torch.nn.parallel.DistributedDataParallel, _Replica
+    try:
+        yield
+    finally:
+        torch.nn.parallel.DistributedDataParallel = plain
+        torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -242,18 +319,22 @@ def _arrays(tracker: FakeTracker, parameters: int) -> Trace:
     ends = np.array([length for length, _, _ in tracker.operations[first:]])
     high = np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)])
     births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
+    born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     return Trace(
-        calls=[call for _, call in tracker.calls[first:]],
+        calls=[
+            dataclasses.replace(call, made=int(made))
+            for (_, call), made in zip(tracker.calls[first:], born, strict=True)
+        ],
         phases=[phase for _, phase, _ in tracker.operations[first:]],
         live=totals[ends],
         before=total[begins[:-1]],
         high=high,
-        born=births[ends] - births[begins[:-1]],
+        born=born,
         marks={label: totals[position] for label, position, _ in tracker.marks if label != "start"},
         parameters=parameters,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
-        reserved_bytes=0,
+        reserved_bytes=None,
         log=[(id(block), block.bytes, sign) for block, sign in tracker.log],
     )
 
@@ -274,6 +355,8 @@ class Probe:
     def run(self, calls: list[Call]) -> None:
         """Run each operation that is not known yet, a large one at two smaller sizes."""
         new = {call.signature: call for call in calls if call.signature not in self._known}
+        self._known |= {name: 0 for name, call in new.items() if _is_view(call)}
+        new = {name: call for name, call in new.items() if name not in self._known}
         smaller = {name: _smaller(call) for name, call in new.items()}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             for number, name in enumerate(new):
@@ -285,20 +368,25 @@ class Probe:
             self._known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
 
 
+def _is_view(call: Call) -> bool:
+    return call.function.is_view or call.name == "aten._unsafe_view.default"
+
+
 def _smaller(call: Call) -> list[Call]:
     """The operation itself or, if it is large, on two sizes that divide its own."""
     if _sizeless(call):
-        return [call.resized(lambda length: 1)]
-    if call.bytes <= _PROBE_BYTES:
+        return [call.shrunk()]
+    limit = _PROBE_PRODUCT_BYTES if call.name.startswith(_PRODUCTS) else _PROBE_BYTES
+    if call.bytes <= limit:
         return [call]
-    largest = max(length for leaf in call.leaves if type(leaf) is Spec for length in leaf.shape)
-    for divisor in (2**power for power in range(1, 20)):
-        if largest % (2 * divisor):
+    small, sizes = call, []
+    while small.bytes > limit or not sizes:
+        largest = max(small.lengths)
+        if largest % 2:
             return []
-        small = call.resized(lambda length, by=divisor: length // by if length == largest else length)
-        if small.bytes <= _PROBE_BYTES:
-            return [small, call.resized(lambda length, by=2 * divisor: length // by if length == largest else length)]
-    return []
+        larger, small = small, small.halved(largest)
+        sizes = [larger, small] if larger.bytes <= limit else []
+    return sizes
 
 
 def _extended(found: list[int | None], sizes: list[int], wanted: int) -> int | None:
@@ -343,12 +431,12 @@ def _hidden(profile) -> dict[str, int]:
 
 
 def _sizeless(call: Call) -> bool:
-    """Whether what the operation hides does not depend on sizes: element by element with no type to convert, views."""
+    """Whether what the operation hides does not depend on sizes: element by element with no type to convert."""
     name = call.name.removeprefix("aten.")
     types = {leaf.dtype for leaf in call.leaves if type(leaf) is Spec}
     if torch.Tag.pointwise in call.function.tags or (name.startswith(("_foreach_", "_fused_")) and "norm" not in name):
         return len(types) == 1
-    return name in ("detach.default", "alias.default", "_to_copy.default", "zeros_like.default", "ones_like.default")
+    return name in ("_to_copy.default", "zeros_like.default", "ones_like.default")
 
 
 def _tensor(leaf: Any) -> Any:
