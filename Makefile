@@ -36,8 +36,13 @@ check: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py
 
-test: check
+test: check build/ipywidgets7
 	$(BIN)/python -m pytest $(ARGS)
+
+# The widgets are also tested under the version that Colab has.
+build/ipywidgets7: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $@ ipywidgets==7.7.1 ipython_genutils==0.2.0
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

@@ -18,6 +18,7 @@ from enum import StrEnum
 from html import escape
 from pathlib import Path
 
+from perf_helpers import journal
 from perf_helpers.runs import write_whole
 
 LEDGER = Path(__file__).with_name("claims.toml")
@@ -363,6 +364,7 @@ def finish(lab) -> None:
     versions = ", ".join(f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name))
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, versions, date)))
     display(Scoreboard(title, tuple(made), tuple(problems)))
+    journal.finished(lab, {decision.id: decision.verdict for decision in made})
     if lab.out:
         content = {
             "schema": 1,

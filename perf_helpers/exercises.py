@@ -1,28 +1,50 @@
-"""Guesses and exercises: what a learner answers, and the feedback on it. Nothing here stops Run All."""
+"""Guesses, exercises, challenges and questions: what a learner answers, and the feedback on it.
 
+Nothing that a learner answers stops Run All. What an author got wrong does: a check that fails by itself, a question
+whose right answer is none of its options.
+"""
+
+import contextlib
 import html
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-_SHAPES = {"not attempted": "○", "wrong": "✗", "right": "✓", "no guess": "○", "guess": "●"}
+from perf_helpers import arguments as training_arguments
+from perf_helpers import journal, plots
+from perf_helpers.runs import Run
+from perf_helpers.task import Task
+
+_SIGNS = {  # told by sign and words as well as by colour, which is the theme's
+    "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
+    "right": ("✓", "var(--jp-success-color1, #388e3c)"),
+    "no guess": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "guess": ("●", "var(--jp-brand-color1, #1976d2)"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """`status` is "not attempted", "wrong" or "right" for an exercise, "no guess" or "guess" for a prediction."""
+    """`status` is "not attempted", "wrong" or "right" for an exercise, "no guess" or "guess" for a prediction.
+
+    In `text`, words between backticks are code. `picture` is HTML to show under it, if any.
+    """
 
     status: str
     text: str
+    picture: str = ""
 
     def __repr__(self) -> str:
-        return f"{_SHAPES[self.status]} {self.status}: {self.text}"
+        return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
 
     def _repr_html_(self) -> str:
-        return (
-            "<div style='border-left:4px solid #0072B2;padding:0.3em 0.8em'>"
-            f"<b>{_SHAPES[self.status]} {self.status}</b>: {html.escape(self.text)}</div>"
-        )
+        sign, colour = _SIGNS[self.status]
+        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-x:auto"
+        return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
 
 
 def not_attempted(what: str = "replace None by your answer and run the cell again") -> Feedback:
@@ -37,6 +59,17 @@ def right(text: str) -> Feedback:
     return Feedback("right", text)
 
 
+def prose_html(text: str) -> str:
+    """Plain text as HTML; words between backticks become code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def amount_text(value: float, unit: str = "") -> str:
+    """A number with its unit, in four digits or whole: "0.3333 x", "12,346 MB"."""
+    number = f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return f"{number} {unit}".strip()
+
+
 def score(guess: float | None, measured: float | None, unit: str = "") -> Feedback:
     """A guess beside what was measured, and how far off it was.
 
@@ -45,17 +78,22 @@ def score(guess: float | None, measured: float | None, unit: str = "") -> Feedba
     """
     if measured is None:
         return Feedback("no guess", "nothing was measured to hold a guess against")
-    shown = f"measured {measured:.4g} {unit}".strip()
+    shown = f"measured {amount_text(measured, unit)}"
     if guess is None:
         return Feedback("no guess", f"{shown}; next time, put a number first")
     if isinstance(guess, bool) or not isinstance(guess, int | float):
         raise ValueError(f"guess={guess!r}: give a number{f' of {unit}' if unit else ''}, or None")
-    off = abs(guess - measured) / abs(measured) if measured else abs(guess)
-    return Feedback("guess", f"you said {guess:.4g} {unit}, {shown}: {off:.0%} off")
+    return Feedback("guess", f"you said {amount_text(guess, unit)}, {shown}: {journal.off(guess, measured):.0%} off")
+
+
+# False while a check is held against its own solution: that is the author's answer, not the learner's.
+_learners: ContextVar[bool] = ContextVar("learners", default=True)
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
+
+    Nothing of it goes into the learner's journal or onto the board.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -63,9 +101,238 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     Raises:
         RuntimeError: the check takes the mistake for right, the solution for wrong, or None for an attempt.
     """
-    verdict = check(solution)
-    for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
-        found = verdict if answer is solution else check(answer)
-        if found.status != expected:
-            raise RuntimeError(f"this exercise's check calls {answer!r} {found.status}, not {expected}: {found.text}")
+    with _on_behalf_of_the_author():
+        verdict = check(solution)
+        for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
+            found = verdict if answer is solution else check(answer)
+            if found.status != expected:
+                raise RuntimeError(
+                    f"this exercise's check calls {answer!r} {found.status}, not {expected}: {found.text}"
+                )
     return verdict
+
+
+@contextlib.contextmanager
+def _on_behalf_of_the_author() -> Iterator[None]:
+    token = _learners.set(False)
+    try:
+        yield
+    finally:
+        _learners.reset(token)
+
+
+def _keep(lab, kind: str, key: str, **content) -> None:
+    if _learners.get():
+        journal.keep(lab, kind, key, **content)
+
+
+def check(lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
+    """Judge the learner's answer and keep the outcome in the journal.
+
+    Args:
+        key: names the exercise within the lesson.
+        judge: takes the answer (None: not attempted) and returns its feedback, as for `prove`. If it raises, the answer
+            is wrong, and the feedback says what was raised; on None, where nothing is the learner's, it raises here.
+
+    Raises:
+        TypeError: the check returned something else than a Feedback.
+    """
+    try:
+        feedback = judge(answer)
+    except Exception as error:
+        if answer is None:
+            raise
+        feedback = wrong(f"your answer raises {type(error).__name__}: {error}")
+    if not isinstance(feedback, Feedback):
+        raise TypeError(f"the check of {key!r} returned {feedback!r}: return not_attempted(), wrong(...) or right(...)")
+    _keep(lab, "exercise", key, status=feedback.status)
+    return feedback
+
+
+class Hints:
+    """Hints folded into each other: opening one shows the next one, still folded. Plain HTML, no kernel needed."""
+
+    def __init__(self, *steps: str):
+        if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+            raise ValueError(f"hints={steps!r}: give at least one text, and no empty one")
+        self.steps = steps
+
+    def __repr__(self) -> str:
+        return "\n".join(f"hint {number}: {step}" for number, step in enumerate(self.steps, start=1))
+
+    def _repr_html_(self) -> str:
+        shown = ""
+        for number, step in reversed(list(enumerate(self.steps, start=1))):
+            summary = "Hint" if len(self.steps) == 1 else f"Hint {number} of {len(self.steps)}"
+            shown = _folded(summary, f"<div>{prose_html(step)}</div>{shown}")
+        return shown
+
+
+def hint(*steps: str) -> Hints:
+    """Hints to an exercise, opened one after the other, the last one close to the solution.
+
+    Raises:
+        ValueError: no hint, or an empty one.
+    """
+    return Hints(*steps)
+
+
+def _folded(summary: str, content: str) -> str:
+    style = "margin:0.2em 0 0.2em 1em"
+    return f"<details style='{style}'><summary style='cursor:pointer'>{summary}</summary>{content}</details>"
+
+
+def challenge(
+    lab,
+    key: str,
+    answer: Mapping[str, Any] | None,
+    *,
+    baseline: Run,
+    limit_bytes: float | None = None,
+    at_least_speed: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+) -> Feedback:
+    """Train with the learner's own recipe, in a clean process, and hold it against a measured target.
+
+    A recipe that meets the target goes onto the board. One that was tried already is not run again.
+
+    Args:
+        key: names the challenge within the lesson.
+        answer: the recipe, a dict of training arguments (as for `lab.train`), or None.
+        baseline: a run of `lab.train` in this lab. Its task is trained; its effective batch must be kept.
+        limit_bytes: the peak may not be above it.
+        at_least_speed: samples per second, as a share of the baseline's. By `lab.compare`; a recipe fails it only if
+            it is too slow beyond the noise, i.e. the whole interval lies below.
+        fixed: arguments that the answer may not change, with their values; they are added to it.
+
+    Raises:
+        ValueError: the challenge itself makes no sense: no target, an unknown fixed argument, a baseline that failed.
+    """
+    fixed = training_arguments.current(fixed or {})
+    training_arguments.check(fixed)
+    if limit_bytes is None and at_least_speed is None:
+        raise ValueError(f"challenge {key!r} has no target: give limit_bytes, at_least_speed or both")
+    for name, value in (("limit_bytes", limit_bytes), ("at_least_speed", at_least_speed)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value!r}: give a number above 0")
+    if baseline.peak_bytes is None:
+        raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")
+    if answer is None:
+        target = []
+        target += [f"a peak of at most {plots.bytes_text(limit_bytes)}"] if limit_bytes else []
+        target += [f"at least {at_least_speed:g} x the speed of {baseline.name}"] if at_least_speed else []
+        feedback = not_attempted(f"the target is {' and '.join(target)}; replace None by a dict of training arguments")
+    elif problem := _recipe_problem(answer, baseline, fixed):
+        feedback = wrong(problem)
+    else:
+        recipe = training_arguments.current({**answer, **fixed})
+        feedback = _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed)
+    _keep(lab, "exercise", key, status=feedback.status)
+    return feedback
+
+
+def _recipe_problem(answer: Any, baseline: Run, fixed: Mapping[str, Any]) -> str | None:
+    """Why a recipe is not even tried, or None."""
+    if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
+        return f"{answer!r} is no dict of training arguments, such as {{'per_device_train_batch_size': 1}}"
+    try:
+        training_arguments.check(answer)
+        training_arguments.check_values(answer)
+        answer = training_arguments.current(answer)
+        batch = training_arguments.samples_per_step({**answer, **fixed}, baseline.processes)
+    except ValueError as error:
+        return str(error)
+    for name in ("max_steps", "num_train_epochs"):
+        if name in answer:
+            return f"`{name}` says how long to train, and every recipe trains as long: leave it out"
+    for name, value in fixed.items():
+        if answer.get(name, value) != value:
+            return f"`{name}` must stay {value!r}, and the answer makes it {answer[name]!r}"
+    needed = training_arguments.samples_per_step(baseline.arguments, baseline.processes)
+    if batch != needed:
+        return f"the effective batch must stay {needed}, and the answer makes it {batch}"
+    return None
+
+
+def _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed) -> Feedback:
+    """The feedback on a recipe after running it; one that meets the target goes onto the board."""
+    name = f"your {key}"
+    same = {"name": name, "arguments": recipe, "task": baseline.task, "processes": baseline.processes}
+    before = (run for run in lab.runs if run.ok and run.memory and same.items() <= run.to_dict().items())
+    try:
+        run = next(before, None) or lab.train(
+            name,
+            task=Task.from_dict(baseline.task),
+            processes=baseline.processes,
+            measure=("memory",),
+            **recipe,
+        )
+    except ValueError as error:  # a value that the library refuses
+        return wrong(str(error))
+    if not run.ok:
+        return wrong(f"the run ended with: {run.status}, {run.message}")
+    if run.memory.kind != baseline.memory.kind:
+        return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
+    peak = plots.bytes_text(run.peak_bytes)
+    if limit_bytes is not None and run.peak_bytes > limit_bytes:
+        over = plots.bytes_text(run.peak_bytes - limit_bytes)
+        share = run.peak_bytes / limit_bytes - 1
+        return wrong(f"the peak is {peak}, {over} ({share:.1%}) over the limit of {plots.bytes_text(limit_bytes)}")
+    said = f"the peak is {peak}"
+    said += f", the limit {plots.bytes_text(limit_bytes)}" if limit_bytes is not None else ""
+    speed = None
+    if at_least_speed is not None:
+        ratio = lab.compare(baseline, run).speed_ratio
+        if ratio is None:
+            return wrong(f"{said}, but its speed could not be measured")
+        speed = ratio.value
+        said += f"; {ratio} x the speed of {baseline.name}, where {at_least_speed:g} x is wanted"
+        if ratio.high < at_least_speed:
+            return wrong(f"{said}: too slow by {1 - speed / at_least_speed:.0%}")
+        if ratio.low < at_least_speed:
+            said += " (it may be less: within the noise)"
+    machine = lab.machine.name
+    _keep(lab, "board", key, peak_bytes=run.peak_bytes, speed=speed, arguments=recipe, machine=machine)
+    return right(said)
+
+
+def board(lab, key: str) -> plots.Table:
+    """Own results of a challenge, best first: only those that met the target, of this lesson, kept on this machine."""
+    rows = []
+    for rank, entry in enumerate(journal.board(journal.of(lab).read(), lab.lesson, key), start=1):
+        result = entry.content
+        speed = "not measured" if result["speed"] is None else f"{result['speed']:.2f} x"
+        recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())
+        rows.append([rank, plots.bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
+    caption = "" if rows else "No recipe has met the target yet."
+    return plots.Table(["", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
+
+
+def question(lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
+    """Ask a quick question: each option has a button that shows its explanation. The choice is kept in the journal.
+
+    Without a front end: a list, the explanations folded. In all texts, words between backticks are code.
+
+    Args:
+        key: names the question within the lesson.
+        options: for each option its explanation, the wrong ones included.
+        right: the option that is right.
+
+    Raises:
+        ValueError: fewer than two options, one without an explanation, or `right` is none of them.
+    """
+    if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
+        raise ValueError(f"options={options!r}: give at least two, each with its explanation")
+    if right not in options:
+        raise ValueError(f"right={right!r}: it must be one of the options, {', '.join(map(repr, options))}")
+    from perf_helpers import widgets
+
+    answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
+    chosen = journal.choice(journal.of(lab).read(), lab.lesson, key)
+    if chosen is None:
+        journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
+
+    def keep(option: str) -> None:
+        journal.keep(lab, "question", key, choice=option, right=option == right)
+
+    widgets.choose(("question", lab.lesson, key), text, answers, chosen if chosen in options else None, keep)

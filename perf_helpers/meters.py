@@ -155,6 +155,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self._see_number()
+        if function is torch.ops.aten.add.Tensor and self.phase == "backward" and _in_place(*args[:2]):
+            function = torch.ops.aten.add_.Tensor
         result = self.execute(function, args, kwargs or {})
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
@@ -248,6 +250,20 @@ class Tracker(Watcher, TorchDispatchMode):
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))
+
+
+def _in_place(total: Any, gradient: Any) -> bool:
+    """Whether autograd, unwatched, would add a gradient to the total so far in place.
+
+    It does where it holds the only reference (`InputBuffer::accumulate` in torch's csrc/autograd), but never while a
+    dispatch mode is on: the watched training would have a gradient more than the unwatched one.
+    """
+    if torch.is_grad_enabled() or not isinstance(total, torch.Tensor) or not isinstance(gradient, torch.Tensor):
+        return False
+    last = sum((length - 1) * step for length, step in zip(total.shape, total.stride(), strict=True))
+    dense = last + 1 == total.numel()
+    # Two: the total's own reference, and the one just asked for.
+    return dense and total.shape == gradient.shape and torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def memory(runs: Sequence[Run], ax=None, title: str = "Peak memory"):
     ax.set_yticks(rows, [run.name for run in runs])
     ax.invert_yaxis()
     ax.set_xlim(0, max(left) * 1.22)
-    ax.set_xlabel(f"{'counted' if runs[0].memory.kind == 'counted' else 'allocated'} memory at the peak ({unit})")
+    ax.set_xlabel(f"{runs[0].memory.kind} memory at the peak ({unit})")
     ax.set_title(title, loc="left")
     _legend(ax)
     return ax
@@ -210,9 +210,9 @@ class Table:
         return "\n".join(([self.caption] if self.caption else []) + lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in self.header)
+        head = "".join(f"<th style='text-align:left;white-space:normal'>{html.escape(name)}</th>" for name in self.header)
         body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(value)}</td>" for value in row) + "</tr>"
+            "<tr>" + "".join(f"<td style='text-align:left;white-space:normal'>{html.escape(value)}</td>" for value in row) + "</tr>"
             for row in self.rows
         )
         caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""

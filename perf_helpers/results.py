@@ -173,6 +173,7 @@ def _lesson_page(directory, name):
 
     try:
         notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
+        _show_what_needs_no_kernel(notebook)
         exporter = HTMLExporter(raw_template=_template("lesson"))
         html, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
     except (OSError, ValueError, LookupError, AttributeError):  # not there, or cut off when its lesson was killed
@@ -186,6 +187,14 @@ def _lesson_page(directory, name):
             if png := output.get("data", {}).get("image/png"):
                 pictures.append((png.replace("\n", ""), f"Picture of lesson {name}: {heading}"))
     return {"title": title or name, "page": f"{name}.html", "pictures": pictures}
+
+
+def _show_what_needs_no_kernel(notebook):
+    """Where an output is a widget and text, keep the text: on a page the widget could only be looked at."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/html" in (data := output.get("data", {})):
+                data.pop("application/vnd.jupyter.widget-view+json", None)
 
 
 def _junit(data):

@@ -34,7 +34,7 @@ _PROBE_BYTES = 32 * 2**20
 _PROBE_PRODUCT_BYTES = 2**20
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
 # Positions and the orders of samples: what is made from them is looked at, by samplers and by the makers of masks.
-_ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange)
+_ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange, torch.ops.aten.linspace)
 _REAL_IN_FORWARD = (torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.full)
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # what an argument may be
 _LARGE = 2**24  # elements of a real tensor from which on the results are fake

@@ -28,20 +28,23 @@ PACKAGE = "perf_helpers"
 CHAIN = ("hardware", "arguments", "task", "meters", "training", "trace", "worker", "processes", "lab")
 ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
     "runs": set(),
-    "claims": {"hardware", "runs"},
+    "claims": {"hardware", "journal", "runs"},
     "plots": {"runs"},
     "network": set(),
     "cuda": set(),
+    "advise": {*CHAIN, "estimate", "results", "runs"},
     "estimate": {"hardware", "arguments", "task", "meters", "training", "trace", "cuda", "processes", "runs"},
     "monitor": {"hardware", "plots"},
-    "widgets": {"plots", "runs"},
-    "exercises": {"runs"},
+    "journal": {"runs"},
+    "widgets": {"exercises", "journal", "plots", "runs"},
+    "exercises": {"arguments", "journal", "plots", "runs", "task"},
     "results": {"claims", "hardware", "runs"},
     "course": {"claims", "hardware", "lab", "plots", "results", "runs"},
-    "cli": {*CHAIN, "claims", "course", "results", "runs"},
+    "cli": {*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"},
     "__init__": set(),
 }
-DRAWS = {"runs": {"plots"}, "lab": {"plots"}, "cli": {"plots"}}  # inside a function only: what shows itself
+# Inside a function only: what shows itself.
+DRAWS = {"advise": {"plots"}, "runs": {"plots"}, "exercises": {"widgets"}, "lab": {"plots"}, "cli": {"plots"}}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")

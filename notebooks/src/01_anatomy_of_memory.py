@@ -24,6 +24,7 @@ import torch
 from IPython.display import display
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="01_anatomy_of_memory")
 cuda = lab.machine.kind == "cuda"
@@ -51,7 +52,8 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 # The lab is about to train the model named above: fp32, AdamW, batch 4. How many MB at the peak?
 
 # %%
-guess = None  # MB, for example 100
+question = "fp32, AdamW, batch 4: how many MB at the peak?"
+widgets.predict(lab, "peak", question, "MB", 0, 8 * 4 * lab.task.parameters() / 1e6)
 
 # %% [markdown]
 # ## By hand
@@ -186,7 +188,8 @@ plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (ba
 
 # %%
 vanilla = lab.train("vanilla", measure=("memory",), per_device_train_batch_size=4)
-display(exercises.score(guess, vanilla.peak_bytes / 1e6, "MB"))
+said_in_advance = estimate(lab.task, per_device_train_batch_size=4).peak_bytes / 1e6
+display(widgets.revealed(lab, "peak", vanilla.peak_bytes / 1e6, estimate=said_in_advance))
 plots.timeline(vanilla, title=f"One step of {lab.task.model}, batch 4, length {lab.task.length()}")
 memory = vanilla.memory
 readings = [
@@ -428,6 +431,63 @@ claims.check("activations-scale", min(slopes.values()), note=note)
 # An exponent of 1 is a straight line: twice the batch, twice the bytes. Length lies above it where attention keeps its
 # tables of length x length.
 #
+# ## Said in advance
+#
+# An account this regular needs no training to be known. `estimate` follows the step on *fake* tensors, which have shapes
+# and no bytes, and counts what would be alive. Here are the techniques of the course, said before they are run.
+
+# %%
+course = {
+    "03 vanilla": {},
+    "05 accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "06 checkpointing": {"gradient_checkpointing": True},
+    "07 bf16": {"bf16": True},
+    "07 bf16 weights": {"dtype": "bfloat16"},
+    "08 Adafactor": {"optim": "adafactor"},
+    "09 8-bit Adam": {"optim": "adamw_bnb_8bit"},
+    "10 AdamW, one tensor at a time": {"optim": "adamw_torch"},
+    "11 attention by hand": {"attn_implementation": "eager"},
+}
+small = lab.task if cuda else toy
+course = {name: {"per_device_train_batch_size": 4} | recipe for name, recipe in course.items()}
+said = {name: estimate(small, name=name, **recipe) for name, recipe in course.items()}
+_ = plots.memory(list(said.values()), title=f"{small.model}, estimated: nothing was trained")
+
+# %% [markdown]
+# Now run them, and hold the measured peaks against what was said.
+
+# %%
+rows = []
+for name, recipe in course.items():
+    run = lab.train(name, task=small, measure=("memory",), **recipe)
+    off = "not measured" if not run.ok else f"{said[name].peak_bytes / run.peak_bytes - 1:+.2%}"
+    measured_text = plots.bytes_text(run.peak_bytes) if run.ok else run.status
+    rows.append([name, plots.bytes_text(said[name].peak_bytes), measured_text, off])
+plots.Table(["experiment", "said", "measured", "difference"], rows)
+
+# %% [markdown]
+# On a CPU the two are equal to the byte, because it is the same code that runs, the Trainer included. For a GPU some
+# parts are modelled from the sources of torch; `said["03 vanilla"].assumptions` names them.
+
+# %%
+text = "bert-large in fp32 with AdamW, batch 1: which part of its peak is the largest?"
+options = {
+    "weights": "Weights are 4 bytes a parameter: half of what AdamW keeps beside them.",
+    "optimizer states": "Two numbers a weight, 8 bytes a parameter: the largest part until the batch grows.",
+    "activations": "At a large batch they are. At batch 1 they are small: they grow with the batch, states do not.",
+}
+exercises.question(lab, "largest", text, options, right="optimizer states")
+
+# %%
+text = "nvidia-smi shows 10 GB for your training. How much do its live tensors take?"
+options = {
+    "10 GB": "The figure also holds the CUDA context, and memory that the allocator keeps for later.",
+    "more than 10 GB": "Nothing of yours lies outside of it: device-used is the largest of the figures.",
+    "less than 10 GB": "Device-used is live tensors, what the allocator holds in reserve, and the context.",
+}
+exercises.question(lab, "nvidia-smi", text, options, right="less than 10 GB")
+
+# %% [markdown]
 # ## Explore
 #
 # One step of every run that has a timeline. In which phase is the peak, and what lies on the floor? Adafactor's floor
@@ -443,6 +503,13 @@ _ = widgets.explore(lambda run: plots.timeline(lab[run]), run=names)
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the second micro-batch runs while the first one's gradients wait.
 # How many bytes a parameter do weights, copies, gradients and states take together at the peak, within 2 %?
+
+# %%
+exercises.hint(
+    "Which of the four kinds are whole in the second forward pass? List weights, copies, gradients, states.",
+    "The gradients of the first micro-batch wait for the second: they are whole, and so are the copies.",
+    "Take the bytes a parameter of a plain mixed-precision step in forward, and add 4 for fp32 gradients.",
+)
 
 # %% tags=["exercise"]
 answer = None  # bytes a parameter
@@ -465,7 +532,7 @@ def check(answer):
     return exercises.right(f"measured {size:.2f}: where gradients wait, the guides' 18 is back")
 
 
-check(answer)
+exercises.check(lab, "accumulated", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # All are alive in the second forward: weights, copies and states as in a plain step, and the gradients of the first.
@@ -494,7 +561,7 @@ def check(answer):
     return exercises.right(f"{answer:.0f} MB said, {peak:.0f} MB measured: {off:.1%} off")
 
 
-check(answer)
+exercises.check(lab, "unseen", check, answer)
 
 
 # %% tags=["solution"] jupyter={"source_hidden": true}

@@ -18,7 +18,9 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, journal, plots, widgets
+from perf_helpers.advise import advise, verify
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
 cuda = lab.machine.kind == "cuda"
@@ -136,7 +138,9 @@ rows = []
 for name, (_, megabytes, speed) in v100.items():
     here = [plots.bytes_text(runs[name].peak_bytes), f"{share.get(name, float('nan')):.0%}"]
     rows.append([name, *here, f"{megabytes} MB", f"{megabytes / 14949:.0%}", runs[name].samples_per_second, speed])
-display(exercises.score(guess, 100 * share["all + Adafactor"], "%"))
+combined = v100["all + Adafactor"][0]
+said = 100 * estimate(task, **combined).peak_bytes / estimate(task, **v100["vanilla"][0]).peak_bytes
+display(widgets.revealed(lab, "all together", 100 * share["all + Adafactor"], estimate=said))
 plots.Table(header, rows, f"Ten recipes: {lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}")
 
 # %%
@@ -221,6 +225,55 @@ _ = widgets.explore(
     against=list(v100),
 )
 
+# %%
+text = "Vanilla's peak is two thirds activations. Which single technique takes away the most?"
+options = {
+    "Adafactor": "It attacks the optimizer's states, which are part of the other third.",
+    "accumulation with micro-batch 1": "At batch 4 it leaves a quarter of the activations, and adds gradients that wait.",
+    "bf16 weights": "They halve weights, gradients and states, and activations too; at a risk for what is learnt.",
+}
+exercises.question(lab, "single", text, options, right="accumulation with micro-batch 1")
+
+# %%
+text = "A recipe needs 17 GB and the card has 16. What is the first thing to look at?"
+options = {
+    "a larger card": "It costs most, and a technique that attacks the largest part often frees more than 1 GB.",
+    "the parts alive at its peak": "A technique helps only if its bytes are at the peak. Look, then choose.",
+    "checkpointing": "It helps if the peak is activations. If the peak is in the optimizer's step, it frees nothing.",
+}
+exercises.question(lab, "first look", text, options, right="the parts alive at its peak")
+
+# %% [markdown]
+# ## The advisor
+#
+# Looking, choosing and trying again can be left to the estimate: it says which recipes fit, how fast they are expected to
+# be and from which measurement, and why a faster one does not fit. Put **your own model** in the place of `task`
+# (a preset, a config.json, a model folder), and your card in the place of `memory`, as in `memory="16GB"`.
+
+# %%
+advice = advise(task, memory=vanilla.peak_bytes // 2, effective_batch=16)
+advice
+
+# %% [markdown]
+# Is it true? The first recipe is trained for two steps, and the peak held against what was said.
+
+# %%
+verify(advice, lab)
+
+# %% [markdown]
+# ## Your guesses
+#
+# How far off were you, from the first lesson to this one? (Only guesses committed before the measurement count.)
+
+# %%
+guesses = journal.history(journal.of(lab).read())
+if guesses:
+    order = list(range(1, len(guesses) + 1))
+    errors = {"your guesses": [100 * guess.error for guess in guesses]}
+    _ = plots.lines(order, errors, "guess, in order", "off by (%)", title="Your intuition")
+else:
+    print("No guess was committed yet: a slider above each experiment takes one.")
+
 # %% [markdown]
 # ## On Monday
 #
@@ -240,6 +293,12 @@ _ = widgets.explore(
 #
 # Your card holds half of vanilla's peak. Which recipe of the ten fits and has the most samples/s? (On a CPU, go by the
 # V100's samples/s.)
+
+# %%
+exercises.hint(
+    "Only recipes with a share of at most 50 % fit: read them off the table.",
+    "Among those, look for the highest samples per second. `speed_of` below tells it.",
+)
 
 # %% tags=["exercise"]
 answer = None  # the name of a recipe, as in the table
@@ -263,7 +322,7 @@ def check(answer):
     return exercises.right(f"{answer}: {share[answer]:.0%} of the peak, {speed_of(answer):.4g} samples/s")
 
 
-check(answer)
+exercises.check(lab, "half the memory", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 fitting = [name for name in share if share[name] <= 0.5]
@@ -274,6 +333,13 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 #
 # Find the smallest peak for this task. Keep the effective batch of 4 and train every weight. Target: at most three
 # quarters of the smallest of the ten. Your answer is a dict of training arguments; `dtype` and `attn_implementation` are allowed too.
+
+# %%
+exercises.hint(
+    "What is the largest part of the smallest bar of the ten? No technique of part II attacks it.",
+    "Weights and gradients are left. Their size is a number of parameters times bytes each.",
+    "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
+)
 
 # %% tags=["exercise"]
 answer = None  # {"per_device_train_batch_size": ..., ...}
@@ -301,7 +367,7 @@ def check(answer):
     return exercises.right(f"{text}, {run.peak_bytes / vanilla.peak_bytes:.0%} of vanilla")
 
 
-check(answer)
+exercises.check(lab, "smallest", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # What is left is weights and gradients. Half-precision weights have half-precision gradients, and need no copies.
