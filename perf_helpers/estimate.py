@@ -254,7 +254,7 @@ def estimate(
     if kind == "cuda":
         known = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability]
         capability = tuple(compute_capability or (known[0] if known else (9, 0)))
-        target = Device(kind, capability, tuple(parts) if parts is not None else _all_parts())
+        target = Device(kind, capability, _parts(parts))
     else:
         target = Device(kind)
     experiment = Experiment(
@@ -266,7 +266,7 @@ def estimate(
         training=training,
         processes=processes,
     )
-    key = (repr(experiment), target, every_layer)
+    key = (repr(experiment.replace(name="")), target, every_layer)
     if key not in _known:
         _known[key] = _predicted(experiment, target, every_layer, timeout)
     return dataclasses.replace(_known[key], name=experiment.name)
@@ -313,10 +313,12 @@ def _in_clean_process(experiment: Experiment, device: Device, every_layer: bool,
     return outcome | {"own_bytes": meters.peak_rss_bytes()}
 
 
-def _all_parts() -> tuple[str, ...]:
+def _parts(names: Collection[str] | None) -> tuple[str, ...]:
     from perf_helpers import cuda
 
-    return tuple(cuda.PARTS)
+    names = tuple(cuda.PARTS) if names is None else tuple(names)
+    cuda.assumptions(names)  # which knows the names
+    return names
 
 
 def predict(experiment: Experiment, device: Device, every_layer: bool = False) -> dict[str, Any]:

@@ -210,10 +210,10 @@ class Table:
         return "\n".join(([self.caption] if self.caption else []) + lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left;white-space:normal'>{html.escape(name)}</th>" for name in self.header)
+        style = "style='text-align:left;white-space:normal'"
+        head = "".join(f"<th {style}>{html.escape(name)}</th>" for name in self.header)
         body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left;white-space:normal'>{html.escape(value)}</td>" for value in row) + "</tr>"
-            for row in self.rows
+            "<tr>" + "".join(f"<td {style}>{html.escape(value)}</td>" for value in row) + "</tr>" for row in self.rows
         )
         caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
