@@ -4,11 +4,13 @@ Repeated layers are followed at two small depths and extrapolated: between two n
 training changes by what one layer adds, so the moments of the full model lie on straight lines.
 """
 
+import base64
 import dataclasses
 import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -267,12 +269,13 @@ def estimate(
         processes=processes,
     )
     key = (repr(experiment.replace(name="")), target, every_layer)
-    if key not in _known:
-        _known[key] = _predicted(experiment, target, every_layer, timeout)
-    return dataclasses.replace(_known[key], name=experiment.name)
+    if key not in _made:
+        _made[key] = _predicted(experiment, target, every_layer, timeout)
+    return dataclasses.replace(_made[key], name=experiment.name)
 
 
-_known: dict[tuple, MemoryEstimate] = {}
+_made: dict[tuple, MemoryEstimate] = {}
+_learned: list[str] = []  # of operations, by earlier estimates; opened in clean processes only, for it needs torch
 
 
 def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeout: float) -> MemoryEstimate:
@@ -280,7 +283,7 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
     import cloudpickle
 
     began = time.perf_counter()
-    job = cloudpickle.dumps(functools.partial(_in_clean_process, experiment, device, every_layer))
+    job = cloudpickle.dumps(functools.partial(_in_clean_process, experiment, device, every_layer, _learned))
     carrier = Experiment(experiment.name, experiment.task, function=job)
     outcome = processes.execute(carrier, "none", timeout)
     if outcome["status"] != "ok":
@@ -288,6 +291,7 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
     value = outcome["value"]
     if "invalid" in value:
         raise ValueError(value["invalid"])
+    _learned.append(value["learned"])
     return MemoryEstimate(
         name=experiment.name,
         task=experiment.task.to_dict(),
@@ -302,15 +306,29 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
     )
 
 
-def _in_clean_process(experiment: Experiment, device: Device, every_layer: bool, _: Task) -> dict[str, Any]:
+def _in_clean_process(
+    experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[str], _: Task
+) -> dict[str, Any]:
+    from perf_helpers import meters, trace
 
-    from perf_helpers import meters
-
+    results, probe = trace.Results(), trace.Probe()
+    for earlier in learned:
+        made, hidden = pickle.loads(base64.b64decode(earlier))
+        results.known |= made
+        probe.known |= hidden
+    old = set(results.known), set(probe.known)
     try:
-        outcome = predict(experiment, device, every_layer)
+        outcome = predict(experiment, device, every_layer, results, probe)
     except Invalid as error:
         return {"invalid": str(error)}
-    return outcome | {"own_bytes": meters.peak_rss_bytes()}
+    new = [
+        {key: found.known[key] for key in found.known.keys() - keys}
+        for found, keys in zip((results, probe), old, strict=True)
+    ]
+    return outcome | {
+        "own_bytes": meters.peak_rss_bytes(),
+        "learned": base64.b64encode(pickle.dumps(new)).decode(),
+    }
 
 
 def _parts(names: Collection[str] | None) -> tuple[str, ...]:
@@ -321,20 +339,24 @@ def _parts(names: Collection[str] | None) -> tuple[str, ...]:
     return names
 
 
-def predict(experiment: Experiment, device: Device, every_layer: bool = False) -> dict[str, Any]:
+def predict(experiment: Experiment, device: Device, every_layer: bool, results, probe) -> dict[str, Any]:
     """Follow an experiment on fake tensors and find its peak. To be called in a clean process: it patches torch.
+
+    Args:
+        results: `trace.Results`, and
+        probe: `trace.Probe`, what is known of operations; more is known afterwards.
 
     Returns:
         {"memory": of `Memory`, "assumptions": [...], "traced": which layers were followed}.
     """
-    from perf_helpers import meters, trace
+    from perf_helpers import meters
 
     whole, experiment = experiment, _unsharded(_without_workers(experiment))
     layers = {} if every_layer or experiment.function else _repeated(experiment)
-    moments, traced = _from_few_layers(experiment, device, layers) if layers else (None, "")
+    moments, traced = _from_few_layers(experiment, device, layers, results) if layers else (None, "")
     if moments is None:
         layers = {}
-        (moments,) = _followed([experiment], device)
+        (moments,) = _followed([experiment], device, results)
         traced = "every layer followed"
     assumptions = []
     if shards := _shards(whole):
@@ -345,7 +367,7 @@ def predict(experiment: Experiment, device: Device, every_layer: bool = False) -
             "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
         )
     if device.kind == "cpu":
-        totals, unknown = _with_hidden(moments, trace.Probe())
+        totals, unknown = _with_hidden(moments, probe)
         assumptions += unknown
     else:
         totals = moments.high
@@ -451,38 +473,46 @@ def _timeline(moments, totals: np.ndarray) -> dict[str, Any] | None:
     return meters.series([moments.phases[place] for place in picked], live, [int(totals[place]) for place in picked])
 
 
-def _from_few_layers(experiment: Experiment, device: Device, layers: dict[str, int]) -> tuple[Any, str]:
+def _from_few_layers(experiment: Experiment, device: Device, layers: dict[str, int], results) -> tuple[Any, str]:
     """The moments of the full model and how they were found; None where its layers differ.
 
     Two and three layers are followed: the first and the last one may differ from those between.
     """
     shapes = [dict.fromkeys(layers, 2), *({name: 2 + (name == other) for name in layers} for other in layers)]
-    base, *deeper = _followed([experiment.replace(task=experiment.task.replace(config=s)) for s in shapes], device)
+    tasks = [experiment.task.replace(config=shape) for shape in shapes]
+    base, *deeper = _followed([experiment.replace(task=task) for task in tasks], device, results)
     full = extrapolated(base, deeper, [count - 2 for count in layers.values()])
     if not full or full.parameters != experiment.task.parameters():
         return None, ""
     return full, f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in layers.items())}"
 
 
-def _followed(experiments: Sequence[Experiment], device: Device) -> list:
+def _followed(experiments: Sequence[Experiment], device: Device, results) -> list:
     """The traces of experiments, each followed in a fork of its own, as many at once as there are cores."""
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(len(experiments), os.cpu_count() or 1), mp_context=fork) as pool:
-        return list(pool.map(functools.partial(_follow, device=device), experiments))
+        done = list(pool.map(functools.partial(_follow, device=device, known=results.known), experiments))
+    for _, new in done:
+        results.known |= new
+    return [trace for trace, _ in done]
 
 
-def _follow(experiment: Experiment, device: Device):
+def _follow(experiment: Experiment, device: Device, known: dict) -> tuple[Any, dict]:
+    """A trace, and what was learned of operations."""
     import torch
 
     from perf_helpers import cuda, trace
 
     torch.set_num_threads(1)
     if device.kind == "cpu":
-        return dataclasses.replace(trace.follow(experiment), log=[])
+        results = trace.Results(known)
+        followed = trace.follow(experiment, trace.FakeTracker(results=results))
+        new = {key: results.known[key] for key in results.known.keys() - known.keys()}
+        return dataclasses.replace(followed, log=[]), new
     tracker = trace.FakeTracker(512 if "rounding" in device.parts else 1, follow_host="host_data" not in device.parts)
     with cuda.emulated(device.parts, compute_capability=device.compute_capability, sent=tracker.sent):
         followed = trace.follow(experiment, tracker)
-    return dataclasses.replace(followed, log=[], reserved_bytes=cuda.reserved_peak(followed.log))
+    return dataclasses.replace(followed, log=[], reserved_bytes=cuda.reserved_peak(followed.log)), {}
 
 
 def _repeated(experiment: Experiment) -> dict[str, int]:
@@ -503,17 +533,15 @@ def _repeated(experiment: Experiment) -> dict[str, int]:
 def _with_hidden(moments, probe) -> tuple[np.ndarray, list[str]]:
     """The highest total at each moment, bytes hidden inside operations included; and what could not be found out.
 
-    Only operations that could hold the peak are run: hidden is taken to be at most twice what an operation reads and
-    makes, which every operation seen keeps well below.
+    Only operations that could hold the peak are run.
     """
     numbers: dict[tuple, int] = {}
-    kind = np.array(
-        [numbers.setdefault(call.signature, len(numbers)) for call in moments.calls]
-    )  # same call, same bytes
+    signatures = {id(call): call.signature for call in {id(call): call for call in moments.calls}.values()}
+    # Same call, same bytes.
+    kind = np.array([numbers.setdefault(signatures[id(call)], len(numbers)) for call in moments.calls])
     first = np.unique(kind, return_index=True)[1]
     end = moments.live.sum(axis=1)
-    sizes = np.array([moments.calls[place].bytes for place in first])[kind]
-    limit = moments.before + 3 * moments.born + 2 * sizes + 64
+    limit = moments.before + moments.born + np.array([moments.calls[place].hides_at_most for place in first])[kind]
     hidden, unknown = np.full(len(first), -1), {}
     while True:
         totals = np.maximum(moments.high, end + np.maximum(hidden, 0)[kind])

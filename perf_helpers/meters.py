@@ -26,6 +26,15 @@ from torch.utils._pytree import tree_iter
 from perf_helpers import hardware
 from perf_helpers.runs import CATEGORIES, Memory, Timing, explain
 
+# What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+}
 _SCALING = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 
 # How the moments between the phases are called in a result: clipping belongs to the step, loading to the forward.
@@ -155,8 +164,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self._see_number()
-        if function is torch.ops.aten.add.Tensor and self.phase == "backward" and _in_place(*args[:2]):
-            function = torch.ops.aten.add_.Tensor
+        if function in _IN_PLACE and self.phase == "backward" and _in_place(function, *args[:2]):
+            function = _IN_PLACE[function]
         result = self.execute(function, args, kwargs or {})
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
@@ -252,18 +261,24 @@ class Tracker(Watcher, TorchDispatchMode):
         log.append((block, +1))
 
 
-def _in_place(total: Any, gradient: Any) -> bool:
-    """Whether autograd, unwatched, would add a gradient to the total so far in place.
+def _in_place(function, target: Any, other: Any) -> bool:
+    """Whether autograd, unwatched, would do this in place.
 
-    It does where it holds the only reference (`InputBuffer::accumulate` in torch's csrc/autograd), but never while a
-    dispatch mode is on: the watched training would have a gradient more than the unwatched one.
+    It does where it holds the only reference (`InputBuffer::accumulate`, and the formulas that ask for
+    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the watched training
+    would have a tensor more than the unwatched one.
     """
-    if torch.is_grad_enabled() or not isinstance(total, torch.Tensor) or not isinstance(gradient, torch.Tensor):
+    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor):
         return False
-    last = sum((length - 1) * step for length, step in zip(total.shape, total.stride(), strict=True))
-    dense = last + 1 == total.numel()
-    # Two: the total's own reference, and the one just asked for.
-    return dense and total.shape == gradient.shape and torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+    if function is torch.ops.aten.add.Tensor:
+        if not isinstance(other, torch.Tensor) or other.shape != target.shape:
+            return False
+        # Four: autograd's own reference, and three of this call. A checkpointed segment holds one more to its result's.
+        if target._use_count() > 4:
+            return False
+    last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
+    # Two: the target's own reference, and the one just asked for.
+    return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
 
 
 @contextlib.contextmanager

@@ -101,6 +101,15 @@ class Call:
         """Of what it reads and makes."""
         return self.made + sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)
 
+    @property
+    def hides_at_most(self) -> int:
+        """A bound on the bytes it allocates inside itself, far above what any operation tried was found to hide.
+
+        A kernel of torch may copy its operands in another type; one of another library may be a program of its own:
+        bitsandbytes' 8-bit update on a CPU computes in a dozen float32 tensors.
+        """
+        return (4 if self.name.startswith("aten.") else 40) * self.bytes + 64
+
 
 def _halved(leaf: Any, length: int) -> Any:
     if type(leaf) is not Spec:
@@ -135,12 +144,95 @@ class Trace:
     log: list[tuple[int, int, int]]  # (key of the block, its bytes, +1 born or -1 dead), from the model's birth on
 
 
-class FakeTracker(meters.Tracker):
-    """Follows a training whose weights are fake: an operation is carried out only where all its tensors are real."""
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor on the memory of another one."""
 
-    def __init__(self, granularity: int = 1, follow_host: bool = True):
+    spec: Spec
+    offset: int
+
+
+class Results:
+    """What operations make of fake tensors, so that one seen before need not be asked again, in another process either.
+
+    `known` is {(operation, arguments): what it makes}: a Spec, a View of the first argument, a tuple or list of Specs,
+    or None where it works in place. Left out is whatever is none of these.
+    """
+
+    def __init__(self, known: dict | None = None):
+        self.known = dict(known or {})
+
+    @staticmethod
+    def key(call: Call, args, kwargs) -> tuple:
+        groups = tuple(len(value) if isinstance(value, list | tuple) else -1 for value in args)
+        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
+        return call.name, call.leaves, tuple(map(type, call.leaves)), groups, tuple(kwargs), offset  # 1 == 1.0 == True
+
+    def get(self, key: tuple, function, args, mode: FakeTensorMode) -> tuple[Any] | None:
+        """The result in a tuple; None if it is not known."""
+        if key not in self.known:
+            return None
+        made = self.known[key]
+        if made is None:
+            return (args[0] if function._schema.returns else None,)
+        if isinstance(made, tuple | list):
+            return (type(made)(part if part is None else _fake(part, mode) for part in made),)
+        return (_fake(made, mode, args[0]),)
+
+    def keep(self, key: tuple, function, args, result, tensors: list) -> None:
+        """Keep a result, if the next one can be made of it."""
+        if torch.Tag.inplace_view in function.tags or key[0].startswith(("aten.resize", "aten.set")):
+            return
+        if function._schema.is_mutable:
+            on_fake = tensors and isinstance(tensors[0], FakeTensor)
+            if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
+                self.known[key] = None
+            return
+        if isinstance(result, FakeTensor):
+            made = _made(result, tensors)
+            if type(made) is not View or args[0] is tensors[0]:
+                self.known[key] = made
+        elif type(result) in (tuple, list):
+            parts = [part if part is None else _made(part, tensors) for part in result]
+            if all(part is None or type(part) is Spec for part in parts):
+                self.known[key] = type(result)(parts)
+        if self.known.get(key, False) is False:
+            self.known.pop(key, None)
+
+
+def _made(result: Any, tensors: list) -> Spec | View | bool:
+    """How to make such a tensor again; False where it neither fills memory of its own nor lies on the first one's."""
+    if not isinstance(result, FakeTensor) or result.requires_grad:
+        return False
+    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
+    storage = result.untyped_storage()
+    shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
+    if any(shared):
+        return shared[0] and tensors[0].dtype is result.dtype and View(spec, result.storage_offset())
+    last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
+    return storage.nbytes() == last * result.itemsize * (result.numel() > 0) and spec
+
+
+def _fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
+    if type(made) is View:
+        with torch._C._DisableTorchDispatch():
+            plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
+    else:
+        plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    return FakeTensor(mode, plain, torch.device("cpu"))
+
+
+class FakeTracker(meters.Tracker):
+    """Follows a training whose weights are fake: an operation is carried out only where all its tensors are real.
+
+    Args:
+        results: what is known of operations; None: nothing is to be kept, as where operations are emulated.
+    """
+
+    def __init__(self, granularity: int = 1, follow_host: bool = True, results: Results | None = None):
         super().__init__(granularity)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = results
         self.follow_host = follow_host  # False: the device is another, and only what operations on it use lies there
         self.calls: list[tuple[int, Call]] = []  # (length of the log before it, call)
 
@@ -166,7 +258,8 @@ class FakeTracker(meters.Tracker):
             for leaf in leaves
         )
         lists = any(isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor) for value in args)
-        self.calls.append((len(self.log), Call(str(function), specs, structure, lists)))
+        call = Call(str(function), specs, structure, lists)
+        self.calls.append((len(self.log), call))
         if any_fake and function is torch.ops.aten._local_scalar_dense.default:
             # A number that was never computed. What the Trainer reads is a loss or a norm; a test for nan says no.
             kind = tensors[0].dtype
@@ -174,8 +267,16 @@ class FakeTracker(meters.Tracker):
         small = not any_fake and all(tensor.numel() < _LARGE for tensor in tensors)
         if small and (tensors or self._makes_values(function, args)):
             return function(*args, **kwargs)
+        if self.results is None or not any_fake:
+            with self.fake:
+                return _as_kernels_do(function, args, kwargs)
+        key = self.results.key(call, args, kwargs)
+        if known := self.results.get(key, function, args, self.fake):
+            return known[0]
         with self.fake:
-            return _as_kernels_do(function, args, kwargs)
+            result = _as_kernels_do(function, args, kwargs)
+        self.results.keep(key, function, args, result, tensors)
+        return result
 
     def _makes_values(self, function, args) -> bool:
         if function.overloadpacket in _REAL_IN_FORWARD:
@@ -229,6 +330,10 @@ def _as_kernels_do(function, args, kwargs):
         args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         return function(*args, **kwargs).to(kind)
     result = function(*args, **kwargs)
+    if function is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+        # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
+        out, *moments = result
+        return out, *(moment.to(args[2].dtype) for moment in moments)
     if function is torch.ops.aten.native_layer_norm_backward.default:
         # The kernel's result is contiguous whatever the order of its input.
         return tuple(part if part is None else part.contiguous() for part in result)
@@ -320,12 +425,16 @@ def _arrays(tracker: FakeTracker, parameters: int) -> Trace:
     high = np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)])
     births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
     born = births[ends] - births[begins[:-1]]
+    alike: dict[tuple, Call] = {}  # one object for calls that are equal, 1 and True told apart
+    calls = []
+    for (_, call), made in zip(tracker.calls[first:], born.tolist(), strict=True):
+        key = call.name, call.leaves, tuple(map(type, call.leaves)), made
+        if key not in alike:
+            alike[key] = dataclasses.replace(call, made=made)
+        calls.append(alike[key])
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     return Trace(
-        calls=[
-            dataclasses.replace(call, made=int(made))
-            for (_, call), made in zip(tracker.calls[first:], born, strict=True)
-        ],
+        calls=calls,
         phases=[phase for _, phase, _ in tracker.operations[first:]],
         live=totals[ends],
         before=total[begins[:-1]],
@@ -346,17 +455,17 @@ class Probe:
     """Bytes that operations allocate and free inside themselves, beyond their results: found by running them."""
 
     def __init__(self):
-        self._known: dict[tuple, int | None] = {}
+        self.known: dict[tuple, int | None] = {}  # bytes by the signature of the call
 
     def __getitem__(self, call: Call) -> int | None:
         """The bytes; None where the operation cannot be run without its data, or not on less of it."""
-        return self._known[call.signature]
+        return self.known[call.signature]
 
     def run(self, calls: list[Call]) -> None:
         """Run each operation that is not known yet, a large one at two smaller sizes."""
-        new = {call.signature: call for call in calls if call.signature not in self._known}
-        self._known |= {name: 0 for name, call in new.items() if _is_view(call)}
-        new = {name: call for name, call in new.items() if name not in self._known}
+        new = {call.signature: call for call in calls if call.signature not in self.known}
+        self.known |= {name: 0 for name, call in new.items() if _is_view(call) or call.name.startswith("profiler.")}
+        new = {name: call for name, call in new.items() if name not in self.known}
         smaller = {name: _smaller(call) for name, call in new.items()}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             for number, name in enumerate(new):
@@ -365,7 +474,7 @@ class Probe:
         hidden = _hidden(profile)
         for number, (name, call) in enumerate(new.items()):
             found = [hidden.get(f"{number}.{size}") for size in range(len(smaller[name]))]
-            self._known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
+            self.known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
 
 
 def _is_view(call: Call) -> bool:
