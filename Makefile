@@ -36,8 +36,14 @@ check: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py
 
+# Lessons are run by themselves: they measure time.
 test: check build/ipywidgets7
+ifeq ($(ARGS),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_lessons.py
+	$(BIN)/python -m pytest tests/test_lessons.py
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)

@@ -7,120 +7,41 @@ from measured ratios only; what nobody measured is called so.
 """
 
 import dataclasses
-import datetime
 import difflib
 import functools
 import html
 import itertools
 import math
 import re
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
 from perf_helpers.estimate import MemoryEstimate, estimate
-from perf_helpers.lab import NOISE_FLOOR, Lab
-from perf_helpers.runs import Ratio, Run
+from perf_helpers.lab import Lab
+from perf_helpers.runs import Run
+from perf_helpers.search import CLOSE, Search
+from perf_helpers.speeds import Evidence, Factor
 from perf_helpers.task import Task
+from perf_helpers.techniques import (
+    ACCUMULATION,
+    ADAM_8BIT,
+    ADAMW,
+    BF16,
+    BF16_WEIGHTS,
+    FP16,
+    QUESTIONS,
+    SGD,
+    Technique,
+    techniques,
+)
 
 _UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
 _UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
 _UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
-_CLOSE = 0.03  # beyond the limit by less than this, a line is not believed: segments of the CUDA allocator are steps
 _FAR = 1.2  # beyond the limit by this factor, an optimizer's difference seen elsewhere is believed
-_TOGETHER = 3600  # seconds between two runs whose speeds are compared
-_PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
-_RECORDED = Path(__file__).resolve().parents[1] / "results"
-
-
-# -------------------------------------------------------------------------------------------------- what can be changed
-
-
-@dataclass(frozen=True, slots=True)
-class Technique:
-    """One answer to one question of a recipe: its training arguments, what it costs, and the claim with its speed."""
-
-    name: str
-    arguments: dict[str, Any] = field(hash=False)
-    cost: str = ""  # empty: the plain choice
-    claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}
-
-    @property
-    def words(self) -> set[str]:
-        """How a user may call it."""
-        values = {value for value in self.arguments.values() if isinstance(value, str)}
-        return {self.name, *self.arguments, *values} - ({"optim"} if not self.cost else set())
-
-
-CHECKPOINTING = Technique(
-    "checkpointing",
-    {"gradient_checkpointing": True},
-    "recomputation: each layer's forward runs once more in the backward",
-    {"cpu": "checkpointing-cost", "cuda": "checkpointing-cost"},
-)
-BF16 = Technique(
-    "bf16",
-    {"bf16": True},
-    "precision: products are taken in bf16, with 8 significant bits; weights and states stay in fp32",
-    {"cpu": "half-precision-faster-cpu", "cuda": "fp16-faster"},
-)
-FP16 = Technique(
-    "fp16",
-    {"fp16": True},
-    "precision: products are taken in fp16, and a step whose gradients overflow is skipped",
-    {"cuda": "fp16-faster"},
-)
-BF16_WEIGHTS = Technique(
-    "bf16 weights",
-    {"dtype": "bfloat16"},
-    "precision and convergence: weights, gradients and states in bf16 lose updates smaller than 1/256 of a weight",
-)
-ADAMW = Technique("AdamW", {"optim": "adamw_torch_fused"})
-ADAFACTOR = Technique(
-    "Adafactor",
-    {"optim": "adafactor"},
-    "convergence: second moments by row and column, no first moment; it may need another learning rate and more steps",
-    {"cpu": "adafactor-cost", "cuda": "adafactor-cost"},
-)
-ADAM_8BIT = Technique(
-    "8-bit Adam",
-    {"optim": "adamw_bnb_8bit"},
-    "precision: the optimizer's states are kept in 8 bits, block by block",
-    {"cuda": "adam8bit-cost"},
-)
-SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
-
-# The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.
-_QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
-    ("gradient_checkpointing",): (None, CHECKPOINTING),
-    ("bf16", "fp16", "dtype"): (None, BF16, FP16, BF16_WEIGHTS),
-    ("optim",): (ADAMW, ADAFACTOR, ADAM_8BIT, SGD),
-}
-_ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """How much faster a technique is than the plain choice, `ratio` None where nobody measured it, and who says so."""
-
-    name: str
-    ratio: Ratio | None
-    source: str
-
-    @property
-    def told(self) -> float:
-        """The ratio to reckon with: 1 where it is unknown, or too small to tell because its interval holds 1."""
-        return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
-
-    def __str__(self) -> str:
-        if self.ratio is None:
-            return f"{self.name}: {self.source}"
-        small = "" if self.told != 1 else ", too small to tell"
-        return f"{self.name}: {self.ratio}{small}, {self.source}"
 
 
 # ----------------------------------------------------------------------------------------------------- what is answered
@@ -170,7 +91,7 @@ class Advice:
     """The recipes that fit, the fastest first. Shows itself as a table; `to_dict` has bytes.
 
     Where nothing fits, `recipes` is empty, `smallest` the recipe that needs least, its `headroom_bytes` negative, and
-    `changes` what would make it fit.
+    `changes` what would make it fit. `assumptions` are those of the estimates, of which `estimates` were made.
     """
 
     task: Task
@@ -182,6 +103,7 @@ class Advice:
     smallest: Recipe | None
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
     estimates: int
 
     @property
@@ -207,7 +129,9 @@ class Advice:
         """A headline, a table, what to paste, and lines below."""
         from perf_helpers import plots
 
-        size = plots.bytes_text
+        size, notes = plots.bytes_text, list(self.notes)
+        if self.assumptions:
+            notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
         head = f"{self.task.model}, {self.effective_batch} samples a step, {size(self.memory_bytes)} on {self.device}"
         if self.processes > 1:
             head += f", {self.processes} processes"
@@ -217,7 +141,7 @@ class Advice:
             head += f": nothing fits. The smallest ({least.name}) needs {size(need)}, {over} over"
             rows = [[c.name, "fits" if c.fits else "does not", size(c.needed_bytes), c.text] for c in self.changes]
             table = plots.Table(["change", "", "needs", "what"], rows)
-            return head, table, "", [*(c.assumption for c in self.changes if c.assumption), *self.notes]
+            return head, table, "", [*(c.assumption for c in self.changes if c.assumption), *notes]
         rows = [
             [
                 recipe.name,
@@ -232,7 +156,7 @@ class Advice:
         first = self.recipes[0]
         lines = [f"It costs {cost}" for cost in first.costs] + [f"Why not more: {first.why_not_next}"]
         sources = dict.fromkeys(source for recipe in self.recipes for source in recipe.speed_source)
-        return head, table, first.text, [*lines, *(f"Speed, {source}" for source in sources), *self.notes]
+        return head, table, first.text, [*lines, *(f"Speed, {source}" for source in sources), *notes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +279,7 @@ def advise(
     families = _families(fixed, avoided, _precisions(machine, kind, capability))
     sizes = _sizes(effective_batch // processes, fixed, avoided)
     peaks = _Peaks(_with_enough_data(task, effective_batch), kind, capability, processes)
-    evidence = _Evidence(machine, kind, capability, task, Lab().store.read() if runs is None else runs)
+    evidence = Evidence(machine, kind, capability, task, Lab().store.read() if runs is None else runs)
     search = _Space(peaks, limit, effective_batch // processes, sizes, fixed, evidence)
     found = search.find(families, most)
     smallest, changes = None, ()
@@ -370,7 +294,8 @@ def advise(
         recipes=found,
         smallest=smallest,
         changes=changes,
-        notes=(*peaks.notes(), *search.notes),
+        notes=(peaks.note, *search.notes),
+        assumptions=tuple(peaks.assumptions),
         estimates=peaks.count,
     )
 
@@ -409,7 +334,7 @@ def largest_micro_batch(
         raise ValueError(f"confirm=True: this machine has no {kind}; confirm where the training will run")
     peaks = _Peaks(task, kind, _capability(machine, kind, compute_capability), processes)
     sizes = range(1, (most or max(1, task.dataset_size // processes)) + 1)
-    search = _Search(
+    search = Search(
         sizes, lambda size: peaks.needed(peaks.of(arguments | {"per_device_train_batch_size": size})), limit
     )
     place = search.run()
@@ -420,7 +345,7 @@ def largest_micro_batch(
             settings = arguments | {"per_device_train_batch_size": micro_batch}
             run = lab.train("confirm", task=task, measure="memory", processes=processes, **settings)
             done.append(run)
-            over = _measured(run) - limit if run.ok else limit * _CLOSE
+            over = _measured(run) - limit if run.ok else limit * CLOSE
             if over <= 0 or micro_batch == 1:
                 break
             smaller = [size for size in sizes[: micro_batch - 1] if search.line(size) + over <= limit]
@@ -481,13 +406,13 @@ def _checked(must: Mapping[str, Any], avoid: Iterable[str]) -> tuple[dict[str, A
     training_arguments.check(must)
     training_arguments.check_values(must)
     fixed = training_arguments.current(must)
-    for ours in itertools.chain(*_QUESTIONS):
+    for ours in itertools.chain(*QUESTIONS):
         (name,) = training_arguments.current({ours: None})
         if name in fixed:
             fixed[ours] = fixed.pop(name)
     if isinstance(avoid, str):
         raise ValueError(f"avoid={avoid!r}: give a list of names")
-    known = set(_ACCUMULATION).union(*(option.words for option in _techniques()))
+    known = set(ACCUMULATION).union(*(option.words for option in techniques()))
     lower = {name.lower(): name for name in known}
     avoided = set()
     for name in avoid:
@@ -499,16 +424,12 @@ def _checked(must: Mapping[str, Any], avoid: Iterable[str]) -> tuple[dict[str, A
     return fixed, avoided
 
 
-def _techniques() -> list[Technique]:
-    return [option for options in _QUESTIONS.values() for option in options if option]
-
-
 def _families(fixed: Mapping[str, Any], avoided: set[str], precisions: set[Technique]) -> list[tuple[Technique, ...]]:
     """Every combination of answers that is allowed."""
     installed = hardware.versions()["bitsandbytes"] is not None
     left_out = {SGD} | ({BF16, FP16, BF16_WEIGHTS} - precisions) | (set() if installed else {ADAM_8BIT})
     answers = []
-    for names, options in _QUESTIONS.items():
+    for names, options in QUESTIONS.items():
         if set(names) & fixed.keys():
             same = [o for o in options if o and all(fixed.get(name) == value for name, value in o.arguments.items())]
             if clash := [o.name for o in same if o.words & avoided]:
@@ -525,7 +446,7 @@ def _families(fixed: Mapping[str, Any], avoided: set[str], precisions: set[Techn
 def _sizes(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
     """The micro-batches that make `samples` a process and update."""
     batch, steps = (fixed.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-    if avoided & set(_ACCUMULATION):
+    if avoided & set(ACCUMULATION):
         steps = steps or 1
         if steps > 1:
             raise ValueError(f"gradient_accumulation_steps={steps} is in must and accumulation in avoid: keep one")
@@ -548,12 +469,12 @@ class _Peaks:
         self._options = {"device": kind, "processes": processes}
         if kind == "cuda":
             self._options["compute_capability"] = capability
-        self._assumptions: dict[str, None] = {}
+        self.assumptions: dict[str, None] = {}
 
     def of(self, arguments: Mapping[str, Any], task: Task | None = None) -> MemoryEstimate:
         self.count += 1
         found = estimate(task or self.task, **self._options, **arguments)
-        self._assumptions |= dict.fromkeys(found.assumptions)
+        self.assumptions |= dict.fromkeys(found.assumptions)
         return found
 
     def needed(self, found: MemoryEstimate) -> int:
@@ -563,226 +484,21 @@ class _Peaks:
             return memory.peak_bytes
         return max(memory.reserved_bytes or 0, memory.peak_bytes) + (memory.context_bytes or _context_margin())
 
-    def notes(self) -> list[str]:
+    @property
+    def note(self) -> str:
+        """What the figure stands for."""
         if self.kind == "cpu":
-            note = "Counted memory: what the interpreter and its libraries hold comes on top."
-        else:
-            note = (
-                "Needed is what the allocator reserves and the CUDA context; where that is not known, "
-                f"{_context_margin() / 2**20:.0f} MiB are left for it, the guides' figure for a V100."
-            )
-        return [note, *self._assumptions]
+            return "Needed is counted memory: what the interpreter and its libraries hold comes on top."
+        return (
+            "Needed is what the allocator reserves and the CUDA context; where that is not known, "
+            f"{_context_margin() / 2**20:.0f} MiB are left for it, the guides' figure for a V100."
+        )
 
 
 def _context_margin() -> int:
     from perf_helpers import cuda
 
     return cuda.context_bytes((7, 0))
-
-
-class _Search:
-    """The largest of some growing sizes whose peak is within a limit, by few estimates.
-
-    Args:
-        needed: size -> bytes, growing with the size.
-        slope: bytes that a size is known to add, from a search like this one.
-        odd: a size that does not lie on the others' line.
-        sure: whether at a size the peak is at the moment that `slope` is of, so that it cannot grow less from there on.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        needed: Callable[[int], int],
-        limit: int,
-        slope: float | None = None,
-        odd: int | None = None,
-        sure: Callable[[int], bool] = lambda size: False,
-    ):
-        self.sizes, self._needed, self.limit, self._slope, self._odd = sizes, needed, limit, slope, odd
-        self._sure = sure
-        self.known: dict[int, int] = {}
-
-    def at(self, place: int) -> int:
-        size = self.sizes[place]
-        if size not in self.known:
-            self.known[size] = self._needed(size)
-        return self.known[size]
-
-    def run(self, first: int | None = None, low: int = -1) -> int:
-        """The place of that size; `low` where no later one fits. `first` is the place to look at first, if known."""
-        high = len(self.sizes)
-        while high - low > 1:
-            place = self._next(low, high) if self.known or first is None else first
-            if place is None:
-                break
-            if self.at(place) <= self.limit:
-                low = place
-            else:
-                high = place
-        return low
-
-    def _next(self, low: int, high: int) -> int | None:
-        """Where to look next; None where what is known proves that nothing larger fits."""
-        if low < 0 and self._slope is None:
-            return 0
-        if self.line(self.sizes[high - 1]) is None:
-            return high - 1
-        if len(self.known) > 3 and len(self.known) % 2:  # a curve lets the line creep: halve from time to time
-            return (low + high) // 2
-        fitting = [place for place in range(low + 1, high) if self.line(self.sizes[place]) <= self.limit]
-        if fitting:
-            return fitting[-1]
-        following = self.sizes[low + 1]
-        if low >= 0 and following != self._odd and self._at_least(low, following) > self.limit * (1 + _CLOSE):
-            return None
-        return low + 1
-
-    def _at_least(self, low: int, size: int) -> float:
-        """What a size beyond needs at least, from what is known up to the place `low`."""
-        below = sorted(point for point in self.known if point != self._odd and point <= self.sizes[low])
-        if len(below) > 1:
-            return self._through(*below[-2:], size)
-        return self.line(size) if below and self._sure(below[0]) else 0
-
-    def line(self, size: int) -> float | None:
-        """What `size` needs by the line through the two nearest sizes known."""
-        points = sorted(point for point in self.known if point != self._odd)
-        if len(points) == 1 and self._slope is not None:
-            return self.known[points[0]] + self._slope * (size - points[0])
-        points = points if len(points) > 1 else sorted(self.known)
-        if len(points) < 2:
-            return None
-        right = next((place for place in range(1, len(points)) if points[place] >= size), len(points) - 1)
-        return self._through(points[right - 1], points[right], size)
-
-    def slope(self) -> float | None:
-        points = sorted(point for point in self.known if point != self._odd)
-        if len(points) < 2:
-            return None
-        return (self.known[points[-1]] - self.known[points[0]]) / (points[-1] - points[0])
-
-    def _through(self, one: int, other: int, size: int) -> float:
-        rise = (self.known[other] - self.known[one]) / (other - one)
-        return self.known[one] + rise * (size - one)
-
-
-# ---------------------------------------------------------------------------------------------------------------- speed
-
-
-class _Evidence:
-    """Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, by the guides."""
-
-    def __init__(self, machine, kind: str, capability: tuple[int, int], task: Task, runs: Sequence[Run]):
-        self._kind, self._task, self._name = kind, task, machine.name
-        self._factors: dict[Technique, Factor] = {}
-        here = machine.kind == kind
-        self._runs = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
-        self._recorded = _nearest(machine if here else None, kind, capability)
-
-    def factor(self, technique: Technique) -> Factor:
-        if technique not in self._factors:
-            self._factors[technique] = self._found(technique)
-        return self._factors[technique]
-
-    def _found(self, technique: Technique) -> Factor:
-        if not technique.cost:
-            return Factor(technique.name, Ratio(1.0, 1.0, 1.0), "the plain choice")
-        ratio = self._of_runs(technique)
-        if ratio:
-            return Factor(technique.name, ratio, f"{len(ratio.pairs)} pairs of runs on this machine, {self._name}")
-        return self._published(technique.name, technique.claims.get(self._kind))
-
-    def of_one_sample(self) -> Factor:
-        """A micro-batch of one sample against larger ones, at the same effective batch."""
-        return self._published("micro-batch of 1 against 4", "accumulation-cost")
-
-    def _of_runs(self, technique: Technique) -> Ratio | None:
-        """The median ratio of pairs of runs that differ in the technique only, of the same model if there are any.
-
-        A run's partner is the plain one nearest in time. None where there are too few pairs to tell from noise.
-        """
-        plain, changed = {}, {}
-        for run in self._runs:
-            given = _telling(run.arguments)
-            rest = {name: value for name, value in given.items() if name not in technique.arguments}
-            sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
-            key = (*sizes, run.processes, repr(sorted(rest.items())))
-            if rest == given:
-                plain.setdefault(key, []).append(run)
-            elif all(given.get(name) == value for name, value in technique.arguments.items()):
-                changed.setdefault(key, []).append(run)
-        pairs: dict[str, list[float]] = {}
-        for key in changed.keys() & plain.keys():
-            for run in changed[key]:
-                partner = min(plain[key], key=lambda other: abs(_moment(other) - _moment(run)))
-                if abs(_moment(partner) - _moment(run)) < _TOGETHER:
-                    pairs.setdefault(key[0], []).append(run.samples_per_second / partner.samples_per_second)
-        ratios = pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
-        if len(ratios) < _PAIRS[self._kind]:
-            return None
-        value, floor = statistics.median(ratios), NOISE_FLOOR[self._kind]
-        return Ratio(value, min(*ratios, value / floor), max(*ratios, value * floor), tuple(ratios))
-
-    def _published(self, name: str, claim: str | None) -> Factor:
-        from perf_helpers import claims
-
-        recorded = self._recorded or {"claims": []}
-        for found in recorded["claims"]:
-            if found["id"] == claim and found["value"] is not None:
-                low, high = found.get("interval") or (found["value"], found["value"])
-                where = f"{recorded['machine']['name']}, lesson {found['lesson'][:2]}, {recorded['date'][:10]}"
-                return Factor(name, Ratio(found["value"], low, high), f"recorded on {where}")
-        guide = claims.load()[claim].guide if claim and self._kind == "cuda" else None
-        if guide and guide.value and guide.hardware:
-            source = f"not measured here; the {guide.source} on {guide.hardware}: {guide.text}"
-            return Factor(name, Ratio(guide.value, guide.value, guide.value), source)
-        return Factor(name, None, "not measured here")
-
-
-def _counts(run: Run) -> bool:
-    """Whether a run's speed says something: timed over some steps, of a Trainer (a function's speed is its own)."""
-    steps = run.ok and run.samples_per_second and run.timing.steps >= 3
-    return bool(steps) and "samples_per_step" not in run.arguments
-
-
-def _moment(run: Run) -> float:
-    return datetime.datetime.fromisoformat(run.date).timestamp()
-
-
-def _telling(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run that bear on its speed, defaults left out."""
-    silent = ("max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps")
-    current = training_arguments.current(arguments)
-    names = {training_arguments.current({ours: None}).popitem()[0]: ours for ours in itertools.chain(*_QUESTIONS)}
-    found = {
-        names.get(name, name): value for name, value in current.items() if name not in silent and value is not False
-    }
-    found = {name: value for name, value in found.items() if name not in silent}
-    if str(found.get("optim", "")).startswith("adamw_torch"):
-        del found["optim"]
-    if found.get("gradient_accumulation_steps") == 1:
-        del found["gradient_accumulation_steps"]
-    return found
-
-
-def _nearest(machine, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
-    """The newest recorded course run of the same kind of device, on this machine or the one most like it."""
-    from perf_helpers.results import load_results
-
-    best = None
-    for path in sorted(_RECORDED.glob("*/*.json")):
-        data = load_results(path)
-        recorded = hardware.Machine.from_dict(data["machine"])
-        if recorded.kind != kind:
-            continue
-        gpu = recorded.gpus[0].capability if kind == "cuda" else None
-        same = (machine.name, machine.cpu_model) if machine else (None, None)
-        apart = abs(10 * (gpu[0] - capability[0]) + gpu[1] - capability[1]) if gpu else 0
-        rank = (recorded.name == same[0], -apart, recorded.cpu_model == same[1], data["date"])
-        if best is None or rank > best[0]:
-            best = rank, data
-    return best and best[1]
 
 
 # --------------------------------------------------------------------------------------------------------------- search
@@ -794,12 +510,12 @@ _Family = tuple[Technique, ...]
 class _Space:
     """The families of recipes, what was estimated of them, and how they rank."""
 
-    def __init__(self, peaks: _Peaks, limit: int, samples: int, sizes: list[int], fixed, evidence: _Evidence):
+    def __init__(self, peaks: _Peaks, limit: int, samples: int, sizes: list[int], fixed, evidence: Evidence):
         self._peaks, self._limit, self._samples, self._sizes = peaks, limit, samples, sizes
         self._fixed, self._evidence = fixed, evidence
         self._odd = sizes[-1] if sizes[-1] == samples and len(sizes) > 1 else None
         self._estimates: dict[tuple[_Family, int], MemoryEstimate] = {}
-        self._searches: dict[_Family, _Search] = {}
+        self._searches: dict[_Family, Search] = {}
         self._lacking: dict[tuple[_Family, int], float] = {}  # what does not fit, and the bytes that it needs
         self.notes: list[str] = []
 
@@ -838,15 +554,17 @@ class _Space:
 
     def _speed(self, family: _Family, size: int) -> float:
         """The product of the factors that can be told."""
-        alone = self._evidence.of_one_sample().told if size == 1 and self._sizes[-1] >= 4 else 1.0
-        return alone * math.prod(factor.told for factor in self._factors(family))
+        factors = self._factors(family)
+        if size < self._sizes[-1]:
+            factors.append(self._evidence.micro_batch(size, self._sizes[-1]))
+        return math.prod(factor.told for factor in factors)
 
     def _rank(self, family: _Family, size: int) -> tuple:
         """Measured before not measured, then faster, then cheaper, then a larger micro-batch."""
         return self._unknown(family), -self._speed(family, size), len(_costs(family)), -size
 
     def _only_adds(self, family: _Family, other: _Family) -> bool:
-        """Whether a family has the costs of one that ranks before it and more, so that only a larger micro-batch counts.
+        """Whether a family has the costs of one that ranks before it and more: only a larger micro-batch counts then.
 
         A precision of unknown speed counts by itself: it may be the faster one.
         """
@@ -881,14 +599,14 @@ class _Space:
         slope = model = None
         first = low + 1 if above else None
         for other in others:
-            if (guess := self._guess(other, family)) is not None and guess > _FAR * self._limit:
+            if (guess := self._guess(other, family)) is not None and self._hopeless(guess, other):
                 self._lacking[family, self._sizes[0]] = guess
                 return None
             slope, model = (self._searches[other].slope(), other) if slope is None else (slope, model)
             fits = [size for size, needed in self._searches[other].known.items() if needed <= self._limit]
             first = max([first or 0, *(self._sizes.index(size) for size in fits)])
         needed, sure = functools.partial(self._needed, family), functools.partial(self._same_moment, family, model)
-        search = _Search(self._sizes, needed, self._limit, slope, self._odd, sure)
+        search = Search(self._sizes, needed, self._limit, slope, self._odd, sure)
         place = search.run(first, low)
         self._searches[family] = search
         if place + 1 < len(self._sizes) and (family, self._sizes[place + 1]) not in self._lacking:
@@ -915,6 +633,11 @@ class _Space:
         )
         return (search.line(self._odd) or max(search.known.values())) - gradients <= self._limit
 
+    def _hopeless(self, guess: float, other: _Family) -> bool:
+        """Whether a guess for the smallest micro-batch is too far off to be looked at, in one micro-batch neither."""
+        gradients = self._estimates[other, self._sizes[0]].memory.breakdown["gradients"] if self._odd else 0
+        return guess > _FAR * self._limit and guess - gradients > self._limit
+
     def _guess(self, other: _Family, family: _Family) -> float | None:
         """What the family needs at least, if an optimizer makes the same difference here as it does elsewhere."""
         size = self._sizes[0]
@@ -938,11 +661,7 @@ class _Space:
         unknown = best is None or self._unknown(family)
         factors = [str(factor) for factor in self._factors(family) if factor.name != ADAMW.name]
         if size < self._sizes[-1]:
-            alone = self._evidence.of_one_sample()
-            measured = size == 1 and self._sizes[-1] >= 4 and alone.ratio
-            factors.append(
-                str(alone) if measured else f"micro-batch {size} against {self._sizes[-1]}: not measured here"
-            )
+            factors.append(str(self._evidence.micro_batch(size, self._sizes[-1])))
         costs = [technique.cost for technique in family if technique.cost]
         if size < self._samples:
             costs.append(f"accumulation: {self._samples // size} passes of {size} for each update, on smaller kernels")
@@ -983,7 +702,7 @@ class _Space:
         if task.family() == "vision" or task.length() <= 8:
             return None
         arguments, lengths = self._arguments(family, size), range(8, task.length(), 8)
-        search = _Search(
+        search = Search(
             lengths, lambda n: self._peaks.needed(self._peaks.of(arguments, task.replace(seq_len=n))), self._limit
         )
         place = search.run()
@@ -1005,12 +724,12 @@ class _Space:
             text = "no number of devices would do: this is for what cannot be divided"
             return Change("sharding", text, False, max(whole), assumption)
         least = max(math.ceil(part / (self._limit - other)) for part, other in zip(shared, whole, strict=True))
-        shares = range(max(2, least), self._samples // size + 1)
-        devices = next((share for share in shares if self._samples % (share * size) == 0), None)
+        shares = range(max(2, least), self._samples + 1)
+        devices = next((share for share in shares if self._samples % share == 0), None)
         needed = max(round(part / (devices or least)) + other for part, other in zip(shared, whole, strict=True))
-        text = f"over {devices or least} devices, {size} sample{'s' * (size > 1)} each at a time"
+        text = f"over {devices or least} devices, at most {size} sample{'s' * (size > 1)} each at a time"
         if devices is None:
-            text += f": more than {self._samples} samples a step can be shared by, so the effective batch grows too"
+            text += f": {self._samples} samples a step cannot be shared by so many, the effective batch grows too"
         return Change("sharding", text, devices is not None, needed, assumption)
 
     def _offloaded(self, family: _Family, size: int) -> Change | None:
@@ -1030,7 +749,7 @@ class _Space:
         return moments, self._peaks.needed(found) - found.peak_bytes
 
 
-_OPTIMIZERS = _QUESTIONS[("optim",)]
+_OPTIMIZERS = QUESTIONS[("optim",)]
 _SHARDED = ("weights", "gradients", "optimizer_states")
 
 

@@ -168,6 +168,46 @@ def report(directory: Path) -> None:
     typer.echo(str(results.report(directory)))
 
 
+@app.command()
+def advise(
+    model: Model,
+    memory: Annotated[str, typer.Option(help="Of one device, e.g. 16GB or 16GiB.")],
+    effective_batch: Annotated[int, typer.Option(help="Samples that an update sees.")],
+    seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq_len", help="Tokens in a sequence.")] = None,
+    architecture: Architecture = None,
+    must: Annotated[list[str] | None, typer.Option(help="A fixed training argument, e.g. optim=adafactor.")] = None,
+    avoid: Annotated[list[str] | None, typer.Option(help="A technique or argument that is not wanted.")] = None,
+    processes: Processes = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Train with the first recipe for a few steps.")] = False,
+    json_output: Json = False,
+) -> None:
+    """The training arguments that fit a memory, the fastest first, and why not others.
+
+    Exit code 0 also where nothing fits: it says by how much, and what would.
+    """
+    from perf_helpers import advise as module
+
+    advice = module.advise(
+        _task(model, seq_len, 512, architecture),
+        memory=memory,
+        effective_batch=effective_batch,
+        must=_training_arguments([f"--{word}" for word in must or []]),
+        avoid=avoid or [],
+        device=device,
+        compute_capability=_capability(compute_capability),
+        processes=processes,
+    )
+    verification = module.verify(advice) if verify and advice.recipes else None
+    if json_output:
+        _print_json(advice.to_dict() | {"verification": verification and verification.to_dict()})
+        return
+    typer.echo(repr(advice))
+    if verification:
+        typer.echo(f"Verified: {verification!r}")
+
+
 def _training_arguments(words: list[str]) -> dict[str, Any]:
     from perf_helpers import arguments
 

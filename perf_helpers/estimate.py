@@ -318,6 +318,7 @@ def _in_clean_process(
         probe.known |= hidden
     old = set(results.known), set(probe.known)
     try:
+        _check_task(experiment.task)
         outcome = predict(experiment, device, every_layer, results, probe)
     except Invalid as error:
         return {"invalid": str(error)}
@@ -329,6 +330,13 @@ def _in_clean_process(
         "own_bytes": meters.peak_rss_bytes(),
         "learned": base64.b64encode(pickle.dumps(new)).decode(),
     }
+
+
+def _check_task(task: Task) -> None:
+    try:
+        task.model_class()
+    except ValueError as error:
+        raise Invalid(str(error)) from error
 
 
 def _parts(names: Collection[str] | None) -> tuple[str, ...]:

@@ -74,6 +74,16 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit-base": ("vit", "ViTForImageClassification", {}),
 }
 
+# Shorter names that people use.
+_ALIASES = {
+    "bert-base": "bert-base-uncased",
+    "bert-large": "bert-large-uncased",
+    "roberta": "roberta-base",
+    "llama-8b": "llama-3-8b",
+    "mixtral": "mixtral-8x7b",
+    "vit": "vit-base",
+}
+
 # What the data of a task looks like, by the family of its class in transformers' own registry. A class that stands in
 # several families (Bart's is registered as masked too) belongs to the first.
 _FAMILIES = {
@@ -143,8 +153,9 @@ class Task:
         from transformers import AutoConfig
 
         path = Path(self.model)
-        if self.model in PRESETS:
-            model_type, architecture, fields = PRESETS[self.model]
+        preset = _ALIASES.get(self.model, self.model)
+        if preset in PRESETS:
+            model_type, architecture, fields = PRESETS[preset]
             config = AutoConfig.for_model(model_type, **(fields | self.config))
             config.architectures = [architecture]
         elif path.suffix == ".json" or path.is_dir():

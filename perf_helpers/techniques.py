@@ -1,0 +1,72 @@
+"""Techniques that save memory: the training arguments of each, what it costs, and the claim with its speed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """One answer to one question of a recipe: its training arguments, what it costs, and the claim with its speed."""
+
+    name: str
+    arguments: dict[str, Any] = field(hash=False)
+    cost: str = ""  # empty: the plain choice
+    claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}
+
+    @property
+    def words(self) -> set[str]:
+        """How a user may call it."""
+        values = {value for value in self.arguments.values() if isinstance(value, str)}
+        return {self.name, *self.arguments, *values} - ({"optim"} if not self.cost else set())
+
+
+CHECKPOINTING = Technique(
+    "checkpointing",
+    {"gradient_checkpointing": True},
+    "recomputation: each layer's forward runs once more in the backward",
+    {"cpu": "checkpointing-cost", "cuda": "checkpointing-cost"},
+)
+BF16 = Technique(
+    "bf16",
+    {"bf16": True},
+    "precision: products are taken in bf16, with 8 significant bits; weights and states stay in fp32",
+    {"cpu": "half-precision-faster-cpu", "cuda": "fp16-faster"},
+)
+FP16 = Technique(
+    "fp16",
+    {"fp16": True},
+    "precision: products are taken in fp16, and a step whose gradients overflow is skipped",
+    {"cuda": "fp16-faster"},
+)
+BF16_WEIGHTS = Technique(
+    "bf16 weights",
+    {"dtype": "bfloat16"},
+    "precision and convergence: weights, gradients and states in bf16 lose updates smaller than 1/256 of a weight",
+)
+ADAMW = Technique("AdamW", {"optim": "adamw_torch_fused"})
+ADAFACTOR = Technique(
+    "Adafactor",
+    {"optim": "adafactor"},
+    "convergence: second moments by row and column, no first moment; it may need another learning rate and more steps",
+    {"cpu": "adafactor-cost", "cuda": "adafactor-cost"},
+)
+ADAM_8BIT = Technique(
+    "8-bit Adam",
+    {"optim": "adamw_bnb_8bit"},
+    "precision: the optimizer's states are kept in 8 bits, block by block",
+    {"cuda": "adam8bit-cost"},
+)
+SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
+
+# The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.
+QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
+    ("gradient_checkpointing",): (None, CHECKPOINTING),
+    ("bf16", "fp16", "dtype"): (None, BF16, FP16, BF16_WEIGHTS),
+    ("optim",): (ADAMW, ADAFACTOR, ADAM_8BIT, SGD),
+}
+ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
+
+
+def techniques() -> list[Technique]:
+    """All of them."""
+    return [option for options in QUESTIONS.values() for option in options if option]
