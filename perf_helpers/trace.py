@@ -188,16 +188,13 @@ class Results:
             if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
                 self.known[key] = None
             return
-        if isinstance(result, FakeTensor):
-            made = _made(result, tensors)
-            if type(made) is not View or args[0] is tensors[0]:
-                self.known[key] = made
-        elif type(result) in (tuple, list):
-            parts = [part if part is None else _made(part, tensors) for part in result]
-            if all(part is None or type(part) is Spec for part in parts):
-                self.known[key] = type(result)(parts)
-        if self.known.get(key, False) is False:
-            self.known.pop(key, None)
+        parts = result if type(result) in (tuple, list) else [result]
+        made = [part if part is None else _made(part, tensors) for part in parts]
+        if parts is result:
+            if all(part is None or type(part) is Spec for part in made):
+                self.known[key] = type(result)(made)
+        elif made[0] and (type(made[0]) is Spec or args[0] is tensors[0]):
+            self.known[key] = made[0]
 
 
 def _made(result: Any, tensors: list) -> Spec | View | bool:

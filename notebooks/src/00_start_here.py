@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers.estimate import estimate
 from perf_helpers.task import PROFILES
 
 lab = Lab(profile, strict=strict, out=out, lesson="00_start_here")
@@ -41,10 +42,11 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 #
 # ## Predict
 #
-# Each lesson asks you for a number before it shows one: being wrong first is how an intuition grows. Further down, a model is trained with a batch of 4 sequences, then with a batch of 8. The peak memory of batch 8, in percent of that of batch 4? Put your number in place of `None`.
+# Each lesson asks you for a number before it shows one: being wrong first is how an intuition grows. Further down, a model is trained with a batch of 4 sequences, then with a batch of 8. Move the slider or type a number, and commit it.
 
 # %%
-guess = None  # %
+asked = "What is the peak memory of batch 8, in percent of that of batch 4?"
+widgets.predict(lab, "batch", asked, "%", 50, 300)
 
 # %% [markdown]
 # ## Your machine
@@ -126,6 +128,22 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 # %%
 lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="none")
 
+# %%
+exercises.question(
+    lab,
+    "restart",
+    "An experiment has run out of memory. What do you do before the next one?",
+    {
+        "restart the kernel": "That helps where experiments live in the notebook's own process. This one had a process of "
+        "its own, and what it held went with it.",
+        "`gc.collect()` and `torch.cuda.empty_cache()`": "Both act on the notebook's process, which never held the "
+        "experiment's tensors.",
+        "nothing": "The system takes back all that a process held when it ends, however it ended. The next experiment "
+        "starts from the same state as the first.",
+    },
+    right="nothing",
+)
+
 # %% [markdown]
 # The notebook is alive, and the failure is a run like any other, with a status and a reason. **You never need to restart the kernel.**
 #
@@ -154,11 +172,29 @@ comparison
 #
 # - The memory ratio is exact.
 # - The speed ratio comes with an **interval**, in brackets: the two recipes were run once more, in turns, and the interval holds what such ratios vary by. If it contains 1, nobody can say which one is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
-#
-# And your guess?
 
 # %%
-exercises.score(guess, 100 * comparison.memory_ratio, "%")
+exercises.question(
+    lab,
+    "interval",
+    "Somewhere else, batch 8 comes out at 1.05 (0.90 to 1.22) x the speed of batch 4. Which is faster?",
+    {
+        "batch 8, by 5 %": "1.05 is the best single guess, and a weak one: taking turns once more might as well have "
+        "given 0.95. The interval says how far such numbers vary.",
+        "that cannot be told": "The interval contains 1, so either may be the faster one. More turns or a quieter machine "
+        "make it narrower.",
+        "neither, they are equally fast": "That would be a finding too, and it needs a narrow interval around 1. This one "
+        "also has room for a fifth more speed.",
+    },
+    right="that cannot be told",
+)
+
+# %% [markdown]
+# And your guess? The figure beside it is an *estimate*: the lab follows a training on tensors without contents and counts their bytes, without training anything.
+
+# %%
+estimates = [estimate(lab.task, per_device_train_batch_size=batch).peak_bytes for batch in (4, 8)]
+widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=100 * estimates[1] / estimates[0])
 
 # %%
 _ = plots.memory([small, large])
@@ -219,6 +255,13 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 #
 # You have a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
 
+# %%
+exercises.hint(
+    "From batch 4 to batch 8 the peak grows by the same bytes with each sample.",
+    "How many samples more than 4 can be paid with `limit - small.peak_bytes`?",
+    "A sample costs `(large.peak_bytes - small.peak_bytes) / 4`. Samples come whole: round down.",
+)
+
 # %% tags=["exercise"]
 limit = small.peak_bytes + 0.65 * (large.peak_bytes - small.peak_bytes)
 print(f"batch 4: {small.peak_bytes:,} bytes\nlimit:   {limit:,.0f} bytes\nbatch 8: {large.peak_bytes:,} bytes")
@@ -245,7 +288,7 @@ def check(batch):
     return exercises.right(f"batch {batch} takes {used:.1%} of the limit")
 
 
-check(answer)
+exercises.check(lab, "largest-batch", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # From 4 to 8 the peak grows by the same amount with each sample. 65 % of the way is 4 + 0.65 * 4 = 6.6 samples, so 6.
@@ -255,6 +298,13 @@ exercises.prove(check, solution=6, mistake=8)
 # ## Exercise 2: read a scoreboard
 #
 # Four claims with invented measurements. Which verdict does each get? The last machine is a laptop without a GPU.
+
+# %%
+exercises.hint(
+    "The verdict looks at both ends of an interval, not at its middle. A number alone is an interval of no width.",
+    "Both ends within the rule: holds. Both where the claim is wrong: refuted. One here and one there: nobody knows.",
+    "And where nothing was measured there is nothing to judge: the table of verdicts has a word for it.",
+)
 
 # %% tags=["exercise"]
 answer = None  # a list of four verdicts, such as ["holds", "holds", "holds", "holds"]
@@ -274,6 +324,8 @@ plots.Table(["the claim", "holds if", "measured"], rows)
 def check(verdicts):
     if verdicts is None:
         return exercises.not_attempted()
+    if len(verdicts) != len(cases):
+        return exercises.wrong(f"{len(cases)} claims want {len(cases)} verdicts; here are {len(verdicts)}")
     for (id, value), said in zip(cases.items(), verdicts):
         verdict = claims.decide(ledger[id], value, value is not None)
         if said != verdict:
@@ -281,12 +333,20 @@ def check(verdicts):
     return exercises.right("you can read every scoreboard of the course")
 
 
-check(answer)
+exercises.check(lab, "verdicts", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # The middle of 0.60 to 0.96 is well inside the rule, and still nobody knows: both ends reach outside.
 verdicts = ["holds", "too small to tell", "refuted", "not testable here"]
 exercises.prove(check, solution=verdicts, mistake=["holds", "holds", "refuted", "not testable here"])
+
+# %% [markdown]
+# ## How far you are
+#
+# The course remembers your guesses, answers and results, in a file on this machine and nowhere else. Come back after any lesson and run the next cell again.
+
+# %%
+widgets.progress(lab)
 
 # %% [markdown]
 # ## Recap

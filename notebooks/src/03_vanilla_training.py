@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, monitor, plots, widgets
+from perf_helpers.estimate import estimate
 from perf_helpers.lab import NOISE_FLOOR
 
 lab = Lab(profile, strict=strict, out=out, lesson="03_vanilla_training")
@@ -39,10 +40,18 @@ short = lab.task.replace(seq_len=64) if lab.machine.kind == "cpu" else lab.task
 #
 # ## Predict
 #
-# Vanilla training of this lab's task with a batch of 4: how many times the bytes of its weights will it take at the peak?
+# Put a number first; a guess that turns out wrong is what you will remember.
 
 # %%
-guess = None  # times
+widgets.predict(
+    lab,
+    "vanilla peak",
+    f"Vanilla training of {lab.task.model} on {lab.task.seq_len} tokens, 4 samples a step: how many times the bytes of "
+    "its weights will it take at the peak?",
+    "times",
+    1,
+    20,
+)
 
 # %% [markdown]
 # ## By hand: ten lines of Trainer
@@ -81,6 +90,8 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 # - **AdamW, fused**, at a learning rate of 5e-5. The weight decay is 0 by default.
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
 # - **the order**: backward, clip, step, schedule, zero.
+#
+# (`order`, `rate`, `falling`, `clear` and `fetch` are handles for later; with their defaults the loop is the Trainer's.)
 
 
 # %%
@@ -106,9 +117,6 @@ def plain_loop(task, steps=STEPS, *, order=0, rate=5e-5, falling=True, clear=Tru
         clock.append(time.perf_counter())
     return {"losses": losses, "seconds": np.diff(clock).tolist()}
 
-
-# %% [markdown]
-# (`order`, `rate`, `falling`, `clear` and `fetch` are handles for later; with their defaults the loop is the Trainer's.)
 
 # %%
 from_loop = lab.run(plain_loop, task=short, measure="none").value["losses"]
@@ -166,12 +174,22 @@ print(
 # ## Baseline
 #
 # So this is what `lab.train` runs. It runs it more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. One number never pays for the other.
+#
+# Watch it work, once. The monitor looks at the machine from outside, twice a second, and ends with its cell. What moves, and what stays?
 
 # %%
-vanilla = lab.train("vanilla", per_device_train_batch_size=4)
+with monitor.live() as watch:
+    vanilla = lab.train("vanilla", per_device_train_batch_size=4)
+watch.summary()
+
+# %% [markdown]
+# Experiments come and go as processes of their own; the notebook stays as it was. What the monitor sees is all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
+
+# %%
 times = vanilla.peak_bytes / vanilla.memory.breakdown["weights"]
 print(f"{vanilla}\n{times:.1f} times its weights; the peak falls into the {vanilla.memory.peak_phase}")
-exercises.score(guess, times, "times")
+expected = estimate(lab.task, per_device_train_batch_size=4).peak_bytes / vanilla.memory.breakdown["weights"]
+widgets.revealed(lab, "vanilla peak", times, estimate=expected)
 
 # %%
 _ = plots.memory([vanilla], title="Where vanilla training peaks")
@@ -207,7 +225,24 @@ print(f"who times each once may call the code {slowest / fastest - 1:.0%} faster
 #
 # - **Warm-up.** The first step does what later ones need not: threads start, memory is asked of the system for the first time, kernels are chosen, optimizer states are made. The lab leaves `warmup_steps` out; `max_steps=1` measures a start, not a training.
 # - **The rest varies too**, from step to step and from process to process. Another program had the core, the clock was lowered, memory lay elsewhere. None of it is the recipe's doing.
-#
+
+# %%
+exercises.question(
+    lab,
+    "timed once",
+    "You time two steps of recipe A, then two steps of recipe B, in one process. B takes 30 % less. What do you know?",
+    {
+        "B is about 30 % faster.": "A's steps include the warm-up of the process, which B finds done. The code above "
+        "was faster than itself as well.",
+        "Nothing yet: the order and the noise alone can make such a difference.": "A paid for the warm-up, and one "
+        "pair of times has no interval. Leave the first steps out, take turns, and look at the spread.",
+        "B is faster; by how much would take more repeats.": "Even the sign is open: with the order exchanged, A might "
+        "have won. An interval that contains 1 decides nothing.",
+    },
+    right="Nothing yet: the order and the noise alone can make such a difference.",
+)
+
+# %% [markdown]
 # ## Change nothing
 #
 # Before measuring an effect, measure no effect. `lab.compare` runs two recipes in turns, A B, B A, A B and so on, so that a slow minute hits both, and takes the ratio of each pair. Here A and B are the same.
@@ -232,7 +267,23 @@ _ = plots.speed([itself, effect])
 
 # %% [markdown]
 # Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it lies on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
-#
+
+# %%
+exercises.question(
+    lab,
+    "too small to tell",
+    "A comparison says 1.04, from 0.90 to 1.19. Which sentence can you defend?",
+    {
+        "The change has no effect on the speed.": "Not seen is not the same as not there: 0.90 and 1.19 are both "
+        "possible, and either would be an effect.",
+        "It is most likely 4 % faster.": "1.04 is only the middle pair of a few. The dot decides nothing.",
+        "If there is an effect, it is most likely no more than 10 % slower and no more than 19 % faster.": "That is "
+        "what an interval is good for, even where it contains 1: it bounds what you may have missed.",
+    },
+    right="If there is an effect, it is most likely no more than 10 % slower and no more than 19 % faster.",
+)
+
+# %% [markdown]
 # ## By hand: the interval
 #
 # How well do nine pairs fix their median? Draw nine of them at random, repeats allowed, and take the median; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it.
@@ -269,9 +320,24 @@ plots.Table(
 note = f"micro-batch 4, {vanilla.memory.kind} memory; the peak falls into the {vanilla.memory.peak_phase}"
 claims.check("training-dwarfs-weights", times, note=note)
 
+# %%
+exercises.question(
+    lab,
+    "no interval",
+    "This claim was decided by one number, without an interval. Why is that allowed here, and not for a speed?",
+    {
+        "The effect is large, and large effects need no interval.": "A large effect makes a decision easy, but only an "
+        "interval shows that it is large beside the noise. The reason is another one.",
+        "Memory is measured once and time several times, to save your time.": "It is the other way round: memory is "
+        "measured once because once is enough. Why is it?",
+        "Counted bytes of equal code with equal data do not vary from run to run.": "They are a property of the "
+        "program, and programs that do the same peaked almost alike above. Time is a property of the program and of "
+        "all that happens beside it.",
+    },
+    right="Counted bytes of equal code with equal data do not vary from run to run.",
+)
+
 # %% [markdown]
-# (A ratio of counted bytes needs no interval: it does not vary.)
-#
 # ## Explore
 #
 # How many pairs does a claim need? The intervals of the two comparisons from their first pairs only: the thick line is the bootstrap's, the thin one the lab's. More pairs shorten the thick line; none of them gets below the floor.
@@ -297,6 +363,13 @@ _ = widgets.explore(draw, first_pairs=[3, 5, 7, 9])
 # ## Exercise 1: which loss is the first to differ?
 #
 # Four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. Think through `backward`, `step` and `schedule` before you answer.
+
+# %%
+exercises.hint(
+    "Loss number n is computed from batch n and the weights after n - 1 updates. What does each change touch first?",
+    "Other data are in loss 1 already. Another rate changes update 1, and the first loss after that is loss 2.",
+    "The schedule's factor for update 1 is 1 either way. And before the first `backward` there is nothing to clear.",
+)
 
 # %% tags=["exercise"]
 changes = {"another order": {"order": 1}, "twice the rate": {"rate": 2e-3},
@@ -326,7 +399,7 @@ def check(steps):
     return exercises.right("an update shows one loss later, and what changes the second update shows in the third")
 
 
-check(answer)
+exercises.check(lab, "first to differ", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # Other data: at once. Another rate: after the first update, so in loss 2. The schedule starts at the full rate, and
@@ -338,6 +411,14 @@ exercises.prove(check, solution=steps, mistake=steps | {"constant rate": 2})
 # ## Exercise 2: which one is faster? (challenge)
 #
 # Two recipes that differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
+
+# %%
+exercises.hint(
+    "`lab.compare(a, b)` returns a comparison. Its `speed_ratio` has the pairs, and their interval: `low` to `high`.",
+    "1 inside the interval is an answer, too. Which one?",
+    "Without a limit the Trainer still takes the norm, to log it: `_get_grad_norm` in transformers' trainer.py. What "
+    "work is left out, then?",
+)
 
 # %% tags=["exercise"]
 common = {"task": short, "per_device_train_batch_size": 4, "measure": "time", "steps": 1}
@@ -371,7 +452,7 @@ def check(answer):
     return exercises.right(f"{word}: yours {ratio}, measured again {fresh}{doubt}")
 
 
-check(answer)
+exercises.check(lab, "which is faster", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # The Trainer takes the norm of all gradients in any case, to report it (`_get_grad_norm`; transformers 5.15 and 5.23).

@@ -22,6 +22,7 @@ from IPython.display import display
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
 
@@ -34,10 +35,17 @@ lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
 #
 # ## Predict
 #
-# Below, a batch of 4 is trained as 4 x 1, then as 1 x 4. Activations are cut to a quarter; weights and optimizer states stay. What is the peak of 1 x 4, in percent of the peak of 4 x 1? Put a number before you run on.
+# Below, a batch of 4 is trained as 4 x 1, then as 1 x 4. Activations are cut to a quarter; weights and optimizer states stay.
 
 # %%
-guess = None  # %
+widgets.predict(
+    lab,
+    "peak of 1 x 4",
+    "What is the peak memory of 1 x 4, in percent of the peak of 4 x 1?",
+    "%",
+    0,
+    120,
+)
 
 # %% [markdown]
 # ## By hand
@@ -117,7 +125,25 @@ for name, make in optimizers.items():
 
 # %% [markdown]
 # Adam divides the gradient by its own running size, so a constant factor cancels. SGD takes it in full, like a learning rate four times as high. And under every optimizer the logged loss is four times too high, and clipping, which the Trainer does at a norm of 1 by default, cuts four times too early. Remember this; it explains how such an error can live unseen.
-#
+
+# %%
+exercises.question(
+    lab,
+    "contrastive",
+    "A contrastive loss compares each image with all others of its pass. You train it as 8 x 4, each loss divided by "
+    "4, in place of 32 x 1. What do you get?",
+    {
+        "The gradient of the batch of 32, since each part has its share.": "The shares are right, but the parts are "
+        "not parts of the same sum: the loss of an image depends on who else is in its pass.",
+        "The gradient of another, easier problem: each image meets 7 others, not 31.": "As with BatchNorm, what is "
+        "cut is not a sum over samples. No weight repairs that.",
+        "The right direction, at four times the length.": "That is what a forgotten division does. Here the division "
+        "is there; what is missing are the comparisons between passes.",
+    },
+    right="The gradient of another, easier problem: each image meets 7 others, not 31.",
+)
+
+# %% [markdown]
 # ## Baseline
 #
 # The task of this machine's profile, as 4 x 1 (on a GPU with sequences of 512 tokens, as in the guides).
@@ -141,7 +167,10 @@ accumulated = lab.train(
     measure=("memory",),
 )
 single = lab.train("1 x 1", task=long, per_device_train_batch_size=1, measure=("memory",))
-exercises.score(guess, 100 * accumulated.peak_bytes / whole_batch.peak_bytes, "%")
+cut = estimate(long, per_device_train_batch_size=1, gradient_accumulation_steps=4).peak_bytes
+uncut = estimate(long, per_device_train_batch_size=4).peak_bytes
+measured = 100 * accumulated.peak_bytes / whole_batch.peak_bytes
+widgets.revealed(lab, "peak of 1 x 4", measured, estimate=100 * cut / uncut)
 
 # %%
 _ = plots.memory([whole_batch, accumulated, single], title="Peak memory: micro-batch x accumulation steps")
@@ -154,7 +183,25 @@ _ = axes[1].set_ylim(axes[0].get_ylim())
 # Compare the bars part by part. From *4 x 1* to *1 x 4* the activations shrink to a quarter, and nothing else gets smaller: accumulation does nothing about weights, gradients or optimizer states.
 #
 # Now *1 x 4* beside *1 x 1*: one part was **added**. Without accumulation the gradients are freed before the next forward, so they hardly overlap with the activations. With it, the sum so far has to survive every following pass: one full set of gradients lies under the peak. The timelines show it arrive in the first pass and stay.
-#
+
+# %%
+exercises.question(
+    lab,
+    "peak in the update",
+    "A training has its peak in the optimizer's update, where the activations are gone. You cut its batch into "
+    "micro-batches and accumulate. What happens to the peak?",
+    {
+        "Nothing: at the update there are no activations to cut.": "Weights, gradients, states and the update's own "
+        "temporaries stand there as before. Look where the peak is before you choose a remedy.",
+        "It falls, but by less than the micro-batch does.": "Accumulation cuts activations only, and these are not what "
+        "makes this peak.",
+        "It rises by one set of gradients.": "That set is added under the passes that follow, where it was not before. "
+        "At the update the gradients are there in any case.",
+    },
+    right="Nothing: at the update there are no activations to cut.",
+)
+
+# %% [markdown]
 # ## What it costs
 #
 # Time is different: the arithmetic is the same, only cut otherwise. Three numbers explain nearly all of it: the seconds of a pass, how they grow with the micro-batch, and the seconds of an update. Let us measure the parts (on a CPU with shorter sequences, to save your time), and the peak of four ways to make a batch of 8.
@@ -217,7 +264,24 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # Down the rows, the same effective batch is made of ever smaller passes. On the right, the peak falls with the micro-batch, by less and less: what remains does not depend on the batch. The left side shows the price, if there is one (each part was timed a few times only; the intervals come below). A small pass may keep the device less busy than a large one, and then a sample costs more in it. How much more is a property of your machine and your sequences, not of accumulation: a large GPU that a single short sequence cannot fill loses most.
 #
 # Against *stepping after each micro-batch*, on the other hand, accumulation can only gain: the update runs once instead of several times. "Accumulation makes training slower" is true beside the batch that fits, false beside the small batch without it.
-#
+
+# %%
+exercises.question(
+    lab,
+    "slower",
+    "8 samples fit. For an effective batch of 32 you go from 8 x 1 to 8 x 4. What happens to the samples per second?",
+    {
+        "They fall to about a quarter: a step now has four passes.": "A step takes about four times as long, and has "
+        "four times the samples. Count samples, not steps.",
+        "They fall somewhat: smaller passes use the device less well.": "The passes are as large as before. That "
+        "price is paid by who goes from 32 x 1 to 8 x 4, and 32 x 1 does not fit.",
+        "They stay or rise a little: the same passes, and one update for four of them.": "How much depends on what an "
+        "update costs beside a pass. The claims below measure both comparisons.",
+    },
+    right="They stay or rise a little: the same passes, and one update for four of them.",
+)
+
+# %% [markdown]
 # ## The Trainer, put to the same test
 #
 # Does `gradient_accumulation_steps` give the gradient that your loop by hand gave? We take what the optimizer receives at the Trainer's first step, with dropout off, clipping off and exactly four samples.
@@ -368,6 +432,13 @@ _ = widgets.explore(draw, micro_batch=[1, 2, 4, 8], update_costs=["1 x", "3 x", 
 #
 # Repair the last row of the table by hand. Write a function that returns the weight of one micro-batch's *mean* loss. It is told the tokens of this micro-batch, the tokens of the whole batch, and the number of micro-batches.
 
+# %%
+exercises.hint(
+    "Write the mean over all tokens as a sum over micro-batches. What must each one's own mean be multiplied by?",
+    "A mean times the number of tokens it was taken over is a sum again.",
+    "12 of 14 tokens should have 12/14 of the say. The number of micro-batches plays no part.",
+)
+
 # %% tags=["exercise"]
 answer = None  # lambda tokens_here, tokens_in_all, micro_batches: ...
 
@@ -386,7 +457,7 @@ def check(answer):
     return exercises.wrong(f"{figures}: does a token of the short sequence count as much as one of the long?")
 
 
-check(answer)
+exercises.check(lab, "unequal lengths", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(
@@ -397,6 +468,13 @@ exercises.prove(
 # ## Exercise 2: the challenge
 #
 # An effective batch of **32** under the limit printed below, at the best speed: with the fewest passes that fit. Use `per_device_train_batch_size` and `gradient_accumulation_steps` alone. The limit lies just above the peak of *8 x 1*.
+
+# %%
+exercises.hint(
+    "Two numbers whose product is 32. The larger the micro-batch, the fewer the passes.",
+    "8 x 1 fits under the limit. What does 8 x 4 have in memory that 8 x 1 has not? Compare the bars of 1 x 4 and 1 x 1.",
+    "Half a set of gradients is left above 8 x 1, and accumulating needs a whole one: take the next smaller size.",
+)
 
 # %% tags=["exercise"]
 limit_bytes = sweep[8].peak_bytes + 2 * sweep[8].memory.parameters  # half a set of gradients above 8 x 1
@@ -428,7 +506,7 @@ def check(answer):
     return exercises.right(f"{found}; twice the micro-batch does not fit")
 
 
-check(answer)
+exercises.check(lab, "32 under a limit", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(

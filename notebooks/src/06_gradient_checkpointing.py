@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="06_gradient_checkpointing")
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are tiny
@@ -40,10 +41,17 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # ## Predict
 #
-# Below, the task of this machine is trained with a batch of 4, without and with checkpointing of every layer. What is the peak with it, in percent of the peak without? Weights, gradients and optimizer states count too.
+# Below, the task of this machine is trained with a batch of 4, without and with checkpointing of every layer. Weights, gradients and optimizer states count too.
 
 # %%
-guess = None  # %
+widgets.predict(
+    lab,
+    "every layer",
+    "What is the peak with every layer checkpointed, in percent of the peak without?",
+    "%",
+    0,
+    120,
+)
 
 # %% [markdown]
 # ## By hand
@@ -143,7 +151,24 @@ _ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs
 # > k = √(n / I)
 #
 # With I = 1 that is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the checkpoints belong closer together.
-#
+
+# %%
+exercises.question(
+    lab,
+    "longer segments",
+    "36 blocks, in segments of 6 instead of 1. How often does each block run forward in a training step?",
+    {
+        "Twice, as with segments of 1.": "Each segment is run again once, from its own input, and every block is in "
+        "one segment. The distance changes the memory, not the arithmetic.",
+        "Up to 7 times: to have a block's inside, all blocks before it in the segment run again.": "That would be "
+        "so if every block were recomputed by itself. The segment runs again as one, and keeps all its insides.",
+        "Fewer times than with segments of 1: there are only 6 checkpoints.": "Fewer inputs are kept. What is not kept "
+        "is computed again, and that is still every block.",
+    },
+    right="Twice, as with segments of 1.",
+)
+
+# %% [markdown]
 # Now against depth, with I = 4: nothing checkpointed, every block, and segments of √n blocks.
 
 # %%
@@ -189,7 +214,10 @@ every = lab.train(
 )
 for run in (vanilla, every):
     _ = plots.timeline(run)
-exercises.score(guess, 100 * every.peak_bytes / vanilla.peak_bytes, "%")
+with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True).peak_bytes
+without = estimate(lab.task, per_device_train_batch_size=4).peak_bytes
+measured = 100 * every.peak_bytes / vanilla.peak_bytes
+widgets.revealed(lab, "every layer", measured, estimate=100 * with_it / without)
 
 # %% [markdown]
 # Without: activations pile up through the forward pass and melt away in backward. With: in the forward pass they come and go, and each layer leaves a low step behind, its input; then backward has one hump for each layer that is recomputed. Weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.
@@ -201,6 +229,22 @@ short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("m
 small = [lab.train("short, none", **short), lab.train("short, every layer", gradient_checkpointing=True, **short)]
 print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:.1%} saved")
 plots.table(small)
+
+# %%
+exercises.question(
+    lab,
+    "what it shrinks",
+    "A training peaks in backward: 60 % of it are weights, gradients and optimizer states, 40 % are activations. What "
+    "is the most that checkpointing every layer can save?",
+    {
+        "Nearly all of it: only one layer at a time is in memory.": "One layer's inside at a time, but the weights of "
+        "all layers, with their gradients and states, stay where they are.",
+        "About half of the whole.": "There is no such rule. What can be saved depends on what the peak is made of.",
+        "Somewhat less than 40 %.": "Only the activations shrink, and the layers' inputs and one layer's inside are "
+        "left of them. The rest needs other means: lessons 08 and 09.",
+    },
+    right="Somewhat less than 40 %.",
+)
 
 # %% [markdown]
 # ## Which layers pay
@@ -280,6 +324,22 @@ speed = lab.compare(lab.train("none", **timed), recomputed).speed_ratio
 note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; one more forward alone: -25%, +33%"
 claims.check("checkpointing-cost", speed, note=note)
 
+# %%
+exercises.question(
+    lab,
+    "time and throughput",
+    "A training does 3 samples in the time in which it did 4 before: 25 % less throughput. Its 3 days become ...",
+    {
+        "3.75 days: 25 % more.": "25 % is the share of the old speed that is missing. At three quarters of the speed, "
+        "the time is divided by 3/4.",
+        "4 days: 33 % more.": "The same fact told in the other way, and the larger number of the two. Ask which one a "
+        "report means before you compare two reports.",
+        "3 days or less: the memory saved allows a larger batch, which makes up for it.": "It may be, where a "
+        "larger batch is faster for each sample. But that is another recipe, and has to be measured as one.",
+    },
+    right="4 days: 33 % more.",
+)
+
 
 # %% tags=["claim"]
 def gradients_apart(task):
@@ -345,6 +405,13 @@ _ = widgets.explore(draw, layers=[24, 4, 12, 48, 96, 256], inside=[30, 15, 4, 1]
 #
 # 48 blocks, each of which saves 3 tensors as large as its input. How many blocks should a segment have?
 
+# %%
+exercises.hint(
+    "There are 48 / k inputs to keep, and k blocks' insides while one segment is recomputed.",
+    "The sum is smallest where both parts are equal: k = √(n / I). What is I?",
+    "n / I is 48 / 3.",
+)
+
 # %% tags=["exercise"]
 answer = None  # a divisor of 48
 
@@ -361,7 +428,7 @@ def check(answer):
     return exercises.wrong(f"the peak is {mine:.1f} inputs; the best has {min(others.values()):.1f}. What is I here?")
 
 
-check(answer)
+exercises.check(lab, "place the checkpoints", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check, solution=4, mistake=8)
@@ -370,6 +437,13 @@ exercises.prove(check, solution=4, mistake=8)
 # ## Exercise 2: the challenge
 #
 # A model of 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more arithmetic, so at most 17 % slower. Which layers do you checkpoint?
+
+# %%
+exercises.hint(
+    "It is not only how many. Where is the peak: at which moment of backward is most in memory?",
+    "Backward begins with the last layer. If that one is recomputed, which insides are waiting at that moment?",
+    "A layer's inside may come back at no cost when those of the layers after it are gone: checkpoint the early ones.",
+)
 
 # %% tags=["exercise"]
 answer = None  # a list of layer numbers, e.g. [0]
@@ -404,7 +478,7 @@ def check(answer):
     return exercises.right(f"{plots.bytes_text(peak)} with {len(set(answer))} of {layers} layers running twice")
 
 
-check(answer)
+exercises.check(lab, "half the layers", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(layers - layers // 2, layers)))

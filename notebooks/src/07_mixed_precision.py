@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
 from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="07_mixed_precision")
 on_gpu = lab.machine.kind == "cuda"
@@ -41,11 +42,19 @@ print(f"{lab.machine.name}: mixed precision is {mixed}, 16-bit products are {'na
 # multiply them several times as fast. But two bytes tell fewer numbers apart. *Mixed precision* therefore keeps
 # weights, gradients and optimizer states in fp32, and lets the large matrix products work on 16-bit copies.
 #
-# **Predict.** A BERT is trained below in fp32 and in mixed precision. How large is the peak in mixed precision,
-# in percent of the fp32 peak?
+# ## Predict
+#
+# A BERT is trained below in fp32 and in mixed precision, with several micro-batches. The guess is about the largest.
 
 # %%
-guess = None  # % of the fp32 peak
+widgets.predict(
+    lab,
+    "mixed peak",
+    "How large is the peak in mixed precision, in percent of the fp32 peak?",
+    "%",
+    0,
+    120,
+)
 
 # %% [markdown]
 # ## By hand: the formats
@@ -136,6 +145,19 @@ def activations(dtype):
 in_bf16, in_fp16 = activations(torch.bfloat16), activations(torch.float16)
 overflow_share = (in_bf16.isfinite() & ~in_fp16.isfinite()).float().mean().item()
 print(f"a price of {price[-1].item():,.0f}: {in_bf16[-1]:,.0f} in bf16, {in_fp16[-1]} in fp16")
+
+# %%
+exercises.question(
+    lab,
+    "range and digits",
+    "Which of these numbers does fp16 hold better than bf16?",
+    {
+        "100000": "It is beyond fp16's largest number and becomes `inf`. bf16 has 99840, which is close.",
+        "1.001": "fp16 has 10 digits after the leading one, so it comes within 0.0001; bf16 has 7, and holds 1.",
+        "1e-9": "It is less than half of fp16's smallest number and becomes 0. bf16 reaches down as far as fp32.",
+    },
+    right="1.001",
+)
 
 # %% [markdown]
 # ## By hand: the loss scaler
@@ -323,7 +345,14 @@ def peak(recipe, batch, accumulate=2, **more):
 
 
 runs = {(recipe, batch): peak(recipe, batch) for batch in batches for recipe in recipes}
-exercises.score(guess, 100 * runs["mixed", large].peak_bytes / runs["fp32", large].peak_bytes, "% of the fp32 peak")
+common = {"per_device_train_batch_size": large, "gradient_accumulation_steps": 2}
+expected = {name: estimate(task, **common, **recipes[name]).peak_bytes for name in ("fp32", "mixed")}
+widgets.revealed(
+    lab,
+    "mixed peak",
+    100 * runs["mixed", large].peak_bytes / runs["fp32", large].peak_bytes,
+    estimate=100 * expected["mixed"] / expected["fp32"],
+)
 
 # %%
 _ = plots.memory(list(runs.values()), title="Peak by micro-batch and recipe")
@@ -337,6 +366,23 @@ ax.set_xticks(batches)
 alone = {recipe: peak(recipe, small, accumulate=1).peak_bytes for recipe in ("fp32", "mixed")}
 without = f"{alone['mixed'] / alone['fp32'] - 1:+.1%} without accumulation"
 print(f"mixed precision at micro-batch {small}: {change['mixed'][0]:+.1f}%, {without}")
+
+# %%
+exercises.question(
+    lab,
+    "what halves",
+    "A model has 1 GB of fp32 weights, and next to no activations. It is trained with accumulation. What does mixed "
+    "precision do to the peak?",
+    {
+        "It halves it: 16 bits instead of 32.": "That is pure half precision. Mixed precision keeps weights, gradients "
+        "and optimizer states in fp32.",
+        "It changes nothing: all that is left is kept in fp32.": "What was there stays as it was, but something is "
+        "added. What do the matrix products work on?",
+        "It rises, by up to 0.5 GB.": "The products need 16-bit copies of their weights beside the fp32 ones. Only "
+        "activations can pay for that, so there is a batch from which on it pays.",
+    },
+    right="It rises, by up to 0.5 GB.",
+)
 
 # %% [markdown]
 # Above the black line mixed precision costs memory: the copies of the weights are there whatever the batch, and a small
@@ -451,6 +497,22 @@ in_turns = timed("fp32, timed", {}), timed("mixed, timed", mixed)
 speed = lab.compare(*in_turns).speed_ratio
 print(f"torch says that bf16 can be used: {flag}. 16-bit products: {'native' if native else lacking}")
 print(f"speed of mixed precision, fp32 = 1: {speed}")
+
+# %%
+exercises.question(
+    lab,
+    "a flag",
+    "On some machine torch's flag says that bf16 is supported. What do you know about the speed?",
+    {
+        "Nothing.": "The flag says that the results can be computed, by whatever path. The instructions of the chip "
+        "decide how fast, so ask for them, or measure.",
+        "bf16 is faster than fp32 there, though by how much is open.": "Emulated bf16 is slower than fp32: each value "
+        "is widened, multiplied in fp32 and rounded again. The flag is set all the same.",
+        "bf16 is no slower than fp32: otherwise torch would use fp32.": "torch does what it is told. It computes in "
+        "the format that was asked for, at whatever price.",
+    },
+    right="Nothing.",
+)
 
 # %% [markdown]
 # Mixed precision learns as fp32 does: the bands lie on each other. Whether it is faster depends on the chip. torch says
@@ -571,6 +633,13 @@ _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0,
 # With a loss weight of 1e-9 even the usual start of 65536 is too small. Find a scale (a power of two) at which fp16
 # loses less than 1 % of the gradients and none overflows.
 
+# %%
+exercises.hint(
+    "With a weight of 1 hardly any gradient was lost. Which scale makes up for a weight of 1e-9?",
+    "1e9 is about 2 to the power of 30.",
+    "`2.0**30` puts the gradients where fp16 held them at a weight of 1. A little above leaves more room below.",
+)
+
 # %% tags=["exercise"]
 my_scale = None  # e.g. 2.0**16
 
@@ -587,7 +656,7 @@ def check_scale(answer):
     return exercises.right(f"{share:.2%} vanish, none overflows")
 
 
-check_scale(my_scale)
+exercises.check(lab, "loss scale", check_scale, my_scale)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
@@ -598,6 +667,13 @@ exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 # Give the fastest recipe on this machine whose loss stays in the band: training arguments such as `{"bf16": True}`,
 # `{"dtype": "float16"}`, or `{}` for fp32. Target: a final loss no higher than the worst fp32 seed's, at 0.8 of the speed
 # of the faster of fp32 and mixed precision or more.
+
+# %%
+exercises.hint(
+    "You have measured two candidates already: their losses over three seeds, and their speeds in turns.",
+    "Pure half precision moves the fewest bytes. Look at what Adam divides by: can fp16 hold a squared gradient?",
+    "Where `speed` above is more than 1, mixed precision is the safe answer; where it is less, `{}` is.",
+)
 
 # %% tags=["exercise"]
 my_recipe = None
@@ -619,7 +695,7 @@ def check_recipe(answer):
     return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")
 
 
-check_recipe(my_recipe)
+exercises.check(lab, "fastest recipe", check_recipe, my_recipe)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # Pure fp16 fails: Adam's second moment, a squared gradient, is 0 in fp16, and the step divides by it.

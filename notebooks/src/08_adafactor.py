@@ -23,6 +23,7 @@ import torch
 from transformers.optimization import Adafactor
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.estimate import estimate
 from perf_helpers.runs import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="08_adafactor")
@@ -36,12 +37,13 @@ lab = Lab(profile, strict=strict, out=out, lesson="08_adafactor")
 #
 # ## Predict
 #
-# The next cell prints the number of parameters. Adam's two averages are 4 bytes each. By how many MB will the *peak* of training fall when Adafactor takes over? Put a number before you run on.
+# The next cell prints the number of parameters. Adam's two averages are 4 bytes each. Commit a number before you run on.
 
 # %%
 parameters = lab.task.parameters()
 print(f"{lab.task}: {parameters:,} parameters")
-guess = None  # MB
+asked = "By how many MB will the peak of training fall when Adafactor takes over?"
+widgets.predict(lab, "saved", asked, "MB", 0, round(12 * parameters / 1e6))
 
 # %% [markdown]
 # ## By hand: a matrix from its margins
@@ -69,6 +71,22 @@ rebuilt = torch.outer(row, column) / row.mean()
 torch.testing.assert_close(rebuilt.sum(dim=1), second.sum(dim=1))
 torch.testing.assert_close(rebuilt.sum(dim=0), second.sum(dim=0))
 print(f"kept by Adam: {second.numel():,} numbers; kept by Adafactor: {row.numel() + column.numel():,}")
+
+# %%
+exercises.question(
+    lab,
+    "exact",
+    "The sums of rows and columns are exact. Of which matrices is every entry exact too?",
+    {
+        "of all of them": "Then nothing would be lost, and the next picture shows that something is. Many matrices of "
+        "`r` x `c` entries have the same `r + c` sums; the means cannot tell which of them it was.",
+        "of the symmetric ones": "Symmetry makes row means and column means equal, no more. Try `[[1, 0], [0, 1]]`: each "
+        "mean is 0.5, and every rebuilt entry is 0.5 as well.",
+        "of those whose rows are multiples of one another": "Such a matrix is an outer product (rank 1), and an outer "
+        "product is what is rebuilt. Stripes come close to it; single entries that stand out do not.",
+    },
+    right="of those whose rows are multiples of one another",
+)
 
 # %%
 error = (second / rebuilt).sqrt().log2()  # a step is divided by the root of the second moment
@@ -149,7 +167,9 @@ common = dict(per_device_train_batch_size=lab.profile.micro_batch, measure=("mem
 adafactor = lab.train("Adafactor", optim="adafactor", **common)  # new
 smoothed = lab.train("Adafactor with a first moment", optimizer=with_first_moment, **common)  # new
 saved = vanilla.peak_bytes - adafactor.peak_bytes
-exercises.score(guess, saved / 1e6, "MB")
+batch = {"per_device_train_batch_size": lab.profile.micro_batch}
+foreseen = estimate(lab.task, **batch).peak_bytes - estimate(lab.task, optim="adafactor", **batch).peak_bytes
+widgets.revealed(lab, "saved", saved / 1e6, estimate=foreseen / 1e6)
 
 # %%
 runs = [vanilla, adafactor, smoothed]
@@ -159,6 +179,22 @@ fewer = states[vanilla.name] - states[adafactor.name]
 print(f"states smaller by {plots.bytes_text(fewer)}, peak lower by {plots.bytes_text(saved)}")
 rows = [[name, plots.bytes_text(size), size / parameters, lab[name].memory.peak_phase] for name, size in states.items()]
 plots.Table(["optimizer", "states at the peak", "bytes a parameter", "peak is in"], rows)
+
+# %%
+exercises.question(
+    lab,
+    "larger-batch",
+    "At a batch four times as large, how many MB does Adafactor save?",
+    {
+        "as many, and a smaller share of the peak": "States belong to the parameters, which no batch changes. The "
+        "activations that they lie under have grown, so the same MB are a smaller part of the whole.",
+        "four times as many": "Activations grow with the batch, states do not: they hold a number or two for each "
+        "parameter, however many samples made the gradient.",
+        "as large a share of the peak": "The share falls: above is the batch's part, which grows, and below the states' "
+        "part, which stays. Percentages of a peak hold for one batch only.",
+    },
+    right="as many, and a smaller share of the peak",
+)
 
 # %% [markdown]
 # Only the states changed. Where both peaks lie in the backward pass, states lie under them from the second step on, so the peak falls by what the states shrink.
@@ -297,6 +333,23 @@ hardest = max(ratios, key=lambda name: ratios[name].value)
 others = "; ".join(f"on {name}: {ratio}" for name, ratio in ratios.items() if name != hardest)
 claims.check("adafactor-convergence", ratios[hardest], note=f"decided on {hardest}; {others}")
 
+# %%
+exercises.question(
+    lab,
+    "same-rate",
+    "A post trains both at the rate of an AdamW recipe, finds AdamW ahead and calls Adafactor the worse learner. "
+    "What does the post show?",
+    {
+        "that Adafactor learns worse: all else was equal": "Equal is not fair here. A rate is in units of the optimizer's "
+        "own step, and the two steps have different sizes. In the upper row, a shared rate decides who is ahead.",
+        "that AdamW's rate suits AdamW": "The rate was found for one of the two. A fair trial gives each a search of the "
+        "same size, and judges each one's best on seeds that the search has not seen.",
+        "nothing, until both have trained for longer": "Longer training does not mend a rate that suits one of the two. "
+        "The search has to be fair first; then the steps are a question of their own.",
+    },
+    right="that AdamW's rate suits AdamW",
+)
+
 # %% [markdown]
 # ## Explore
 #
@@ -316,6 +369,13 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 # ## Exercise 1: what is kept
 #
 # Write a function: from the shape of a tensor to the count of numbers that Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check asks the library.
+
+# %%
+exercises.hint(
+    "Three cases, by the number of dimensions: one, two, more. `len(shape)` tells them apart.",
+    "A vector is kept whole. A matrix keeps one number a row and one a column: `shape[-2] + shape[-1]`.",
+    "A stack has `math.prod(shape[:-2])` matrices, which is 1 if there is only one (the product of nothing).",
+)
 
 # %% tags=["exercise"]
 answer = None  # lambda shape: ...
@@ -341,7 +401,7 @@ def check(answer):
     return exercises.right("a vector whole, a matrix by its margins, a stack matrix by matrix")
 
 
-check(answer)
+exercises.check(lab, "kept", check, answer)
 
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
@@ -355,6 +415,14 @@ exercises.prove(check, solution=numbers, mistake=sum)
 # ## Exercise 2: the challenge
 #
 # The look-up task, 30 steps of the Trainer. AdamW, well tuned, gives the loss printed below; but your device holds only `limit`, not enough for its states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). Then: how low can you go?
+
+# %%
+exercises.hint(
+    "The task and the batch stay, so weights, gradients and activations do. What is left to shrink, and by which `optim`?",
+    "It fits but does not learn? Look at the upper left picture: the two optimizers have their minima at different rates.",
+    "The Trainer's default rate is 0.00005, far below anything that worked there. Adafactor's best rate stands in the "
+    "legend of the lower left picture.",
+)
 
 # %% tags=["exercise"]
 recipe = dict(task=look_up, measure=("memory", "none"), max_steps=30)
@@ -381,7 +449,7 @@ def check(answer):
     return exercises.right(figures)
 
 
-check(answer)
+exercises.check(lab, "low-memory", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(

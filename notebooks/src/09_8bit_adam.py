@@ -20,6 +20,7 @@ import statistics
 import bitsandbytes as bnb
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
 from transformers import Trainer
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
@@ -36,12 +37,13 @@ lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
 #
 # ## Predict
 #
-# AdamW keeps 8 bytes a parameter. How many will the Trainer's `optim="adamw_bnb_8bit"` keep on this lesson's model, on average over *all* parameters?
+# AdamW keeps 8 bytes a parameter. The Trainer's flag for the 8-bit one is `optim="adamw_bnb_8bit"`.
 
 # %%
 parameters = lab.task.parameters()
 print(f"{lab.task}: {parameters:,} parameters, AdamW's states take {plots.bytes_text(8 * parameters)}")
-guess = None  # bytes a parameter
+asked = "How many bytes a parameter will the flag keep on this lesson's model, on average over all parameters?"
+widgets.predict(lab, "states", asked, "bytes a parameter", 0, 12)
 
 # %% [markdown]
 # ## By hand: the map
@@ -120,6 +122,23 @@ if same < 0.99:  # a number midway between two values may fall either way
     raise RuntimeError(f"only {same:.1%} of the codes are the library's")
 print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes for {state.nbytes:,}")
 
+# %%
+exercises.question(
+    lab,
+    "outlier",
+    "Of 4096 numbers all are about 1 in size, except one of 1000. The library quantizes them in blocks of 256. "
+    "Which of them come back much less exact than without that one?",
+    {
+        "that one, since it is off the map": "It is the absmax of its block, so it becomes 1.0 times the scale. 1.0 is one "
+        "of the 256 values: it comes back as it was.",
+        "all the others": "So it would be with one scale for the tensor. Here 15 of the 16 blocks have scales of their "
+        "own, which never saw the outlier.",
+        "the other 255 of its block": "Divided by 1000 they are near 0.001, where the map has 8 or 16 values for a power "
+        "of ten; near 1 it has 64. No other block knows of the outlier.",
+    },
+    right="the other 255 of its block",
+)
+
 
 # %%
 def errors(outlier, block):
@@ -168,6 +187,22 @@ for step in range(1, 101):
 way = exact.detach().norm().item()
 
 # %%
+exercises.question(
+    lab,
+    "in-8-bits",
+    "In a training with 8-bit Adam, what is in 8 bits?",
+    {
+        "weights, gradients and states": "That would be training in 8 bits, which is another matter (fp8, on recent "
+        "GPUs). This name is about what the optimizer remembers; the next cell prints the dtypes.",
+        "the states, from one step to the next": "They are expanded for the update and written back as bytes. `adam8_step` "
+        "does just that, in its first and its last lines.",
+        "the states, and the arithmetic of the update": "`adam8_step` computes with what `dequantize` returns, numbers "
+        "of 32 bits, and rounds the new states only when it writes them back.",
+    },
+    right="the states, from one step to the next",
+)
+
+# %%
 off_library, off_exact = ((mine - other).norm().item() / way for other in (ours.detach(), exact.detach()))
 print(f"by hand against the library: {off_library:.2%} of the way gone; against exact Adam: {off_exact:.2%}")
 if off_library > 0.01 or off_exact > 0.05:
@@ -209,7 +244,7 @@ by_hand = lab.train("8-bit, grouped by hand", optimizer=grouped, **common)  # ne
 meta = lab.task.build_model(device="meta")
 theirs = set(Trainer.get_decay_parameter_names(None, meta))
 print("the Trainer's own groups are the same:", theirs == {n for n, p in meta.named_parameters() if p.ndim >= 2})
-exercises.score(guess, flag.memory.breakdown["optimizer_states"] / parameters, "bytes a parameter")
+widgets.revealed(lab, "states", flag.memory.breakdown["optimizer_states"] / parameters)
 
 # %% [markdown]
 # So the flag groups as the guide did. Does it keep the same bytes? Two rules decide. The *library* leaves tensors of fewer than 4096 numbers in 32 bits: there is little to save, and norms and biases are few and touchy. And the *Trainer*, behind the flag, asks for 32 bits for every embedding: most rows see no gradient in most steps and a large one in some, and 8-bit embeddings made pretraining unstable ([the discussion](https://github.com/huggingface/transformers/issues/14819)). Count by the rules, then hold the count against what was measured.
@@ -251,7 +286,6 @@ for ax, run in zip(axes, (vanilla, flag)):
     plots.timeline(run, ax)
 
 
-# %%
 def highest(run, phase):
     """The highest moment of a phase, in bytes; at least what is live at its end."""
     series = run.memory.timeline
@@ -348,13 +382,9 @@ print(f"AdamW alone, from seed to seed: {min(finals['AdamW']):.3f} to {max(final
 # ## What held
 
 # %% tags=["claim"]
-claims.check("adam8bit-memory", flag.peak_bytes / vanilla.peak_bytes, note=f"saved {plots.bytes_text(saved)}")
-
-# %% tags=["claim"]
+display(claims.check("adam8bit-memory", flag.peak_bytes / vanilla.peak_bytes, note=f"saved {plots.bytes_text(saved)}"))
 comparison = lab.compare(vanilla, flag) if lab.machine.kind == "cuda" else None  # the claim is about CUDA's kernels
-claims.check("adam8bit-cost", comparison and comparison.speed_ratio)
-
-# %% tags=["claim"]
+display(claims.check("adam8bit-cost", comparison and comparison.speed_ratio))
 claims.check("adam8bit-convergence", ratio)
 
 
@@ -379,6 +409,14 @@ _ = widgets.explore(draw, block=[256, 64, 1024, 4096], outlier=[1000, 1, 10, 100
 #
 # One sequence of 32 tokens: hardly an activation left. What is the flag's peak divided by AdamW's? Answer to within 10 %. Everything you need has been printed.
 
+# %%
+exercises.hint(
+    "Weights and states do not care about the batch, activations do. Without them, is the peak still in backward?",
+    "The table of the last measurement has a column for the step's highest moment. The update works on whole tensors "
+    "and does not know how long the sequences were.",
+    "The flag's highest moment in the step, divided by AdamW's.",
+)
+
 # %% tags=["exercise"]
 answer = None  # a number
 
@@ -400,7 +438,7 @@ def check(answer):
 
 
 small_peaks = []
-check(answer)
+exercises.check(lab, "small-batch", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(
@@ -413,6 +451,14 @@ exercises.prove(
 # ## Exercise 2: the challenge
 #
 # The fewest bytes of states a parameter with the loss still in the band: a function from the model's parameters to an optimizer. On the look-up task, its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth, and its states may take **2.5** bytes a parameter at most. Then go lower.
+
+# %%
+exercises.hint(
+    "The embeddings are most of this model, and the Trainer's flag spares them. Who has not spared them above?",
+    "bitsandbytes' classes spare small tensors only: `bnb.optim.AdamW8bit(parameters, lr=..., weight_decay=0)`.",
+    "At AdamW's own rate, which is printed below. Lower still: bitsandbytes has 8-bit optimizers that keep one state "
+    "instead of two. They want rates of their own.",
+)
 
 # %% tags=["exercise"]
 band = 1.1 * max(finals["AdamW"])
@@ -438,7 +484,7 @@ def check(answer):
     return exercises.right(figures)
 
 
-check(answer)
+exercises.check(lab, "fewest-bytes", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(

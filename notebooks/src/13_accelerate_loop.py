@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, monitor, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="13_accelerate_loop")
 native = hardware.supports("sm80")[0] or (lab.machine.kind == "cpu" and hardware.supports("cpu-bf16")[0])
@@ -38,10 +38,11 @@ print(f"mixed precision on this machine: {precision}")
 #
 # ## Predict
 #
-# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision where this machine has it, 8-bit Adam, clipping, a schedule. Once with the Trainer, once in a loop of our own. What will be the loop's peak, in percent of the Trainer's?
+# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision where this machine has it, 8-bit Adam, clipping, a schedule. Once with the Trainer, once in a loop of our own.
 
 # %%
-guess = None  # %
+asked = "What will be the loop's peak, in percent of the Trainer's?"
+widgets.predict(lab, "peak", asked, "%", 25, 150)
 
 # %% [markdown]
 # ## By hand
@@ -98,6 +99,22 @@ try:
     Accelerator(fp16=True)
 except TypeError as error:
     print(error)
+
+# %%
+exercises.question(
+    lab,
+    "own-work",
+    "Which of these would go wrong if the loop did it after every micro-batch, not only after the last of a group?",
+    {
+        "clipping": "It acts on the gradients at once. Clipped after each micro-batch, their sum is another gradient, so "
+        "the loop asks `sync_gradients` first.",
+        "`optimizer.step()`": "The wrapped optimizer does nothing unless this micro-batch ends a group. That is what "
+        "`prepare` changed about it.",
+        "`optimizer.zero_grad()`": "Also wrapped: the gradients of a group stay until its last micro-batch. With an "
+        "optimizer that did not go through `prepare`, it would throw them away.",
+    },
+    right="clipping",
+)
 
 # %% [markdown]
 # The last line printed is what the loop of the 2023 guide ends with today. `Accelerator(fp16=True)` is gone since Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"` the wrapped optimizer also scales the loss, and skips the steps that overflow.
@@ -182,6 +199,8 @@ def keep(accelerator, folder, done, losses, die_after):
 # ## Baseline
 #
 # The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
+#
+# While it trains, a live monitor shows what the machine does: on a GPU its memory, load, power and clocks, else memory and load of the host. It stops with its block. A training of hours deserves such a look in its first minutes.
 
 
 # %%
@@ -194,8 +213,10 @@ def eight_bit_adam(model, args):
 
 recipe = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
 recipe |= {"max_steps": 3, "bf16": precision == "bf16", "fp16": precision == "fp16"}
-trainer = lab.train("Trainer", task=task, optimizer=eight_bit_adam, **recipe)
-trainer
+with monitor.live() as watch:
+    trainer = lab.train("Trainer", task=task, optimizer=eight_bit_adam, **recipe)
+print(trainer)
+watch.summary()
 
 # %% [markdown]
 # ## Change one thing
@@ -210,7 +231,7 @@ for phase in trainer.memory.phases:
     print(f"live after {phase}: {live[0]} with the Trainer, {live[1]} in the loop")
 print(f"largest difference between the losses of a step: {difference:.2g}")
 torch.testing.assert_close(loop.value, list(trainer.losses), rtol=1e-3, atol=0)
-exercises.score(guess, 100 * loop.peak_bytes / trainer.peak_bytes, "%")
+widgets.revealed(lab, "peak", 100 * loop.peak_bytes / trainer.peak_bytes)
 
 # %%
 _ = plots.memory([trainer, loop], title="One recipe, two loops")
@@ -234,6 +255,23 @@ killed
 
 # %% [markdown]
 # That is what a killed run looks like from outside. Its losses are in a file, as they would be in a log. Now it is resumed, in two ways which differ in the place of one line: `load_state` is called before the loop fetches its first batch, or just after.
+
+# %%
+exercises.question(
+    lab,
+    "weights-only",
+    "Suppose that the checkpoint held the weights alone, as `save_pretrained` writes them. What would the resumed "
+    "training lack?",
+    {
+        "nothing: the weights are what has been learnt": "For using the model that is enough. Training goes on from more: "
+        "Adam's averages would start at 0, and the rate at the beginning of its schedule.",
+        "only the optimizer's states": "With them the steps would have their sizes again. But the schedule would start "
+        "anew, the first samples would come a second time, and dropout would draw other numbers.",
+        "states, schedule, place in the data, random numbers": "`save_state` writes all but the place in the data, which "
+        "is why the loop keeps `done.json` and skips batches.",
+    },
+    right="states, schedule, place in the data, random numbers",
+)
 
 # %%
 resumed = {}
@@ -268,6 +306,22 @@ mean = [sum(losses) / 2 for losses in zip(*(rank["value"] for rank in two.ranks)
 torch.testing.assert_close(mean, one.value, rtol=1e-3, atol=0)
 rows = list(zip(range(1, 4), one.value, *(rank["value"] for rank in two.ranks), mean))
 plots.Table(["step", "one process", "rank 0", "rank 1", "mean of the ranks"], rows)
+
+# %%
+exercises.question(
+    lab,
+    "drift",
+    "In each step the two ranks have different losses. Are their weights different, too?",
+    {
+        "yes: each has learnt from samples of its own": "Their gradients differ, but no rank steps with its own. They are "
+        "averaged over the ranks in backward.",
+        "no: both step with the same mean gradient": "Equal weights and an equal step leave equal weights. The losses "
+        "differ because each is that of the rank's own samples.",
+        "yes, until the next `save_state` makes them equal": "Nothing is exchanged when a state is saved, and nothing has "
+        "to be: what every rank holds is equal already, but for its random numbers.",
+    },
+    right="no: both step with the same mean gradient",
+)
 
 # %% [markdown]
 # Each rank sees the loss of its own samples only; the mean over the ranks is the loss of the batch, and equals that of one process. What has to be counted anew:
@@ -308,6 +362,13 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 #
 # A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check deals 512 samples out with Accelerate's own sampler and looks which of them your training sees twice, or never.
 
+# %%
+exercises.hint(
+    "What is skipped are batches of the data loader, that is, micro-batches and not optimizer steps.",
+    "Each process has a data loader of its own, and skips in that one only.",
+    "6 optimizer steps took 6 x 4 micro-batches from each process's loader.",
+)
+
 # %% tags=["exercise"]
 answer = None
 
@@ -330,7 +391,7 @@ def check_skip(answer):
     return exercises.right("each sample is seen once: 6 steps of 4 micro-batches, and each process skips its own")
 
 
-check_skip(answer)
+exercises.check(lab, "skip", check_skip, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check_skip, solution=24, mistake=48)
@@ -341,6 +402,13 @@ exercises.prove(check_skip, solution=24, mistake=48)
 # Write `answer(model, norm, log)`. It is called after clipping in every step: `norm` is what `clip_grad_norm_` returned, and `log` a list to which you append the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #
 # No clock can tell 2 % between two runs on a busy CPU. It can tell which share of *one* step the call takes, and so that is measured. For GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has done all that it was asked to do.
+
+# %%
+exercises.hint(
+    "The norm from before clipping has been computed already. By whom?",
+    "`clip_grad_norm_` returns it, as a tensor. It must not become a number in each step, only at the end.",
+    "Append the tensor itself, cut off from what it was computed from: `norm.detach()`.",
+)
 
 
 # %%
@@ -387,7 +455,7 @@ def check_log(answer):
     return exercises.right(f"{cost}, and nothing is read back before the end")
 
 
-check_log(answer)
+exercises.check(lab, "log-norm", check_log, answer)
 
 
 # %% tags=["solution"] jupyter={"source_hidden": true}

@@ -47,11 +47,26 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 #
 # ## Predict
 #
-# The model of this lesson is printed below. How many MB of gradients will each rank hand over in one step, to be summed with those of the other?
+# The model of this lesson is printed below.
 
 # %%
 print(f"{task.parameters():,} parameters, float32")
-guess = None  # MB
+asked = "How many MB of gradients will each rank hand over in one step, to be summed with those of the other?"
+widgets.predict(lab, "sent", asked, "MB", 0, round(12 * task.parameters() / 1e6))
+exercises.question(
+    lab,
+    "twice",
+    "One device trains 100 samples a second. How many do two of them train together?",
+    {
+        "200": "If sending the gradients cost nothing. A step ends only when the sum of all gradients is there, and what "
+        "backward cannot hide of the sending is added to it.",
+        "100, since they share the batch": "With half of the batch each, a step is done sooner. With a whole batch each, "
+        "it takes as long and counts twice. Either way there are more samples a second.",
+        "fewer than 200; how many fewer depends on the work of a step and on the link": "The work is shared, the sending "
+        "comes on top. With little work and a slow link, two may be slower than one.",
+    },
+    right="fewer than 200; how many fewer depends on the work of a step and on the link",
+)
 
 # %% [markdown]
 # ## By hand
@@ -190,7 +205,7 @@ for name, run in runs.items():
         print(f"{name}: the weights differ from those of the loop by hand")
 display(plots.Table(["", "when", "collectives", "bytes", "bytes / 4 B x parameters"], rows))
 ddp = runs["DDP"].value
-exercises.score(guess, sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6, "MB")
+widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
 # Read the last column. At the start the weights are sent once, and then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers* (here: the position numbers, always the same), unless `broadcast_buffers=False` says that nobody needs that; and at the start the ranks check that they have the same model.
@@ -248,6 +263,10 @@ _ = both[1].set_xlabel(
 # ## Baseline
 #
 # Is it faster, then? First one process, with 1 or 8 samples in a step. (On a machine with two GPUs all of this runs there, with NCCL and the profile's own model.)
+#
+# ## Change one thing
+#
+# Then, in the cell after it, two processes, each with that many samples. Twice the throughput would be an efficiency of 100 %.
 
 
 # %%
@@ -276,11 +295,6 @@ first = {}
 for samples in (1, 8):
     name, each = f"1 process, {samples} samples", partial(loop, samples=samples)
     first[samples] = lab.run(each, name, task=timed, measure=("time",), samples_per_step=samples)
-
-# %% [markdown]
-# ## Change one thing
-#
-# Two processes, each with that many samples. Twice the throughput would be an efficiency of 100 %.
 
 # %%
 speedups = {}
@@ -373,6 +387,22 @@ for epoch in (0, 1):
         sampler = torch.utils.data.DistributedSampler(range(7), num_replicas=2, rank=rank)
         sampler.set_epoch(epoch)
         print(f"epoch {epoch}, rank {rank}: samples {[*sampler]}")
+
+# %%
+exercises.question(
+    lab,
+    "more-ranks",
+    "A training goes from one rank to four. Micro-batch, learning rate and epochs stay. What changes besides the time?",
+    {
+        "nothing": "Each rank still takes its micro-batch, but a step now averages four of them, and an epoch has a "
+        "quarter of the steps. That is another training.",
+        "a step takes four times the samples, and there are a quarter as many": "The effective batch is micro-batch x "
+        "accumulation x ranks. To keep it, divide one of the first two by four; else the rate has to be tuned anew.",
+        "each rank's micro-batch shrinks to a quarter": "`per_device_train_batch_size` means what it says. What is dealt "
+        "out is the data set: each rank sees a quarter of it.",
+    },
+    right="a step takes four times the samples, and there are a quarter as many",
+)
 
 # %% [markdown]
 # The lower lines are the other half of data parallel training, the **distributed sampler**. It deals a data set of 7 out to 2 ranks: each gets 4, so one sample is seen twice, since all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. And mind the **effective batch**: micro-batch x accumulation x ranks. Whoever adds ranks trains with a larger batch and fewer steps.
@@ -560,6 +590,13 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # A model of 345 million parameters, fp32 gradients, DDP on two hosts with 10 Gbit/s between them. A micro-batch takes 0.15 s to compute, and backward hides nothing. Over how many micro-batches must you accumulate, at least, for the sending to take no more than a tenth of the whole time?
 
+# %%
+exercises.hint(
+    "How long does one exchange take? Bytes, not parameters; and the link counts bits.",
+    "345 million gradients of 4 bytes are 1.38 GB, so about 1.1 s at 10 Gbit/s.",
+    "With n micro-batches the whole takes sending + n x 0.15 s. The sending is a tenth where the rest is nine of it.",
+)
+
 # %% tags=["exercise"]
 answer = None
 
@@ -577,7 +614,7 @@ def check_often(answer):
     return exercises.right(f"{sending:.2f} s to send, {answer * 0.15:.2f} s to compute: {part:.1%}")
 
 
-check_often(answer)
+exercises.check(lab, "often", check_often, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check_often, solution=67, mistake=9)
@@ -586,6 +623,13 @@ exercises.prove(check_often, solution=67, mistake=9)
 # ## Exercise 2, a challenge: half the bytes, the same loss
 #
 # Give arguments for `economical`, for example `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The mean loss over three seeds must not be above the band: the worst of the same three seeds when everything is sent.
+
+# %%
+exercises.hint(
+    "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates?",
+    "Half as many updates learn less at the same rate. The other way changes no update by more than a rounding.",
+    "`economical` has an argument for 16-bit gradients: look at its definition above.",
+)
 
 # %% tags=["exercise"]
 answer = None
@@ -613,7 +657,7 @@ def check_bytes(answer):
     return (exercises.right if part <= 0.5 and loss <= max(band["losses"]) else exercises.wrong)(found)
 
 
-check_bytes(answer)
+exercises.check(lab, "half-bytes", check_bytes, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
