@@ -121,7 +121,7 @@ class Advice:
     def _repr_html_(self) -> str:
         head, table, paste, lines = self._parts()
         shown = [f"<strong>{html.escape(head)}</strong>", table._repr_html_() * bool(table.rows)]
-        shown.append(f"<pre>{html.escape(paste)}</pre>" * bool(paste))
+        shown.append(f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" * bool(paste))
         items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
         return f'<div style="overflow-x:auto">{"".join(shown)}<ul>{items}</ul></div>'
 
@@ -148,7 +148,7 @@ class Advice:
                 size(recipe.needed_bytes),
                 size(recipe.headroom_bytes),
                 "not measured here" if recipe.speed is None else f"{recipe.speed:.2f} x",
-                "; ".join(cost.partition(":")[0] for cost in recipe.costs) or "nothing",
+                "; ".join(dict.fromkeys(cost.partition(":")[0] for cost in recipe.costs)) or "nothing",
             ]
             for recipe in self.recipes
         ]

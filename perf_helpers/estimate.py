@@ -254,9 +254,8 @@ def estimate(
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cuda":
-        known = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability]
-        capability = tuple(compute_capability or (known[0] if known else (9, 0)))
-        target = Device(kind, capability, _parts(parts))
+        known = [gpu.capability for gpu in machine.gpus if gpu.capability]
+        target = Device(kind, tuple(compute_capability or [*known, (9, 0)][0]), _parts(parts))
     else:
         target = Device(kind)
     experiment = Experiment(
@@ -309,6 +308,7 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
 def _in_clean_process(
     experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[str], _: Task
 ) -> dict[str, Any]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for; no GPU is touched
     from perf_helpers import meters, trace
 
     results, probe = trace.Results(), trace.Probe()

@@ -1,24 +1,31 @@
-"""Keeps recorded course runs, and makes the README's scoreboard and pictures from them.
+"""Keeps recorded course runs, and makes the README's tables and pictures from them.
 
 python results/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python results/build.py                          pictures and the README's scoreboard, from the newest run of a machine
+python results/build.py --estimates              hold the estimate against the recorded GPU runs, then build
+python results/build.py                          pictures and the README's tables, from the newest run of a machine
 python results/build.py --check                  writes nothing; exit code 1 if the README is not up to date
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
 from perf_helpers import claims, plots
+from perf_helpers.estimate import estimate
 from perf_helpers.hardware import Machine
 from perf_helpers.results import load_results, measured
-from perf_helpers.runs import Run, write_whole
+from perf_helpers.runs import CATEGORIES, Run, write_whole
+from perf_helpers.task import Task
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- scoreboard: made by results/build.py -->", "<!-- end of scoreboard -->"
+ESTIMATE = "<!-- estimate: made by results/build.py -->", "<!-- end of estimate -->"
+BESIDE = HERE / "estimate.json"  # by tests/measure_estimate.py
+ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 
 
@@ -89,20 +96,100 @@ def _cell(decision: dict | None) -> str:
     return f"**{decision['verdict']}** ({measured(decision)})"
 
 
+def held_against(recorded: dict[str, dict]) -> list[dict]:
+    """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
+    rows = []
+    for data in recorded.values():
+        machine = Machine.from_dict(data["machine"])
+        trainings = (Run.from_dict(run) for run in data["runs"] if machine.kind == "cuda")
+        for run in trainings:
+            if not run.ok or run.memory is None or run.memory.kind != "allocated" or not _of_a_trainer(run):
+                continue
+            options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
+            task = Task.from_dict(run.task)
+            said = estimate(task, device="cuda", every_layer=True, **options, **run.arguments).memory
+            row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
+            for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
+                row[name] = [getattr(said, name), getattr(run.memory, name)]
+            rows.append(row)
+    return rows
+
+
+def _of_a_trainer(run: Run) -> bool:
+    """Whether the arguments say all: a loop of one's own or an optimizer of one's own stands in no argument."""
+    return bool(run.arguments) and "samples_per_step" not in run.arguments and run.value is None
+
+
+def error_table(rows: list[dict]) -> str:
+    """Median, 95th percentile and worst of the estimate's errors on GPUs, as shares of what was measured."""
+    if not rows:
+        return "On a GPU: not yet checked, for no GPU run is recorded."
+    errors = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
+    found = {
+        label: [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
+        for label, name in errors.items()
+    }
+    for category in CATEGORIES:
+        pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
+        found[f"{category}, share of the peak"] = [
+            abs(said.get(category, 0) - true.get(category, 0)) / peak for (said, true), peak in pairs
+        ]
+    lines = [
+        f"On GPUs, {len(rows)} trainings:",
+        "",
+        "| | trainings | median | 95th percentile | worst |",
+        "|---|---|---|---|---|",
+    ]
+    for label, values in found.items():
+        if values:
+            high = sorted(values)[max(0, -(-95 * len(values) // 100) - 1)]
+            figures = " | ".join(f"{value:.2%}" for value in (statistics.median(values), high, max(values)))
+            lines.append(f"| {label.replace('_', ' ')} | {len(values)} | {figures} |")
+    return "\n".join(lines)
+
+
+def beside_others(report: dict) -> str:
+    """The estimate and other tools on the same trainings, and how long large models take."""
+    versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "transformers"))
+    lines = [
+        f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}.",
+        "",
+        "| tool | answered | median error | worst | seconds, median | own memory, at most | cannot express |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["table"]:
+        errors = " | ".join(f"{row[name]:.2%}" for name in ("median_error", "worst_error"))
+        own = f"{row['median_seconds']:.1f} | {row['most_own_bytes'] / 2**20:.0f} MiB"
+        lines.append(
+            f"| {row['tool']} | {row['answered']} of {row['asked']} | {errors} | {own} | {row['cannot_express']} |"
+        )
+    large = [
+        f"{name} {found['seconds']:.1f} s, {found['own_bytes'] / 2**20:.0f} MiB"
+        if "seconds" in found
+        else f"{name} none"
+        for name, found in report["large"].items()
+    ]
+    return "\n".join([*lines, "", f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."])
+
+
 def readme(recorded: dict[str, dict]) -> str:
-    """The README with its scoreboard made anew."""
+    """The README with its tables made anew."""
+    rows = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
+    said = beside_others(json.loads(BESIDE.read_text(encoding="utf-8"))) + "\n\n" + error_table(rows)
     text = README.read_text(encoding="utf-8")
-    block = f"{BEGIN}\n{scoreboard(recorded)}\n{END}"
-    new, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"README.md has {count} places for the scoreboard ({BEGIN} ... {END}); it needs one")
-    return new
+    for (begin, end), content in {(BEGIN, END): scoreboard(recorded), ESTIMATE: said}.items():
+        block = f"{begin}\n{content}\n{end}"
+        text, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, b=block: b, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"README.md has {count} places for {begin} ... {end}; it needs one")
+    return text
 
 
 def main(arguments=None) -> int:
     """Record, build or check; the exit code."""
-    parser = argparse.ArgumentParser(description="Keep course runs; make the README's scoreboard and pictures.")
+    parser = argparse.ArgumentParser(description="Keep course runs; make the README's tables and pictures.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")
+    parser.add_argument("--estimates", action="store_true", help="hold the estimate against recorded GPU runs")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README is not up to date")
     options = parser.parse_args(arguments)
     if options.record:
@@ -111,10 +198,12 @@ def main(arguments=None) -> int:
     if not recorded:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
+    if options.estimates:
+        write_whole(ON_GPUS, json.dumps(held_against(recorded), indent=1) + "\n")
     text = readme(recorded)
     if options.check:
         if text != README.read_text(encoding="utf-8"):
-            print("README.md: the scoreboard is stale; run python results/build.py", file=sys.stderr)
+            print("README.md: its tables are stale; run python results/build.py", file=sys.stderr)
             return 1
         return 0
     write_whole(README, text)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perf_helpers import cli, estimate
+from perf_helpers import cli, estimate, hardware
 from perf_helpers.lab import Lab
 from perf_helpers.runs import CATEGORIES
 from perf_helpers.task import Task
@@ -160,3 +160,15 @@ class TestCommandLine:
     def test_a_wrong_capability_is_explained(self):
         result = self.run("--device", "cuda", "--compute-capability", "ampere")
         assert isinstance(result.exception, ValueError) and "9.0" in str(result.exception)
+
+
+def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
+    gpu = hardware.Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
+    monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("NVIDIA A100", "cuda", gpus=(gpu,)))
+    options = {"task": TINY, "per_device_train_batch_size": 2}
+    here, there = (
+        estimate.estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)})
+    )
+    assert here.device == "cuda" and here.memory == there.memory
+    hopper = estimate.estimate(**options, compute_capability=(9, 0))
+    assert hopper.peak_bytes > here.peak_bytes, "its workspace is larger"
