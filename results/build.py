@@ -158,7 +158,7 @@ def beside_others(report: dict) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in report["table"]:
-        errors = " | ".join(f"{row[name]:.2%}" for name in ("median_error", "worst_error"))
+        errors = " | ".join(_share(row[name]) for name in ("median_error", "worst_error"))
         own = f"{row['median_seconds']:.1f} | {row['most_own_bytes'] / 2**20:.0f} MiB"
         lines.append(
             f"| {row['tool']} | {row['answered']} of {row['asked']} | {errors} | {own} | {row['cannot_express']} |"
@@ -170,6 +170,10 @@ def beside_others(report: dict) -> str:
         for name, found in report["large"].items()
     ]
     return "\n".join([*lines, "", f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."])
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2%}"
 
 
 def readme(recorded: dict[str, dict]) -> str:
