@@ -68,11 +68,7 @@ class Recipe:
     @property
     def text(self) -> str:
         """The recipe as Python, to paste."""
-        training, model = training_arguments.split(self.arguments)
-        lines = [f"    {name}={value!r}," for name, value in training.items()]
-        text = "\n".join(["TrainingArguments(", *lines, ")"])
-        given = ", ".join(f"{name}={value!r}" for name, value in model.items())
-        return f"{text}\n# and where the model is loaded: from_pretrained(..., {given})" if given else text
+        return training_arguments.to_python(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)

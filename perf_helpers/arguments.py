@@ -93,6 +93,14 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return arguments, model
 
 
+def to_python(arguments: Mapping[str, Any]) -> str:
+    """The arguments as Python, to paste."""
+    training, model = split(arguments)
+    text = "\n".join(["TrainingArguments(", *(f"    {name}={value!r}," for name, value in training.items()), ")"])
+    given = ", ".join(f"{name}={value!r}" for name, value in model.items())
+    return f"{text}\n# and where the model is loaded: from_pretrained(..., {given})" if given else text
+
+
 def build(arguments: Mapping[str, Any], output_dir: str):
     """The `TrainingArguments` of an experiment; model arguments are left out.
 

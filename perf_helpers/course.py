@@ -236,10 +236,15 @@ def judge(name, code, notebook_path, record_path, log_path, timeout=0):
         never = [_first_line(cell) for cell in cells if cell["execution_count"] is None]
         what = f"the kernel died (exit code {code}), {len(never)} of {len(cells)} cells never ran"
         return "crashed", f"{what}, the first: {never[0]}" if never else f"{what}; {_last_line(log_path)}", record
-    for widget in notebook["metadata"].get("widgets", {}).get(WIDGETS, {}).get("state", {}).values():
-        if errors := _errors(widget.get("state", {}).get("outputs", ())):
-            return "failed", f"in a widget: {errors[0]}", record
+    if errors := widget_errors(notebook):
+        return "failed", f"in a widget: {errors[0]}", record
     return ("failed", trouble, record) if trouble else ("ok", "", record)
+
+
+def widget_errors(notebook) -> list[str]:
+    """What the callbacks of an executed notebook's widgets raised, from the state that is kept in it."""
+    widgets = notebook["metadata"].get("widgets", {}).get(WIDGETS, {}).get("state", {}).values()
+    return [error for widget in widgets for error in _errors(widget.get("state", {}).get("outputs", ()))]
 
 
 def _record(name, path):

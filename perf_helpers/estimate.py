@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +37,7 @@ _DEPTHS = (
 )
 
 
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _MEASURES = ("live", "before", "high", "born")
 _SEGMENT = 2 * 2**20  # what the CUDA allocator asks for at least
 _ALONE = 8  # operations that may be without a partner; more, and the two depths are different trainings
@@ -192,6 +194,7 @@ def extrapolated(base, deeper: Sequence, layers: Sequence[int]) -> Any:
         base,
         calls=[base.calls[place] for place in places],
         phases=[base.phases[place] for place in places],
+        modules=[_LAYER_NUMBER.sub(".*", base.modules[place]) for place in places],  # of which layer is not known
         **{name: np.concatenate([values[name] for values in parts]) for name in _MEASURES},
         marks=marks,
         parameters=base.parameters
@@ -249,15 +252,7 @@ def estimate(
 
     training_arguments.check(arguments)
     training_arguments.check_values(arguments)
-    machine = hardware.describe()
-    kind = device or machine.kind
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
-    if kind == "cuda":
-        known = [gpu.capability for gpu in machine.gpus if gpu.capability]
-        target = Device(kind, tuple(compute_capability or [*known, (9, 0)][0]), _parts(parts))
-    else:
-        target = Device(kind)
+    whose = target(device, compute_capability, parts)
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -267,9 +262,9 @@ def estimate(
         training=training,
         processes=processes,
     )
-    key = (repr(experiment.replace(name="")), target, every_layer)
+    key = (repr(experiment.replace(name="")), whose, every_layer)
     if key not in _made:
-        _made[key] = _predicted(experiment, target, every_layer, timeout)
+        _made[key] = _predicted(experiment, whose, every_layer, timeout)
     return dataclasses.replace(_made[key], name=experiment.name)
 
 
@@ -277,20 +272,31 @@ _made: dict[tuple, MemoryEstimate] = {}
 _learned: list[str] = []  # of operations, by earlier estimates; opened in clean processes only, for it needs torch
 
 
+def estimates_so_far() -> list[MemoryEstimate]:
+    """Every estimate that this process has made, in order."""
+    return list(_made.values())
+
+
+def target(
+    device: str | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    parts: Collection[str] | None = None,
+) -> Device:
+    """Whose memory is to be predicted; the arguments are those of `estimate`."""
+    machine = hardware.describe()
+    kind = device or machine.kind
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
+    if kind == "cpu":
+        return Device(kind)
+    known = [gpu.capability for gpu in machine.gpus if gpu.capability]
+    return Device(kind, tuple(compute_capability or [*known, (9, 0)][0]), _parts(parts))
+
+
 def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeout: float) -> MemoryEstimate:
     """Predict in a clean process."""
-    import cloudpickle
-
     began = time.perf_counter()
-    job = cloudpickle.dumps(functools.partial(_in_clean_process, experiment, device, every_layer, _learned))
-    carrier = Experiment(experiment.name, experiment.task, function=job)
-    outcome = processes.execute(carrier, "none", timeout)
-    if outcome["status"] != "ok":
-        raise ValueError(f"{experiment.task.model} cannot be followed on fake tensors: {outcome['message']}")
-    value = outcome["value"]
-    if "invalid" in value:
-        raise ValueError(value["invalid"])
-    _learned.append(value["learned"])
+    value = in_clean_process(functools.partial(predict, experiment, device, every_layer), experiment.task, timeout)
     return MemoryEstimate(
         name=experiment.name,
         task=experiment.task.to_dict(),
@@ -305,9 +311,30 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
     )
 
 
-def _in_clean_process(
-    experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[str], _: Task
-) -> dict[str, Any]:
+def in_clean_process(work: Callable[..., dict[str, Any]], task: Task, timeout: float) -> dict[str, Any]:
+    """What `work(results, probe)` returns, with "own_bytes" added, from a clean process that knows what others learnt.
+
+    Args:
+        results: `trace.Results`, and
+        probe: `trace.Probe`: what is known of operations.
+
+    Raises:
+        ValueError: `work` raised `Invalid`, the task names no model, or the process failed.
+    """
+    import cloudpickle
+
+    job = cloudpickle.dumps(functools.partial(_with_what_is_known, work, _learned))
+    outcome = processes.execute(Experiment(task.model, task, function=job), "none", timeout)
+    if outcome["status"] != "ok":
+        raise ValueError(f"{task.model} cannot be followed on fake tensors: {outcome['message']}")
+    value = outcome["value"]
+    if "invalid" in value:
+        raise ValueError(value["invalid"])
+    _learned.append(value.pop("learned"))
+    return value
+
+
+def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[str], task: Task) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for; no GPU is touched
     from perf_helpers import meters, trace
 
@@ -318,8 +345,8 @@ def _in_clean_process(
         probe.known |= hidden
     old = set(results.known), set(probe.known)
     try:
-        _check_task(experiment.task)
-        outcome = predict(experiment, device, every_layer, results, probe)
+        _check_task(task)
+        outcome = work(results, probe)
     except Invalid as error:
         return {"invalid": str(error)}
     new = [
@@ -347,38 +374,74 @@ def _parts(names: Collection[str] | None) -> tuple[str, ...]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A training that was followed: its moments (a `trace.Trace`), the highest total at each, and how it was done."""
+
+    moments: Any
+    totals: np.ndarray
+    assumptions: tuple[str, ...]
+    traced: str
+    is_extrapolated: bool
+
+
 def predict(experiment: Experiment, device: Device, every_layer: bool, results, probe) -> dict[str, Any]:
     """Follow an experiment on fake tensors and find its peak. To be called in a clean process: it patches torch.
-
-    Args:
-        results: `trace.Results`, and
-        probe: `trace.Probe`, what is known of operations; more is known afterwards.
 
     Returns:
         {"memory": of `Memory`, "assumptions": [...], "traced": which layers were followed}.
     """
+    found = followed(experiment, device, every_layer, results, probe)
+    memory, more = memory_of(found, experiment, device)
+    return {"memory": memory.to_dict(), "assumptions": [*found.assumptions, *more], "traced": found.traced}
+
+
+def followed(experiment: Experiment, device: Device, every_layer: bool, results, probe) -> Followed:
+    """Follow an experiment on fake tensors. To be called in a clean process: it patches torch."""
+    return all_followed([experiment], device, every_layer, results, probe)[0]
+
+
+def all_followed(
+    experiments: Sequence[Experiment], device: Device, every_layer: bool, results, probe
+) -> list[Followed]:
+    """Follow several experiments, as many at once as there are cores. As `followed`."""
+    plain = [_with_little_data(_unsharded(_without_workers(experiment))) for experiment in experiments]
+    layers = [{} if every_layer or each.function else _repeated(each) for each in plain]
+    parts = [_of_few_layers(each, depth) for each, depth in zip(plain, layers, strict=True)]
+    done = iter(_traces([part for group in parts for part in group], device, results))
+    found = [
+        _extended(each, depth, [next(done) for _ in group])
+        for each, depth, group in zip(plain, layers, parts, strict=True)
+    ]
+    whole = iter(
+        _traces([each for each, moments in zip(plain, found, strict=True) if moments is None], device, results)
+    )
+    told = []
+    for experiment, depth, moments in zip(experiments, layers, found, strict=True):
+        extrapolated = bool(depth) and moments is not None
+        moments = next(whole) if moments is None else moments
+        assumptions = []
+        if shards := _shards(experiment):
+            count = sum(depth.values()) if extrapolated else 0
+            moments, assumption = _sharded(moments, experiment.processes, shards, count)
+            assumptions.append(assumption)
+        elif experiment.processes > 1:
+            assumptions.append(
+                "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
+            )
+        totals, unknown = _with_hidden(moments, probe) if device.kind == "cpu" else (moments.high, [])
+        traced = "every layer followed"
+        if extrapolated:
+            traced = f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
+        told.append(Followed(moments, totals, (*assumptions, *unknown), traced, extrapolated))
+    return told
+
+
+def memory_of(found: Followed, experiment: Experiment, device: Device) -> tuple[Memory, list[str]]:
+    """The memory of a training that was followed, and what was assumed of the device."""
     from perf_helpers import meters
 
-    whole, experiment = experiment, _unsharded(_without_workers(experiment))
-    layers = {} if every_layer or experiment.function else _repeated(experiment)
-    moments, traced = _from_few_layers(experiment, device, layers, results) if layers else (None, "")
-    if moments is None:
-        layers = {}
-        (moments,) = _followed([experiment], device, results)
-        traced = "every layer followed"
-    assumptions = []
-    if shards := _shards(whole):
-        moments, told = _sharded(moments, whole.processes, shards, sum(layers.values()))
-        assumptions.append(told)
-    elif experiment.processes > 1:
-        assumptions.append(
-            "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
-        )
-    if device.kind == "cpu":
-        totals, unknown = _with_hidden(moments, probe)
-        assumptions += unknown
-    else:
-        totals = moments.high
+    moments, totals = found.moments, found.totals
     peak = int(totals.argmax())
     live = {label: dict(zip(CATEGORIES, map(int, at), strict=False)) for label, at in moments.marks.items()}
     memory = Memory(
@@ -386,16 +449,16 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, results, 
         kind="estimated",
         peak_phase=meters.PHASE_NAMES.get(moments.phases[peak], moments.phases[peak]),
         peak_operation=moments.calls[peak].name,
+        peak_module=moments.modules[peak],
         breakdown=explain(dict(zip(CATEGORIES, map(int, moments.live[peak]), strict=False)), int(totals[peak])),
         phases={label: sum(parts.values()) for label, parts in live.items()},
         phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in live.items()},
-        timeline=None if layers else _timeline(moments, totals),
+        timeline=None if found.is_extrapolated else _timeline(moments, totals),
         parameters=moments.parameters,
     )
     if device.kind == "cuda":
-        memory, more = _on_cuda(memory, moments, device, experiment.training)
-        assumptions += more
-    return {"memory": memory.to_dict(), "assumptions": assumptions, "traced": traced}
+        return _on_cuda(memory, moments, device, experiment.training)
+    return memory, []
 
 
 _OF_WORKERS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers")
@@ -419,6 +482,16 @@ def _without_workers(experiment: Experiment) -> Experiment:
         return experiment
     left = {name: value for name, value in experiment.arguments.items() if name not in _OF_WORKERS}
     return experiment.replace(arguments=left)
+
+
+def _with_little_data(experiment: Experiment) -> Experiment:
+    """The experiment with no more samples than two steps take, and some left, for a batch is fetched ahead."""
+    if experiment.function or not experiment.training:
+        return experiment
+    enough = 4 * training_arguments.samples_per_step(experiment.arguments, experiment.processes)
+    if experiment.task.dataset_size <= enough:
+        return experiment
+    return experiment.replace(task=experiment.task.replace(dataset_size=enough))
 
 
 def _unsharded(experiment: Experiment) -> Experiment:
@@ -478,44 +551,60 @@ def _timeline(moments, totals: np.ndarray) -> dict[str, Any] | None:
 
     picked = meters.highest(totals.tolist(), *moments.last_step)
     live = [dict(zip(CATEGORIES, map(int, moments.live[place]), strict=False)) for place in picked]
-    return meters.series([moments.phases[place] for place in picked], live, [int(totals[place]) for place in picked])
+    where = [(moments.phases[place], moments.calls[place].name, moments.modules[place]) for place in picked]
+    return meters.series(where, live, [int(totals[place]) for place in picked])
 
 
-def _from_few_layers(experiment: Experiment, device: Device, layers: dict[str, int], results) -> tuple[Any, str]:
-    """The moments of the full model and how they were found; None where its layers differ.
+def _of_few_layers(experiment: Experiment, layers: dict[str, int]) -> list[Experiment]:
+    """The experiment with two layers and, of each kind of layer, with three; itself where there is no kind.
 
-    Two and three layers are followed: the first and the last one may differ from those between.
+    The first and the last layer may differ from those between.
     """
+    if not layers:
+        return [experiment]
     shapes = [dict.fromkeys(layers, 2), *({name: 2 + (name == other) for name in layers} for other in layers)]
-    tasks = [experiment.task.replace(config=shape) for shape in shapes]
-    base, *deeper = _followed([experiment.replace(task=task) for task in tasks], device, results)
+    return [experiment.replace(task=experiment.task.replace(config=shape)) for shape in shapes]
+
+
+def _extended(experiment: Experiment, layers: dict[str, int], traces: Sequence[Any]) -> Any:
+    """The moments of the full model from the traces of `_of_few_layers`; None where its layers differ."""
+    base, *deeper = traces
+    if not layers:
+        return base
     full = extrapolated(base, deeper, [count - 2 for count in layers.values()])
-    if not full or full.parameters != experiment.task.parameters():
-        return None, ""
-    return full, f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in layers.items())}"
+    return full if full and full.parameters == experiment.task.parameters() else None
 
 
-def _followed(experiments: Sequence[Experiment], device: Device, results) -> list:
-    """The traces of experiments, each followed in a fork of its own, as many at once as there are cores."""
+def _traces(experiments: Sequence[Experiment], device: Device, results) -> list:
+    """The traces of experiments, followed in forks of this process, as many at once as there are cores."""
+    if not experiments:
+        return []
+    _in_fork.clear()
+    _in_fork.update(known=results.known, device=device)
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(len(experiments), os.cpu_count() or 1), mp_context=fork) as pool:
-        done = list(pool.map(functools.partial(_follow, device=device, known=results.known), experiments))
+        done = list(pool.map(_follow, experiments))
     for _, new in done:
         results.known |= new
     return [trace for trace, _ in done]
 
 
-def _follow(experiment: Experiment, device: Device, known: dict) -> tuple[Any, dict]:
+_in_fork: dict[str, Any] = {}  # what a fork begins with, and what it has learnt
+
+
+def _follow(experiment: Experiment) -> tuple[Any, dict]:
     """A trace, and what was learned of operations."""
     import torch
 
     from perf_helpers import cuda, trace
 
     torch.set_num_threads(1)
+    known, device = _in_fork["known"], _in_fork["device"]
     if device.kind == "cpu":
         results = trace.Results(known)
         followed = trace.follow(experiment, trace.FakeTracker(results=results))
         new = {key: results.known[key] for key in results.known.keys() - known.keys()}
+        _in_fork["known"] = results.known
         return dataclasses.replace(followed, log=[]), new
     tracker = trace.FakeTracker(512 if "rounding" in device.parts else 1, follow_host="host_data" not in device.parts)
     with cuda.emulated(device.parts, compute_capability=device.compute_capability, sent=tracker.sent):

@@ -126,14 +126,65 @@ class Block:
     operation: str
 
 
+class Modules:
+    """Which module an operation belongs to, by its name in the model: in backward, the one whose forward made the node.
+
+    Autograd numbers its nodes as they are made, so that a module's nodes are those between two numbers.
+    """
+
+    def __init__(self):
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        # By how many backwards were running, for a checkpoint's second forward may be on a thread with its own count.
+        self._entered: list[tuple[list[int], list[str]]] = [([], [])]
+
+    def enter(self, module) -> None:
+        if not self._inside and id(module) not in self._names:
+            kind = type(module).__name__
+            self._names |= {id(part): name.removeprefix("module.") or kind for name, part in module.named_modules()}
+        self._inside.append(self._names.get(id(module)) or type(module).__name__)
+        self._note(self._inside[-1])
+
+    def leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+            self._note(self._inside[-1] if self._inside else "")
+
+    def enter_backward(self) -> None:
+        self._entered.append(([], []))
+
+    def leave_backward(self) -> None:
+        self._entered.pop()
+        if len(self._entered) == 1:
+            self._inside.clear()
+            self._entered = [([], [])]
+
+    def here(self) -> str:
+        """The module of this moment, "" outside of all."""
+        if self._inside or len(self._entered) == 1:
+            return self._inside[-1] if self._inside else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._entered[-2]
+        place = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        return names[place] if place >= 0 else ""
+
+    def _note(self, name: str) -> None:
+        numbers, names = self._entered[-1]
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        names.append(name)
+
+
 class Watcher:
     """Marks the ends of the phases and follows nothing: watching with it changes no allocation."""
 
     def __init__(self):
         self.phase = "setup"
         self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
-        self.operations: list[tuple[int, str, str]] = []  # (length of the log after it, phase, operation)
+        self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
         self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
+        self.modules = Modules()
 
     def mark(self, label: str) -> None:
         self.marks.append((label, len(self.log), len(self.operations)))
@@ -167,10 +218,10 @@ class Tracker(Watcher, TorchDispatchMode):
         if function in _IN_PLACE and self.phase == "backward" and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
         result = self.execute(function, args, kwargs or {})
-        for tensor in tree_iter(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, function, args, kwargs)
-        self.operations.append((len(self.log), self.phase, str(function)))
+        self.operations.append((len(self.log), self.phase, str(function), self.modules.here()))
         if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
             self._scaled = weakref.ref(result)
         return result
@@ -223,8 +274,10 @@ class Tracker(Watcher, TorchDispatchMode):
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
         fresh = function is torch.ops.aten.lift_fresh.default or not any(
-            isinstance(leaf, torch.Tensor) and (own := self._storage(leaf)) is not None and own._cdata == storage._cdata
-            for leaf in tree_iter((args, kwargs))
+            (own := self._storage(leaf)) is not None and own._cdata == storage._cdata
+            for value in (*args, *(kwargs or {}).values())
+            for leaf in (value if isinstance(value, list | tuple) else (value,))
+            if isinstance(leaf, torch.Tensor)
         )
         if fresh:  # else memory that is not the allocator's: numpy's, a mapped file's, another process's
             self._follow(storage, self._category(function, args), str(function))
@@ -291,6 +344,7 @@ def watched(tracker: Watcher):
     parameters: dict[int, torch.Tensor] = {}
 
     def before_forward(module, _):
+        tracker.modules.enter(module)
         if state["backwards"]:
             return
         if not state["modules"]:
@@ -303,6 +357,7 @@ def watched(tracker: Watcher):
         state["modules"] += 1
 
     def after_forward(module, _, __):
+        tracker.modules.leave()
         if state["backwards"]:
             return
         state["modules"] -= 1
@@ -322,10 +377,12 @@ def watched(tracker: Watcher):
             tracker.mark("forward")
             tracker.phase = "backward"
         state["backwards"] += 1
+        tracker.modules.enter_backward()
         try:
             return plain_backward(*args, **kwargs)
         finally:
             state["backwards"] -= 1
+            tracker.modules.leave_backward()
             if not state["backwards"]:
                 state["modules"] = 0
                 tag_gradients()
@@ -437,12 +494,13 @@ class MemoryMeter:
         )
         if account.peak_operation < 0 or not self._categories:
             return memory
-        length, phase, name = tracker.operations[account.peak_operation]
+        length, phase, name, module = tracker.operations[account.peak_operation]
         at = {label: position for label, position, _ in tracker.marks}
         return dataclasses.replace(
             memory,
             peak_phase=PHASE_NAMES.get(phase, phase),
             peak_operation=name,
+            peak_module=module,
             breakdown=explain(tracker.live(length), account.peak_bytes),
             phase_breakdowns={label: explain(tracker.live(at[label]), total) for label, total in totals.items()},
             timeline=_timeline(tracker, account.at_operations),
@@ -516,7 +574,7 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
             live[block.category] += sign * block.bytes
         position = length
         lives.append(dict(live))
-    return series([tracker.operations[place][1] for place in places], lives, [at_operations[p] for p in places])
+    return series([tracker.operations[place][1:] for place in places], lives, [at_operations[p] for p in places])
 
 
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
@@ -527,14 +585,20 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
     ]
 
 
-def series(phases: list[str], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """A timeline as `runs.Memory` keeps it, from the phase, the live bytes by category and the total of each moment."""
-    if len(phases) < 2:
+def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
+    """A timeline as `runs.Memory` keeps it.
+
+    Args:
+        where: phase, operation and module of each moment.
+        lives: bytes by category, and
+        totals: all bytes, at each.
+    """
+    if len(where) < 2:
         return None
     parts = [explain(live, total) for live, total in zip(lives, totals, strict=True)]
-    return {"phase": [PHASE_NAMES.get(phase, phase) for phase in phases]} | {
-        category: [part[category] for part in parts] for category in CATEGORIES
-    }
+    phases, operations, modules = map(list, zip(*where, strict=True))
+    named = {"phase": [PHASE_NAMES.get(phase, phase) for phase in phases], "operation": operations, "module": modules}
+    return named | {category: [part[category] for part in parts] for category in CATEGORIES}
 
 
 def _replay(profile, tracker: Tracker) -> _Account:

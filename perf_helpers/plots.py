@@ -20,6 +20,7 @@ PALETTE = {
     "inputs": "#000000",
     "temporaries": "#CC79A7",
     "inside_operations": "#999999",
+    "context": "#F0E442",
 }
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")

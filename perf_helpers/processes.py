@@ -230,6 +230,14 @@ def _turns(channel, warmup_steps: int, steps_per_turn: int) -> Callable[[int], N
 # --------------------------------------------------------------------------------------------------- the parent's side
 
 
+_measuring: set[int] = set()  # clean processes of this one that are under a meter
+
+
+def are_measuring() -> bool:
+    """Whether an experiment is being measured just now: what can wait should not take time from it."""
+    return bool(_measuring)
+
+
 class CleanProcess:
     """One clean process, from its start to its end. Use as a context manager: leaving it ends the process.
 
@@ -259,6 +267,8 @@ class CleanProcess:
             self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(theirs,), daemon=False)
             self._process.start()
             self.pid = self._process.pid
+        if measure != "none":
+            _measuring.add(self.pid)
         try:
             self._descriptor = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
@@ -302,6 +312,7 @@ class CleanProcess:
         """End the process and everything it started. Only ids of our own are signalled."""
         if self.pid is None:
             return
+        _measuring.discard(self.pid)
         if HAS_FORK:
             for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
                 with contextlib.suppress(OSError):

@@ -55,9 +55,10 @@ class Memory(Record):
 
     `kind` says what was counted: "counted" (CPU: live bytes, from the allocator's own events) or "allocated" (CUDA:
     the peak that torch's caching allocator handed out). `breakdown` splits `peak_bytes` by `CATEGORIES`, and sums to
-    it. `phases` is what is live at the end of forward, backward and step in the last step recorded; `timeline` is that
-    step as a series: {"phase": [...], "weights": [bytes, ...], ...}, one entry for each of some 200 stretches of
-    operations, taken where the stretch is highest. `reserved_bytes` is the peak that the CUDA allocator holds,
+    it; `peak_operation` and `peak_module` say what ran there. `phases` is what is live at the end of forward, backward
+    and step in the last step recorded; `timeline` is that step as a series: {"phase": [...], "operation": [...],
+    "module": [...], "weights": [bytes, ...], ...}, one entry for each of some 200 stretches of operations, taken where
+    the stretch is highest. `reserved_bytes` is the peak that the CUDA allocator holds,
     `device_used_bytes` what NVML reports for the whole device, `context_bytes` what the CUDA context takes of it,
     `rss_bytes` the peak resident memory of the process (information only).
     """
@@ -66,6 +67,7 @@ class Memory(Record):
     kind: str
     peak_phase: str | None = None
     peak_operation: str | None = None
+    peak_module: str | None = None
     breakdown: dict[str, int] | None = None
     phases: dict[str, int] | None = None
     phase_breakdowns: dict[str, dict[str, int]] | None = None
@@ -84,6 +86,7 @@ class Memory(Record):
             self,
             peak_phase=categories.peak_phase,
             peak_operation=categories.peak_operation,
+            peak_module=categories.peak_module,
             breakdown=explain(categories.breakdown, self.peak_bytes),
             phase_breakdowns={
                 phase: explain(parts, self.phases[phase])

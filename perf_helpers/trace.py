@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from perf_helpers import meters
 from perf_helpers.runs import CATEGORIES
@@ -68,6 +67,10 @@ class Call:
         return functools.reduce(getattr, self.name.split("."), torch.ops)
 
     @property
+    def is_view(self) -> bool:
+        return self.function.is_view or self.name == "aten._unsafe_view.default"
+
+    @property
     def key(self) -> tuple:
         """What the same operation in a deeper model has in common: lengths of vectors and of lists differ there."""
         shapes = [leaf.shape if len(leaf.shape) > 1 else len(leaf.shape) for leaf in self.leaves if type(leaf) is Spec]
@@ -75,7 +78,7 @@ class Call:
 
     @property
     def signature(self) -> tuple:
-        return (self.name, repr(self.leaves))
+        return self.name, self.leaves, tuple(map(type, self.leaves))  # 1 == 1.0 == True
 
     @property
     def lengths(self) -> list[int]:
@@ -122,6 +125,24 @@ def _halved(leaf: Any, length: int) -> Any:
     return Spec(shape, tuple(strides), leaf.dtype)
 
 
+def _flat(args, kwargs) -> tuple[list, tuple]:
+    """Arguments of an operation one by one, and what `_nested` needs: an operator's lists hold no lists."""
+    leaves, lengths = [], []
+    for value in itertools.chain(args, kwargs.values()):
+        is_list = isinstance(value, list | tuple)
+        lengths.append(len(value) if is_list else -1)
+        leaves.extend(value) if is_list else leaves.append(value)
+    return leaves, (len(args), tuple(kwargs), tuple(lengths))
+
+
+def _nested(leaves: list, structure: tuple) -> tuple[list, dict]:
+    """The arguments that `_flat` took apart."""
+    count, names, lengths = structure
+    rest = iter(leaves)
+    values = [next(rest) if length < 0 else list(itertools.islice(rest, length)) for length in lengths]
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
 @dataclass(slots=True)
 class Trace:
     """One training as arrays over its operations (axis 0) and the categories of `runs.CATEGORIES` (axis 1), in bytes.
@@ -133,6 +154,7 @@ class Trace:
 
     calls: list[Call]
     phases: list[str]
+    modules: list[str]
     live: np.ndarray
     before: np.ndarray
     high: np.ndarray
@@ -163,10 +185,9 @@ class Results:
         self.known = dict(known or {})
 
     @staticmethod
-    def key(call: Call, args, kwargs) -> tuple:
-        groups = tuple(len(value) if isinstance(value, list | tuple) else -1 for value in args)
+    def key(call: Call, args) -> tuple:
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        return call.name, call.leaves, tuple(map(type, call.leaves)), groups, tuple(kwargs), offset  # 1 == 1.0 == True
+        return *call.signature, call.structure, offset
 
     def get(self, key: tuple, function, args, mode: FakeTensorMode) -> tuple[Any] | None:
         """The result in a tuple; None if it is not known."""
@@ -239,7 +260,7 @@ class FakeTracker(meters.Tracker):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def execute(self, function, args, kwargs):
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and not self.follow_host:
@@ -267,7 +288,7 @@ class FakeTracker(meters.Tracker):
         if self.results is None or not any_fake:
             with self.fake:
                 return _as_kernels_do(function, args, kwargs)
-        key = self.results.key(call, args, kwargs)
+        key = self.results.key(call, args)
         if known := self.results.get(key, function, args, self.fake):
             return known[0]
         with self.fake:
@@ -418,21 +439,22 @@ def _arrays(tracker: FakeTracker, parameters: int) -> Trace:
     total = totals.sum(axis=1)
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
     begins = np.array([begin for begin, _ in tracker.calls[first:]] + [len(tracker.log)])
-    ends = np.array([length for length, _, _ in tracker.operations[first:]])
+    ends = np.array([length for length, *_ in tracker.operations[first:]])
     high = np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)])
     births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
     born = births[ends] - births[begins[:-1]]
     alike: dict[tuple, Call] = {}  # one object for calls that are equal, 1 and True told apart
     calls = []
     for (_, call), made in zip(tracker.calls[first:], born.tolist(), strict=True):
-        key = call.name, call.leaves, tuple(map(type, call.leaves)), made
+        key = *call.signature, made
         if key not in alike:
             alike[key] = dataclasses.replace(call, made=made)
         calls.append(alike[key])
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     return Trace(
         calls=calls,
-        phases=[phase for _, phase, _ in tracker.operations[first:]],
+        phases=[phase for _, phase, *_ in tracker.operations[first:]],
+        modules=[module for *_, module in tracker.operations[first:]],
         live=totals[ends],
         before=total[begins[:-1]],
         high=high,
@@ -461,7 +483,7 @@ class Probe:
     def run(self, calls: list[Call]) -> None:
         """Run each operation that is not known yet, a large one at two smaller sizes."""
         new = {call.signature: call for call in calls if call.signature not in self.known}
-        self.known |= {name: 0 for name, call in new.items() if _is_view(call) or call.name.startswith("profiler.")}
+        self.known |= {name: 0 for name, call in new.items() if call.is_view or call.name.startswith("profiler.")}
         new = {name: call for name, call in new.items() if name not in self.known}
         smaller = {name: _smaller(call) for name, call in new.items()}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -472,10 +494,6 @@ class Probe:
         for number, (name, call) in enumerate(new.items()):
             found = [hidden.get(f"{number}.{size}") for size in range(len(smaller[name]))]
             self.known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
-
-
-def _is_view(call: Call) -> bool:
-    return call.function.is_view or call.name == "aten._unsafe_view.default"
 
 
 def _smaller(call: Call) -> list[Call]:
@@ -507,7 +525,7 @@ def _extended(found: list[int | None], sizes: list[int], wanted: int) -> int | N
 def _once(call: Call, mark: str) -> None:
     """Run the operation between two marks of the profiler; the second is missing where that is not possible."""
     try:
-        args, kwargs = tree_unflatten([_tensor(leaf) for leaf in call.leaves], call.structure)
+        args, kwargs = _nested([_tensor(leaf) for leaf in call.leaves], call.structure)
         with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
             result = call.function(*args, **kwargs)  # noqa: F841, held until the mark
             with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):

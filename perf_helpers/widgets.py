@@ -17,6 +17,7 @@ from perf_helpers import exercises, journal, plots
 
 _WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 _shown: dict[Any, Any] = {}  # of this kernel: the box that stands at each place
+_ends: dict[Any, Callable[[], None]] = {}  # what is called when the box at a place is closed
 
 
 def guarded(function: Callable[..., None], output) -> Callable[..., None]:
@@ -127,7 +128,7 @@ def predict(lab, key: str, question: str, unit: str, low: float, high: float, es
         [slider, field, ipywidgets.Label(unit), button], layout={"flex_flow": "row wrap", **_WHOLE_WIDTH}
     )
     box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=_WHOLE_WIDTH)
-    _place(("predict", lab.lesson, key), box, head + _guess_html(lab, key), f"Predict: {question}")
+    place(("predict", lab.lesson, key), box, head + _guess_html(lab, key), f"Predict: {question}")
 
 
 def _guess_html(lab, key: str) -> str:
@@ -201,13 +202,11 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     ax.set_xlabel(unit, fontsize=12)
     figure.savefig(file, format="png", dpi=110)
     words = "; ".join(f"{name} {exercises.amount_text(value, unit)}" for name, value in values.items())
-    image = base64.b64encode(file.getvalue()).decode()
-    style = "display:block;max-width:100%;height:auto;margin-top:0.5em"
-    return f"<img style='{style}' alt='{html.escape(words, quote=True)}' src='data:image/png;base64,{image}'>"
+    return _img(file, words)
 
 
 def choose(
-    place: tuple[str, ...],
+    where: tuple[str, ...],
     text: str,
     answers: Mapping[str, exercises.Feedback],
     chosen: str | None,
@@ -218,7 +217,7 @@ def choose(
     The front end of `exercises.question`. Buttons rather than radio buttons, where moving by the arrow keys chooses.
 
     Args:
-        place: names the question among all widgets of this kernel; another one at that place is closed.
+        where: names the question among all widgets of this kernel; another one at that place is closed.
         answers: for each option what is shown when it is chosen.
         chosen: the option chosen last time, or None.
         keep: called with each option that is chosen.
@@ -258,7 +257,7 @@ def choose(
         for option, feedback in answers.items()
     )
     plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for letter, option in letters.items())])
-    _place(place, box, f"{head}<ol type='a'>{folded}</ol>", plain)
+    place(where, box, f"{head}<ol type='a'>{folded}</ol>", plain)
 
 
 def progress(lab, lessons: Sequence[str] | None = None) -> plots.Table:
@@ -295,21 +294,45 @@ def _progress_cells(lesson: journal.Progress | None) -> list[str]:
     ]
 
 
-def _place(place: Any, box, static: str, plain: str) -> None:
-    """Display a box where there is a front end, and `static` (HTML) or `plain` (text) where there is none."""
+def place(where: Any, box, static: str, plain: str, at_end: Callable[[], None] | None = None) -> None:
+    """Display a box where there is a front end, and `static` (HTML) or `plain` (text) where there is none.
+
+    Args:
+        where: names the place among all of this kernel; the box that stands there is closed.
+        at_end: called when this box is closed.
+    """
     from IPython.display import display
 
-    _replace(place, box)
+    _replace(where, box)
+    if at_end:
+        _ends[where] = at_end
     view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
     bundle = {"text/plain": plain, "text/html": static, "application/vnd.jupyter.widget-view+json": view}
     display(bundle, raw=True)
 
 
-def _replace(place: Any, box) -> None:
+def image(axes, words: str) -> str:
+    """A picture as an <img> that a screen reader can read out; its figure is closed."""
+    import matplotlib.pyplot as plt
+
+    file = io.BytesIO()
+    axes.figure.savefig(file, format="png", dpi=110, facecolor="white")
+    plt.close(axes.figure)
+    return _img(file, words)
+
+
+def _img(file: io.BytesIO, words: str) -> str:
+    data, style = base64.b64encode(file.getvalue()).decode(), "display:block;max-width:100%;height:auto"
+    return f"<img style='{style}' alt='{html.escape(words, quote=True)}' src='data:image/png;base64,{data}'>"
+
+
+def _replace(where: Any, box) -> None:
     """Close the box that stands at a place, if any, and put this one there."""
-    if place in _shown:
-        _close(_shown[place])
-    _shown[place] = box
+    if where in _ends:
+        _ends.pop(where)()
+    if where in _shown:
+        _close(_shown[where])
+    _shown[where] = box
 
 
 def _close(widget) -> None:

@@ -367,12 +367,13 @@ def test_progress_of_a_lesson_under_way(lab, shown):
 
 @pytest.mark.skipif(ipywidgets.__version__ == "7.7.1", reason="this is the run against 7.7.1")
 def test_the_same_under_ipywidgets_7():
-    """This file once more, with the folder that `make build/ipywidgets7` fills before everything else."""
+    """This file and the explorers' once more, with the folder that `make build/ipywidgets7` fills before all else."""
     if not SEVEN.is_dir():
         pytest.skip(f"no ipywidgets 7.7.1: make build/ipywidgets7 puts it into {SEVEN.relative_to(SEVEN.parents[1])}")
     path = os.pathsep.join([str(SEVEN), *filter(None, [os.environ.get("PYTHONPATH")])])
     version = [sys.executable, "-c", "import ipywidgets; print(ipywidgets.__version__)"]
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_explorers.py"))]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     found, done = (
         subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
         for command in (version, tests)

@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="01_anatomy_of_memory")
@@ -502,13 +502,16 @@ exercises.question(lab, "nvidia-smi", text, options, right="less than 10 GB")
 # %% [markdown]
 # ## Explore
 #
-# One step of every run that has a timeline. In which phase is the peak, and what lies on the floor? Adafactor's floor
-# is the lowest: what fills its `step` instead?
+# One step, two runs above each other. Move the line: in which module is the peak, and what lies on the floor? Adafactor's
+# floor is the lowest: what fills its `step` instead?
+#
+# Then any model with any recipe, whether you own the card or not. Find what halves the activations, then what halves the
+# states. *Traced* was followed at this very point; *interpolated* lies between points that were.
 
 # %% tags=["widget"]
 lab.train("Adafactor", task=toy, measure=("memory",), per_device_train_batch_size=4, optim="adafactor")
-names = list(dict.fromkeys(run.name for run in lab.runs if run.memory and run.memory.timeline))
-_ = widgets.explore(lambda run: plots.timeline(lab[run]), run=names)
+explorers.timeline(lab["Adafactor"], vanilla, *lab.runs)
+explorers.memory(lab, device="cuda")
 
 # %% [markdown]
 # ## Exercise

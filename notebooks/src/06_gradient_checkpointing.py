@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="06_gradient_checkpointing")
@@ -212,8 +212,7 @@ every = lab.train(
     gradient_checkpointing=True,  # new
     measure=("memory",),
 )
-for run in (vanilla, every):
-    _ = plots.timeline(run)
+explorers.timeline(vanilla, every)
 with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True).peak_bytes
 without = estimate(lab.task, per_device_train_batch_size=4).peak_bytes
 measured = 100 * every.peak_bytes / vanilla.peak_bytes

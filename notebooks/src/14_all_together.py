@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, journal, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, journal, plots, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
 
@@ -51,16 +51,14 @@ widgets.predict(lab, "all together", "To how many percent of the vanilla peak do
 # %% [markdown]
 # ## The task
 #
-# On a GPU we take the profile's task, and measure memory and speed. A CPU emulates half precision slowly, so there we take
-# a miniature and measure memory only, which is exact on any CPU. The miniature has bert-large's proportions:
-# embeddings under 10 % of the parameters, and at batch 4 several times as many bytes of activations as of weights.
+# On a GPU we take the profile's task. A CPU emulates half precision slowly, so there we take a miniature, and go by its
+# memory, which is exact on any CPU. The miniature has bert-large's proportions: embeddings under 10 % of the parameters, and at batch 4 several times as many bytes of activations as of weights.
 
 # %%
 sizes = {"vocab_size": 200, "max_position_embeddings": 128}
 task = lab.task if cuda else Task("bert-tiny", seq_len=128, config=sizes)
-measure = ("memory", "time") if cuda else ("memory",)
 half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a word
-print(f"{lab.machine.name}: {task}, {task.parameters() / 1e6:.2f} M parameters, measured: {' and '.join(measure)}")
+print(f"{lab.machine.name}: {task}, {task.parameters() / 1e6:.2f} M parameters")
 
 # %% [markdown]
 # ## By hand
@@ -117,7 +115,7 @@ v100 = {  # recipe: (arguments, MB, samples/s)
     "all + 8-bit Adam": (saving | half | {"optim": "adamw_bnb_8bit"}, 5363, 10.35),
     "Accelerate loop, all + 8-bit Adam": (None, 5363, None),
 }
-vanilla = lab.train("vanilla", task=task, measure=measure, **four)
+vanilla = lab.train("vanilla", task=task, **four)
 print(vanilla)
 
 # %% [markdown]
@@ -128,7 +126,7 @@ for name, (arguments, _, _) in list(v100.items())[1:]:
     if arguments is None:
         lab.run(loop, name, task=task, measure=("memory",))
     else:
-        lab.train(name, task=task, measure=measure, **arguments)
+        lab.train(name, task=task, **arguments)
 runs = {name: lab[name] for name in v100}
 failed = {name: run.message for name, run in runs.items() if not run.ok}
 share = {name: run.peak_bytes / vanilla.peak_bytes for name, run in runs.items() if run.ok}
@@ -215,14 +213,17 @@ check_speed_for_memory("all-three-x", "all + Adafactor")
 # %% [markdown]
 # ## Explore
 #
-# Any recipe against any other: which colours shrink, and which grow?
+# Two recipes above each other, moment by moment: which colours shrink, and which grow?
 
 # %% tags=["widget"]
-_ = widgets.explore(
-    lambda recipe, against: plots.memory([runs[against], runs[recipe]], title=f"{recipe}, against {against}"),
-    recipe=["all + Adafactor", *v100],
-    against=list(v100),
-)
+explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
+
+# %% [markdown]
+# And all of them as memory against speed: choose a limit, and paste the best that fits. (On a CPU the order by speed is
+# another than on a GPU, and one run of each is no comparison: lesson 03.)
+
+# %% tags=["widget"]
+explorers.recipes(lab)
 
 # %%
 text = "Vanilla's peak is two thirds activations. Which single technique takes away the most?"
@@ -305,7 +306,7 @@ answer = None  # the name of a recipe, as in the table
 
 # %% tags=["check"]
 def speed_of(name):
-    return runs[name].samples_per_second or v100[name][2] or 0.0
+    return (runs[name].samples_per_second if cuda else v100[name][2]) or 0.0
 
 
 def check(answer):

@@ -1,0 +1,135 @@
+"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight have no outputs on the page
+}
+KEEP_WIDGETS = {"saveState": True}
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+
+
+def chromium() -> str | None:
+    """The browser's executable: $CHROMIUM, or one that is on the path."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
+class Server:
+    """JupyterLab on a folder. `home` keeps its settings and the learner's files, so that nobody's own are touched."""
+
+    def __init__(self, folder: Path, home: Path):
+        settings = {f"@jupyterlab/{name}": content for name, content in SETTINGS.items()}
+        for name, content in (settings | {"@jupyter-widgets/jupyterlab-manager/plugin": KEEP_WIDGETS}).items():
+            file = home / "settings" / f"{name}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(content))
+        own = {
+            "JUPYTERLAB_SETTINGS_DIR": "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+            "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTER_RUNTIME_DIR": "runtime",
+            "PERF_HELPERS_HOME": "perf_helpers",
+        }
+        options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0", f"--ServerApp.root_dir={folder}"]
+        options += ["--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True"]
+        self.folder, self._log = folder, []
+        environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", *options],
+            env=environment | {name: str(home / part) for name, part in own.items()},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for line in self._process.stderr:
+            self._log.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                self.address = found[0]
+                break
+        else:
+            raise RuntimeError(f"JupyterLab did not start:\n{''.join(self._log)}")
+        threading.Thread(target=lambda: self._log.extend(self._process.stderr), daemon=True).start()
+
+    def end_kernels(self) -> None:
+        for kernel in json.load(urllib.request.urlopen(f"{self.address}api/kernels")):
+            request = urllib.request.Request(f"{self.address}api/kernels/{kernel['id']}", method="DELETE")
+            urllib.request.urlopen(request).close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.end_kernels()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Notebook:
+    """A notebook that is open on a page, its kernel idle."""
+
+    def __init__(self, server: Server, page, name: str):
+        self.page, self.file = page, server.folder / name
+        page.goto(f"{server.address}lab/tree/{name}?reset")
+        page.get_by_text("| Idle").first.wait_for(timeout=90_000)
+        page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=30_000)
+        self.command("application:toggle-left-area")
+
+    def command(self, name: str, **arguments) -> None:
+        """Run one of JupyterLab's commands, as its menus do, and wait for its end."""
+        call = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
+        self.page.evaluate(call, [name, arguments])
+
+    def run_all(self) -> None:
+        """Run every cell, to the end."""
+        self.command("notebook:run-all-cells")
+        self.wait_idle()
+
+    def run(self, cell: int) -> None:
+        """Run one cell, to the end."""
+        self.select(cell)
+        self.command("notebook:run-cell")
+        self.wait_idle()
+
+    def select(self, cell: int) -> None:
+        self.cell(cell).locator(".jp-InputPrompt").click()
+
+    def type(self, cell: int, text: str) -> None:
+        """Put another text into a cell, by keyboard."""
+        self.cell(cell).locator(".cm-content").click()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.insert_text(text)
+        self.page.keyboard.press("Escape")
+
+    def cell(self, number: int):
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
+
+    def outputs(self, number: int):
+        return self.cell(number).locator(".jp-Cell-outputArea")
+
+    def wait_idle(self) -> None:
+        self.page.get_by_text("| Idle").first.wait_for(timeout=0)
+
+    def saved(self):
+        """The notebook as it is in its file after saving."""
+        before = self.file.stat().st_mtime_ns
+        self.command("docmanager:save")
+        while self.file.stat().st_mtime_ns == before:
+            time.sleep(0.1)
+        return nbformat.read(self.file, as_version=4)

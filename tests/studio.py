@@ -1,0 +1,45 @@
+# One widget of each kind, each in a cell of its own: what test_browser.py opens in a browser.
+# ruff: noqa: E402
+
+# %%
+from perf_helpers import Lab, Task, exercises, explorers, monitor, widgets
+
+lab = Lab(profile="cpu", lesson="00_studio")
+lab.task = Task("bert-tiny", seq_len=32)
+
+# %%
+widgets.predict(lab, "peak", "The peak?", "MB", 0, 100)
+
+# %%
+vanilla = lab.train("vanilla", per_device_train_batch_size=4)
+half = lab.train("half", per_device_train_batch_size=2, gradient_accumulation_steps=2)
+
+# %%
+widgets.revealed(lab, "peak", vanilla.peak_bytes / 1e6)
+
+# %%
+answer = None
+
+# %%
+exercises.challenge(lab, "small", answer, baseline=vanilla, limit_bytes=0.9 * vanilla.peak_bytes)
+
+# %%
+explorers.memory(lab)
+
+# %%
+explorers.timeline(vanilla, half)
+
+# %%
+explorers.recipes(lab)
+
+# %%
+import time
+
+with monitor.live():
+    time.sleep(4)
+
+# %%
+import threading
+
+ours = ("perf_helpers", "explorer", "live monitor")
+print("threads:", [thread.name for thread in threading.enumerate() if any(word in thread.name for word in ours)])

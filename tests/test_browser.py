@@ -1,0 +1,225 @@
+"""What a learner sees: every lesson, and every kind of widget, in JupyterLab in a real browser.
+
+Screenshots are kept in build/screenshots.
+"""
+
+import shutil
+import statistics
+from pathlib import Path
+
+import browser
+import nbformat
+import pytest
+
+from perf_helpers import course
+
+ROOT = Path(__file__).resolve().parents[1]
+SCREENSHOTS = ROOT / "build" / "screenshots"
+LESSONS = [path.stem for path in course.find_lessons()]
+SOURCE = (Path(__file__).parent / "studio.py").read_text(encoding="utf-8")
+STUDIO = [cell.strip() for cell in SOURCE.split("# %%\n")[1:]]
+(_, PREDICT, TRAIN, REVEALED, ANSWER, CHALLENGE, MEMORY, TIMELINE, RECIPES, MONITOR, THREADS) = range(len(STUDIO))
+
+pytestmark = [
+    pytest.mark.skipif(
+        not browser.chromium(), reason="no Chromium: apt-get install chromium, or name one in $CHROMIUM"
+    ),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder, home = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("home")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        shutil.copy(path, folder)
+    started = browser.Server(folder, home)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser.chromium(), args=browser.FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(chromium, server):
+    opened = chromium.new_page(viewport={"width": 1100, "height": 900})
+    yield opened
+    opened.close()
+    server.end_kernels()
+
+
+def screenshot(notebook, name, cell=None):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    place = notebook.page if cell is None else notebook.cell(cell)
+    place.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def faults(notebook):
+    """What is wrong with an executed notebook: errors in cells and in widgets, cells that never ran."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    errors = [output.evalue for cell in cells for output in cell.outputs if output.output_type == "error"]
+    never = [cell.source for cell in cells if cell.execution_count is None]
+    return errors + course.widget_errors(notebook) + never
+
+
+# The beginnings of widgets that are wider than their cell.
+TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output .jupyter-widgets')]
+    .filter(part => part.scrollWidth > part.clientWidth + 2).map(part => part.innerText.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
+    notebook = browser.Notebook(server, page, f"{lesson}.ipynb")
+    notebook.run_all()
+    executed = notebook.saved()
+    assert faults(executed) == []
+    assert executed.metadata.widgets[course.WIDGETS]["state"], "the state of its widgets was kept"
+    wide = (
+        "() => [...document.querySelectorAll('.jp-OutputArea-output')].filter(x => x.scrollWidth > x.clientWidth + 2)"
+    )
+    too_wide = page.evaluate(f"{wide}.map(x => x.querySelector('.jupyter-widgets') ? x.innerText.slice(0, 80) : '')")
+    assert not any(too_wide), "a widget is wider than its cell"
+    screenshot(notebook, lesson)
+
+
+@pytest.fixture(scope="module")
+def studio(chromium, server):
+    """A notebook with one widget of each kind, run once."""
+    cells = [nbformat.v4.new_code_cell(source) for source in STUDIO]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), server.folder / "studio.ipynb")
+    page = chromium.new_page(viewport={"width": 1100, "height": 1400})
+    notebook = browser.Notebook(server, page, "studio.ipynb")
+    for cell in (0, PREDICT, TRAIN):
+        notebook.run(cell)
+    yield notebook
+    page.close()
+
+
+def test_a_guess_is_scored(studio):
+    field = studio.outputs(PREDICT).locator("input[type=number]")
+    field.fill("12")
+    field.press("Tab")
+    studio.outputs(PREDICT).get_by_role("button", name="commit").click()
+    studio.outputs(PREDICT).get_by_text("Your guess: 12 MB. It is kept.").wait_for()
+    studio.run(REVEALED)
+    studio.outputs(REVEALED).get_by_text("you said 12 MB, measured").wait_for()
+    assert "your guess 12 MB" in studio.outputs(REVEALED).locator("img").get_attribute("alt")
+    screenshot(studio, "guess", REVEALED)
+
+
+def test_a_challenge_is_answered_wrongly_then_rightly(studio):
+    for answer, expected in (
+        ("None", "not attempted: the target is a peak of at most"),
+        ('{"per_device_train_batch_size": 4, "optim": "adamw_torch"}', "wrong: the peak is"),
+        ('{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "optim": "sgd"}', "right: the peak is"),
+    ):
+        studio.type(ANSWER, f"answer = {answer}")
+        studio.run(ANSWER)
+        studio.run(CHALLENGE)
+        assert expected in studio.outputs(CHALLENGE).inner_text().replace("\xa0", " ")
+    screenshot(studio, "challenge", CHALLENGE)
+
+
+# From the key to the picture that has changed, in milliseconds.
+MOVE = """([cell, slider, key]) => new Promise(done => {
+    const output = document.querySelectorAll('.jp-Notebook .jp-Cell')[cell].querySelector('.jp-Cell-outputArea');
+    const began = performance.now();
+    const watcher = new MutationObserver(changes => {
+        if (changes.some(change => change.target.closest && change.target.closest('[role=img], .widget-html'))) {
+            watcher.disconnect();
+            done(performance.now() - began);
+        }
+    });
+    watcher.observe(output, {subtree: true, childList: true});
+    output.querySelectorAll('.noUi-handle')[slider].dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+    setTimeout(() => done(null), 10000);
+})"""
+
+
+def test_the_explorers_slider_moves_its_picture(studio):
+    studio.run(MEMORY)
+    output = studio.outputs(MEMORY)
+    before = output.locator("[role=img]").get_attribute("aria-label")
+    studio.page.evaluate(MOVE, [MEMORY, 0, "ArrowRight"])
+    output.get_by_text("ways of training known").wait_for(timeout=120_000)
+    output.locator(f"[role=img]:not([aria-label='{before}'])").wait_for(timeout=120_000)
+    moves = [studio.page.evaluate(MOVE, [MEMORY, 0, key]) for key in ["ArrowRight", "ArrowRight", "ArrowLeft"] * 3]
+    assert statistics.median(moves) < 150, f"each move answers within 150 ms: {moves}"
+    screenshot(studio, "memory explorer", MEMORY)
+
+
+def test_the_timelines_line_is_moved(studio):
+    studio.run(TIMELINE)
+    output = studio.outputs(TIMELINE)
+    before = output.locator("table").inner_text()
+    assert studio.page.evaluate(MOVE, [TIMELINE, 0, "ArrowLeft"]) is not None
+    for _ in range(20):
+        studio.page.evaluate(MOVE, [TIMELINE, 0, "PageDown"])
+    assert output.locator("table").inner_text() != before
+    output.get_by_role("button", name="to the peak").click()
+    studio.page.wait_for_function(
+        "([cell, text]) => document.querySelectorAll('.jp-Notebook .jp-Cell')[cell].querySelector('table').innerText"
+        " === text",
+        arg=[TIMELINE, before],
+    )
+    screenshot(studio, "timeline explorer", TIMELINE)
+
+
+def test_a_recipe_is_selected_and_its_arguments_are_shown(studio):
+    studio.run(RECIPES)
+    output = studio.outputs(RECIPES)
+    select = output.locator("select", has_text="half (counted)")
+    select.select_option(label=select.locator("option", has_text="half (counted)").text_content())
+    output.locator("pre", has_text="gradient_accumulation_steps=2").wait_for()
+    screenshot(studio, "recipe explorer", RECIPES)
+
+
+def test_the_monitor_starts_and_stops(studio):
+    studio.select(MONITOR)
+    studio.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell') }")
+    studio.outputs(MONITOR).locator("svg").first.wait_for(timeout=20_000)
+    studio.wait_idle()
+    studio.outputs(MONITOR).locator("img").wait_for(timeout=20_000)
+    assert studio.outputs(MONITOR).locator("svg").count() == 0, "the live picture is gone, a static one stays"
+    screenshot(studio, "monitor", MONITOR)
+
+
+def test_run_all_twice_leaves_nothing_twice(studio):
+    counts = []
+    for _ in range(2):
+        studio.run_all()
+        studio.page.wait_for_timeout(1000)
+        counts.append(studio.page.locator(".jp-OutputArea-output .jupyter-widgets").count())
+    assert counts[0] == counts[1] > 0
+    executed = studio.saved()
+    assert faults(executed) == []
+    assert "threads: []" in executed.cells[THREADS].outputs[0].text
+    assert len(executed.metadata.widgets[course.WIDGETS]["state"]) > 0
+
+
+# Texts of less than 12 px, which are 9 pt.
+TOO_SMALL = """() => [...document.querySelectorAll('.jp-OutputArea-output .jupyter-widgets *')]
+    .filter(part => [...part.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
+    .filter(part => part.checkVisibility() && parseFloat(getComputedStyle(part).fontSize) < 12)
+    .map(part => part.textContent.slice(0, 40))"""
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_every_widget_is_readable_at_half_the_width(studio, theme):
+    studio.command("apputils:change-theme", theme=theme)
+    studio.page.set_viewport_size({"width": 620, "height": 1400})
+    studio.page.wait_for_timeout(1500)
+    assert studio.page.evaluate(TOO_WIDE) == [], "wider than the cell"
+    assert studio.page.evaluate(TOO_SMALL) == [], "text under 9 pt"
+    for name, cell in {"memory": MEMORY, "timeline": TIMELINE, "recipes": RECIPES}.items():
+        screenshot(studio, f"{name}, {theme}, half width", cell)
+    studio.page.set_viewport_size({"width": 1100, "height": 1400})
