@@ -58,6 +58,7 @@ class Lab:
         self._experiments: dict[str, Experiment] = {}
         if executor is None:
             processes.start()
+        _give_pictures_words()
 
     def train(
         self,
@@ -377,6 +378,17 @@ class _Progress:
         if self._bar is not None:
             self._bar.update(self._bar.total - self._bar.n)  # a bar that ends short of its total stays, in red
             self._bar.close()
+
+
+def _give_pictures_words() -> None:
+    """Let a kernel show figures with an alternative text."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None):
+        from matplotlib.figure import Figure
+
+        from perf_helpers import plots
+
+        Figure._repr_html_ = plots.figure_html  # what is registered with the shell, its backend takes away again
 
 
 def _in_notebook() -> bool:

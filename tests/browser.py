@@ -46,7 +46,8 @@ class Server:
             "PERF_HELPERS_HOME": "perf_helpers",
         }
         options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0", f"--ServerApp.root_dir={folder}"]
-        options += ["--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True"]
+        options += ["--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"]
+        options += ["--LabApp.expose_app_in_browser=True"]
         self.folder, self._log = folder, []
         environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
         self._process = subprocess.Popen(

@@ -222,3 +222,39 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 def test_an_experiment_without_steps_has_no_time(lab):
     run = lab.run(lambda task: 1, measure=("time",))
     assert run.ok and run.timing is None and run.samples_per_second is None
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_an_operation_is_told_with_its_module(lab, reentrant):
+    """In backward the module whose forward made the node; where a checkpoint runs the forward again, that one."""
+
+    def train(_):
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = torch.nn.Linear(64, 256)
+                self.second = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Linear(64, 8))
+
+            def forward(self, x):
+                x = self.first(x)
+                return self.second(x) if reentrant is None else checkpoint(self.second, x, use_reentrant=reentrant)
+
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.ones(32, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    series = lab.run(train, measure="memory").memory.timeline
+    told = {name: set() for name in ("forward", "backward")}
+    for phase, operation, module in zip(series["phase"], series["operation"], series["module"], strict=True):
+        if phase in told and operation in ("aten.addmm.default", "aten.mm.default"):
+            told[phase].add((operation.split(".")[1], module))
+    layers = "first", "second.0", "second.1"
+    assert told["forward"] == {("addmm", layer) for layer in layers}
+    again = {None: (), False: layers[1:2], True: layers[1:]}[reentrant]  # the newer way stops where it has all it needs
+    assert told["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}

@@ -30,7 +30,29 @@ def test_a_picture_is_labelled_and_readable(name):
 
 
 def test_the_colours_of_all_categories_differ():
-    assert plots.PALETTE.keys() == set(CATEGORIES) and len(set(plots.PALETTE.values())) == len(CATEGORIES)
+    assert plots.PALETTE.keys() == {*CATEGORIES, "context"}
+    assert len(set(plots.PALETTE.values())) == len(plots.PALETTE)
+
+
+def test_a_figure_is_shown_with_its_words():
+    figure = plots.memory([RUN], title="Peak <memory>").figure
+    assert plots.words(figure).startswith("Peak <memory>; counted memory at the peak (MB); weights, weight copies")
+    assert "vanilla" in plots.words(figure) and "24.0 MB" in plots.words(figure)
+    assert 'alt="Peak &lt;memory&gt;; counted' in plots.figure_html(figure)
+
+
+def test_in_a_kernel_every_figure_has_its_words(tmp_path):
+    import nbclient
+    import nbformat
+
+    cells = [
+        f"from perf_helpers import Lab\nlab = Lab('cpu', out={str(tmp_path)!r})",
+        "import matplotlib.pyplot as plt\n_ = plt.figure().subplots().set_title('a curve', loc='left')",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+    (output,) = notebook.cells[1].outputs
+    assert 'alt="a curve"' in output.data["text/html"] and "image/png" in output.data
 
 
 @pytest.mark.parametrize("draw", [plots.memory, plots.tradeoff])

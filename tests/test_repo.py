@@ -37,6 +37,11 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "speeds": {"arguments", "claims", "hardware", "lab", "results", "runs", "task", "techniques"},
     "advise": {*CHAIN, "cuda", "estimate", "runs", "search", "speeds", "techniques"},
     "estimate": {"hardware", "arguments", "task", "meters", "training", "trace", "cuda", "processes", "runs"},
+    "fits": {"estimate", "hardware", "meters", "runs", "task", "techniques", "training"},
+    "drawings": {"plots", "runs"},
+    "explorers": {
+        *("arguments", "cuda", "drawings", "estimate", "fits", "plots", "processes", "runs", "task", "widgets"),
+    },
     "monitor": {"hardware", "plots"},
     "journal": {"runs"},
     "widgets": {"exercises", "journal", "plots", "runs"},
@@ -138,9 +143,12 @@ def import_problems(module, source):
 
 
 def undeclared(source, distributions, owners):
-    """Third-party modules that a source imports and none of the distributions provides (owners: module -> names)."""
+    """Third-party modules that a source imports and none of the distributions provides (owners: module -> names).
+
+    What is not installed, for it is built by itself, is taken to be provided by a distribution of its own name.
+    """
     heads = {name.split(".")[0] for name, _ in imports(source)} - set(sys.stdlib_module_names) - {PACKAGE}
-    provided = {head for head in heads if {canonicalize_name(o) for o in owners.get(head, [])} & set(distributions)}
+    provided = {head for head in heads if {canonicalize_name(o) for o in owners.get(head, [head])} & set(distributions)}
     return sorted(heads - provided)
 
 

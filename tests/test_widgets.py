@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import ipywidgets
 import nbformat
 import pytest
+from kernel import VIEW, alive, box, inside
 
 from perf_helpers import course, exercises, journal, widgets
 from perf_helpers.runs import Store
 
 LESSON = "05_gradient_accumulation"
-VIEW = "application/vnd.jupyter.widget-view+json"
 SEVEN = Path(__file__).resolve().parents[1] / "build" / "ipywidgets7"
 
 
@@ -35,29 +35,9 @@ def fresh_kernel():
         widget.close()
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """What was displayed, in order."""
-    displayed = []
-    monkeypatch.setattr("IPython.display.display", lambda *objects, **_: displayed.extend(objects))
-    return displayed
-
-
-def alive():
-    """Every widget that is not closed, by model id."""
-    module = sys.modules[ipywidgets.Widget.__module__]
-    return module._instances if hasattr(module, "_instances") else ipywidgets.Widget.widgets
-
-
 def latest(shown, kind):
     """The widgets of a kind in the box that was displayed last, in order."""
-
-    def walk(widget):
-        yield widget
-        for child in getattr(widget, "children", ()):
-            yield from walk(child)
-
-    found = [widget for widget in walk(alive()[shown[-1][VIEW]["model_id"]]) if isinstance(widget, kind)]
+    found = inside(box(shown), kind)
     assert found
     return found
 
