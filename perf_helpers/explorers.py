@@ -6,6 +6,7 @@ moved, waits while an experiment is measured, and ends with its widget.
 
 import html
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ class _MemoryExplorer:
         }
         self.picture, self.note, self.known = _html(), _html(), _html()
         self.output = ipywidgets.Output()
+        self._callback = widgets.guarded(self._moved, self.output)
         for control in self.controls.values():
-            control.observe(widgets.guarded(self._moved, self.output), names="value")
+            control.observe(self._callback, names="value")
         row = {"display": "flex", "flex_flow": "row wrap", "width": "auto", "max_width": "100%"}
         grid = ipywidgets.Box(list(self.controls.values()), layout=row)
         parts = [grid, self.picture, self.note, self.known, self.output]
@@ -157,7 +159,7 @@ class _MemoryExplorer:
         """Do what is most wanted; False if there is nothing left to do."""
         found, choice, size, length = self._place()
         while processes.are_measuring() and not self._closed:
-            self._wake.wait(0.2)
+            time.sleep(0.2)
         try:
             if not self._is_ready(found):
                 found.prepare()
@@ -195,7 +197,9 @@ class _MemoryExplorer:
         if found.lengths:
             wanted = fits.nearest(found.lengths, slider.value)
             if tuple(slider.options) != found.lengths:
+                slider.unobserve(self._callback, names="value")  # it is not moved by the learner
                 slider.options, slider.value = found.lengths, wanted
+                slider.observe(self._callback, names="value")
         slider.disabled = not found.lengths
 
     def close(self) -> None:
