@@ -34,6 +34,7 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
+_SCHEMA = 1  # of the file; to be raised where the estimate says something else than it did
 _FOLLOWED = CATEGORIES[:-1]
 _STATES, _INPUTS = CATEGORIES.index("optimizer_states"), CATEGORIES.index("inputs")
 _SEEN = len(_FOLLOWED)  # the column after the categories: the total, with what is hidden inside operations
@@ -122,7 +123,7 @@ class Fits:
         if device == "cuda":
             self._options["compute_capability"] = compute_capability
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
-        identity = json.dumps([self.task.to_dict(), self._options, versions], sort_keys=True, default=list)
+        identity = json.dumps([_SCHEMA, self.task.to_dict(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
         self._surfaces: dict[tuple, Surface] = {}
         self._exact: dict[tuple, Answer] = {}
@@ -141,18 +142,18 @@ class Fits:
         """
         if self.task.family() == "vision":
             return
-        longest = self._longest()
-        self.lengths = tuple(length for length in LENGTHS if length <= longest)
-
-    def _longest(self) -> int:
         config = self.task.build_config()
-        for length in reversed(LENGTHS):
-            try:
-                self.task.replace(seq_len=length).length(config)
-            except ValueError:
-                continue
-            return length if getattr(config, "max_position_embeddings", None) else min(length, 2048)
-        return LENGTHS[0]
+        unbounded = not (getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None))
+        offered = [length for length in LENGTHS if self._can_take(length, config)]
+        self.lengths = tuple(offered[: LENGTHS.index(2048) + 1] if unbounded else offered) or (
+            self.task.length(config),
+        )
+
+    def _can_take(self, length: int, config) -> bool:
+        try:
+            return self.task.replace(seq_len=length).length(config) == length
+        except ValueError:
+            return False
 
     def choices(self, first: Choice) -> Iterator[Choice]:
         """Every choice on offer, each way of training once, those nearest to `first` first."""
@@ -240,10 +241,12 @@ class Fits:
 
     def _nodes(self, choice: Choice) -> list[tuple[Choice, int, int | None]]:
         """Points at which a recipe is traced: as many as there are terms, as far apart as the sliders go."""
-        sizes, lengths = MICRO_BATCHES[1:5:3] if self.lengths else MICRO_BATCHES[1:3], [None]  # images are many numbers
-        if self.lengths:
-            lengths = sorted({self.lengths[0], self.lengths[len(self.lengths) // 2], self.lengths[-1]})
-        return [(choice, size, length) for size in sizes for length in lengths]
+        if not self.lengths:
+            return [(choice, size, None) for size in MICRO_BATCHES[1:3]]  # images are many numbers
+        first, middle, last = self.lengths[0], self.lengths[len(self.lengths) // 2], self.lengths[-1]
+        if len(self.lengths) < 3:
+            first, middle = last // 4, last // 2
+        return [(choice, size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
 
     def _task(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Task:
         """With as much data as two steps take and some left, for a batch is fetched ahead."""

@@ -108,6 +108,17 @@ def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
     assert fits.precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
 
 
+@pytest.mark.parametrize("positions, lengths", [(20, (20,)), (70, (32, 64))])
+def test_a_model_of_few_positions_is_fitted_too(positions, lengths):
+    config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": positions}
+    found = Fits(Task("gpt2", config=config))
+    found.prepare()
+    assert found.lengths == lengths
+    found.learn(Choice())
+    quick = found.answer(Choice(), 4, lengths[0])
+    assert quick.how == "interpolated" and quick.peak_bytes == found.trace(Choice(), 4, lengths[0]).peak_bytes
+
+
 def test_lengths_are_those_that_the_model_can_take(known):
     assert known("gpt2").lengths == (32, 64, 128, 256)
     assert known("vit").lengths == ()
