@@ -83,8 +83,8 @@ def timeline(series: Mapping[str, Sequence], top: float, moment: int | None = No
     edges = "".join(f"<path d='M{first} 0V1000' stroke-dasharray='2 3' {_OUTLINE}/>" for first, _ in phases[1:])
     chosen = "" if moment is None else f"<path d='M{moment + 0.5} 90V1000' stroke-width='2' {_OUTLINE}/>"
     names = "".join(
-        f"<span style='position:absolute;top:0;left:{50 * (first + last) / count:.2f}%;transform:translateX(-50%)'>"
-        f"{_safe(series['phase'][first])}</span>"
+        f"<span style='position:absolute;top:0;left:{50 * (first + last) / count:.2f}%;transform:translateX(-50%);"
+        f"white-space:nowrap'>{_safe(series['phase'][first])}</span>"
         for first, last in phases
         if last - first > 0.08 * count
     )
@@ -237,8 +237,8 @@ def _scale(end: float, what: str = "") -> str:
     """An axis of bytes under a picture."""
     scale, unit = _unit(end)
     ticks = "".join(
-        f"<span style='position:absolute;left:{100 * value * scale / end:.2f}%;transform:translateX(-50%)'>"
-        f"{value:,g}</span>"
+        f"<span style='position:absolute;left:{100 * value * scale / end:.2f}%;transform:translateX(-50%);"
+        f"white-space:nowrap'>{value:,g}</span>"
         for value in _nice(end / scale, 4)
     )
     return (
@@ -259,7 +259,7 @@ def _levels(top: float, end: float) -> str:
 def _ups(fastest: float) -> str:
     return "".join(
         f"<span style='position:absolute;right:100%;bottom:{100 * value / fastest:.2f}%;margin-right:4px;"
-        f"transform:translateY(50%)'>{value:,g}</span>"
+        f"transform:translateY(50%);white-space:nowrap'>{value:,g}</span>"
         for value in _nice(fastest, 4)
     )
 
