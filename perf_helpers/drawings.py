@@ -20,7 +20,7 @@ _TEXT = "font-size:13px;line-height:1.35;overflow-wrap:anywhere"
 _OUTLINE = "stroke='currentColor' vector-effect='non-scaling-stroke' fill='none'"
 
 
-def bar(parts: Mapping[str, int], limits: Mapping[str, int], colours: Mapping[str, str] = PALETTE) -> str:
+def bar(parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
     """Bytes by category as one stacked bar with a legend, and the limits (bytes by name) as lines across it."""
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
@@ -28,7 +28,7 @@ def bar(parts: Mapping[str, int], limits: Mapping[str, int], colours: Mapping[st
     shown = {name: size for name, size in parts.items() if size > 0}
     segments = "".join(
         f"<div title='{_safe(name_text(name))} {bytes_text(size)}' "
-        f"style='width:{100 * size / end:.3f}%;background:{colours[name]}'></div>"
+        f"style='width:{100 * size / end:.3f}%;background:{PALETTE[name]}'></div>"
         for name, size in shown.items()
     )
     lines, free = "", -100.0
@@ -46,7 +46,7 @@ def bar(parts: Mapping[str, int], limits: Mapping[str, int], colours: Mapping[st
         )
     words = f"Peak {bytes_text(total)}: " + ", ".join(f"{name_text(n)} {bytes_text(size)}" for n, size in shown.items())
     legend = "".join(
-        f"<span style='white-space:nowrap'>{_swatch(colours[name])} {_safe(name_text(name))} {bytes_text(size)}"
+        f"<span style='white-space:nowrap'>{_swatch(PALETTE[name])} {_safe(name_text(name))} {bytes_text(size)}"
         f" ({size / total:.0%})</span>"
         for name, size in shown.items()
     )
@@ -66,8 +66,7 @@ def timeline(series: Mapping[str, Sequence], top: float, moment: int | None = No
         top: bytes at the upper end of the axis: the same for two pictures that are to be compared.
         moment: where a line is to stand, as a place in the series.
     """
-    count, totals = len(series["phase"]), totals_of(series)
-    peak = max(range(count), key=totals.__getitem__)
+    count, totals, peak = len(series["phase"]), totals_of(series), peak_of(series)
     end, below, areas = 1.25 * top, [0] * count, ""
     for category in CATEGORIES:
         above = [low + max(0, size) for low, size in zip(below, series[category], strict=True)]
@@ -106,13 +105,13 @@ def timeline(series: Mapping[str, Sequence], top: float, moment: int | None = No
     )
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], colours: Mapping[str, str]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows of text; a row whose first word is a category has its colour."""
     style = "style='text-align:left;padding:1px 12px 1px 0;white-space:normal;overflow-wrap:anywhere'"
     head = "".join(f"<th {style}>{_safe(name)}</th>" for name in header)
     body = ""
     for first, *rest in rows:
-        swatch = _swatch(colours[first]) + " " if first in colours else ""
+        swatch = _swatch(PALETTE[first]) + " " if first in PALETTE else ""
         cells = "".join(f"<td {style}>{_safe(cell)}</td>" for cell in rest)
         body += f"<tr><th scope='row' {style}>{swatch}{_safe(name_text(first))}</th>{cells}</tr>"
     return f"<div style='{_TEXT}'><table style='table-layout:fixed;width:100%'><tr>{head}</tr>{body}</table></div>"
@@ -135,6 +134,12 @@ def _what_ran(series: Mapping[str, Sequence], place: int) -> str:
 def totals_of(series: Mapping[str, Sequence]) -> list[int]:
     """The bytes at each moment of a timeline."""
     return [sum(series[name][i] for name in CATEGORIES) for i in range(len(series["phase"]))]
+
+
+def peak_of(series: Mapping[str, Sequence]) -> int:
+    """The place of a timeline's highest moment."""
+    totals = totals_of(series)
+    return max(range(len(totals)), key=totals.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -391,20 +391,15 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, results, 
     Returns:
         {"memory": of `Memory`, "assumptions": [...], "traced": which layers were followed}.
     """
-    found = followed(experiment, device, every_layer, results, probe)
+    (found,) = all_followed([experiment], device, every_layer, results, probe)
     memory, more = memory_of(found, experiment, device)
     return {"memory": memory.to_dict(), "assumptions": [*found.assumptions, *more], "traced": found.traced}
-
-
-def followed(experiment: Experiment, device: Device, every_layer: bool, results, probe) -> Followed:
-    """Follow an experiment on fake tensors. To be called in a clean process: it patches torch."""
-    return all_followed([experiment], device, every_layer, results, probe)[0]
 
 
 def all_followed(
     experiments: Sequence[Experiment], device: Device, every_layer: bool, results, probe
 ) -> list[Followed]:
-    """Follow several experiments, as many at once as there are cores. As `followed`."""
+    """Follow experiments on fake tensors, as many at once as there are cores. To be called in a clean process."""
     plain = [_with_little_data(_unsharded(_without_workers(experiment))) for experiment in experiments]
     layers = [{} if every_layer or each.function else _repeated(each) for each in plain]
     parts = [_of_few_layers(each, depth) for each, depth in zip(plain, layers, strict=True)]

@@ -18,6 +18,7 @@ from perf_helpers.runs import CATEGORIES, Run
 from perf_helpers.task import PRESETS, Task
 
 CARDS = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
+_ROW = {"display": "flex", "flex_flow": "row wrap", **widgets.WHOLE_WIDTH}
 _DIM = "opacity:0.35"
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 
@@ -54,7 +55,7 @@ class _MemoryExplorer:
     def __init__(self, lab, task: Task, first: MemoryEstimate, micro_batch: int):
         import ipywidgets
 
-        self._lab, self._task, self._machine = lab, task, lab.machine
+        self._task, self._machine = task, lab.machine
         gpu = next((gpu for gpu in lab.machine.gpus if gpu.capability), None)
         self._capability = gpu.capability if gpu else (9, 0)
         self._folder = Path(lab.store.path).with_name("fits")
@@ -67,7 +68,7 @@ class _MemoryExplorer:
         self._ready: set[tuple[str, str]] = set()
 
         width = {"description_width": "7.5em"}
-        field = {"style": width, "layout": {"width": "auto", "max_width": "100%", "flex": "1 1 20em"}}
+        field = {"style": width, "layout": {**widgets.WHOLE_WIDTH, "flex": "1 1 20em"}}
         length = first.task.get("seq_len") or task.length() if task.family() != "vision" else None
         lengths = fits.LENGTHS if length in fits.LENGTHS else sorted({*fits.LENGTHS, length or 32})
         self.controls = {
@@ -105,10 +106,9 @@ class _MemoryExplorer:
         self._callback = widgets.guarded(self._moved, self.output)
         for control in self.controls.values():
             control.observe(self._callback, names="value")
-        row = {"display": "flex", "flex_flow": "row wrap", "width": "auto", "max_width": "100%"}
-        grid = ipywidgets.Box(list(self.controls.values()), layout=row)
+        grid = ipywidgets.Box(list(self.controls.values()), layout=_ROW)
         parts = [grid, self.picture, self.note, self.known, self.output]
-        self.box = ipywidgets.VBox(parts, layout={"width": "auto", "max_width": "100%"})
+        self.box = ipywidgets.VBox(parts, layout=widgets.WHOLE_WIDTH)
         memory = first.memory
         self._show(fits.Answer(memory.breakdown, memory.peak_phase, memory.peak_operation, "traced"))
         self.known.value = _small("Move a control: the recipes around it are then traced, for some seconds.")
@@ -280,21 +280,19 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
     if not runs:
         raise ValueError("none of these runs has a timeline: run them with measure=('memory',)")
     names = list(runs)
-    wide = {"width": "auto", "max_width": "100%", "flex": "1 1 18em"}
+    wide = {**widgets.WHOLE_WIDTH, "flex": "1 1 18em"}
     upper = ipywidgets.Dropdown(options=names, value=names[0], description="above", layout=wide)
     lower = ipywidgets.Dropdown(options=["", *names], value=[*names, ""][1], description="below", layout=wide)
     last = max(len(run.memory.timeline["phase"]) for run in runs.values()) - 1
-    moment = ipywidgets.IntSlider(
-        min=0, max=last, description="moment", readout=False, layout={"width": "auto", "max_width": "100%"}
-    )
+    moment = ipywidgets.IntSlider(min=0, max=last, description="moment", readout=False, layout=widgets.WHOLE_WIDTH)
     picture, output = _html(), ipywidgets.Output()
 
     def draw(_=None) -> None:
         picture.value = _timelines([runs[name] for name in (upper.value, lower.value) if name], moment.value / last)
 
     def to_the_peak(_=None) -> None:
-        totals = drawings.totals_of(runs[upper.value].memory.timeline)
-        place = round(last * max(range(len(totals)), key=totals.__getitem__) / (len(totals) - 1))
+        series = runs[upper.value].memory.timeline
+        place = round(last * drawings.peak_of(series) / (len(series["phase"]) - 1))
         if moment.value == place:
             draw()
         moment.value = place
@@ -304,9 +302,8 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
     for control in (upper, lower, moment):
         control.observe(widgets.guarded(draw, output), names="value")
     to_the_peak()
-    row = {"display": "flex", "flex_flow": "row wrap", "width": "auto", "max_width": "100%"}
-    top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=row)
-    box = ipywidgets.VBox([top, moment, picture, output], layout={"width": "auto", "max_width": "100%"})
+    top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=_ROW)
+    box = ipywidgets.VBox([top, moment, picture, output], layout=widgets.WHOLE_WIDTH)
     shown = [runs[name] for name in names[:2]]
     static = "".join(widgets.image(plots.timeline(run), _peak_text(run)) for run in shown)
     widgets.place(("timeline", *names), box, static, "\n".join(map(_peak_text, shown)))
@@ -323,7 +320,7 @@ def _timelines(runs: Sequence[Run], share: float) -> str:
     shown = [name for name in CATEGORIES if any(max(each[name]) > 0.002 * top for each in series)]
     at = [_moment(each, place) for each, place in zip(series, places, strict=True)]
     rows = [[key, *(cells[key] for cells in at)] for key in ("phase", "operation", "module", "total", *shown)]
-    return pictures + drawings.table(["at the line", *(run.name for run in runs)], rows, plots.PALETTE)
+    return pictures + drawings.table(["at the line", *(run.name for run in runs)], rows)
 
 
 def _moment(series: dict[str, Any], place: int) -> dict[str, str]:
@@ -335,9 +332,7 @@ def _moment(series: dict[str, Any], place: int) -> dict[str, str]:
 
 def _peak_text(run: Run) -> str:
     series = run.memory.timeline
-    totals = drawings.totals_of(series)
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    return f"{run.name}: peak {drawings.moment_text(series, peak)}"
+    return f"{run.name}: peak {drawings.moment_text(series, drawings.peak_of(series))}"
 
 
 # -------------------------------------------------------------------------------------------------------------- recipes
@@ -356,11 +351,11 @@ def recipes(lab, *more: Run) -> None:
     groups = _groups(lab, more)
     if not groups:
         raise ValueError("no run so far has its memory measured: train something first")
-    wide = {"layout": {"width": "auto", "max_width": "100%", "flex": "1 1 18em"}}
+    wide = {"layout": {**widgets.WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
     card = ipywidgets.Dropdown(options=[("any", None), *CARDS.items()], description="fits on", **wide)
     limit = ipywidgets.FloatText(value=0, description="or MB", tooltip="0: no limit", **wide)
-    chosen = ipywidgets.Select(description="recipe", rows=8, layout={"width": "auto", "max_width": "100%"})
+    chosen = ipywidgets.Select(description="recipe", rows=8, layout=widgets.WHOLE_WIDTH)
     picture, text, output = _html(), _html(), ipywidgets.Output()
 
     def fitting() -> list[_Recipe]:
@@ -391,9 +386,8 @@ def recipes(lab, *more: Run) -> None:
         control.observe(widgets.guarded(offer, output), names="value")
     chosen.observe(widgets.guarded(draw, output), names="value")
     offer()
-    row = {"display": "flex", "flex_flow": "row wrap", "width": "auto", "max_width": "100%"}
-    controls = ipywidgets.Box([group, card, limit], layout=row)
-    box = ipywidgets.VBox([controls, picture, chosen, text, output], layout={"width": "auto", "max_width": "100%"})
+    controls = ipywidgets.Box([group, card, limit], layout=_ROW)
+    box = ipywidgets.VBox([controls, picture, chosen, text, output], layout=widgets.WHOLE_WIDTH)
     found = next(iter(groups.values()))
     header = ["recipe", "peak", "samples/s", "best of both", "arguments"]
     front = _front(found)
@@ -483,7 +477,7 @@ def _html():
     """A place for HTML that is never wider than its cell."""
     import ipywidgets
 
-    return ipywidgets.HTML(layout={"width": "auto", "max_width": "100%", "min_width": "0", "overflow": "hidden"})
+    return ipywidgets.HTML(layout={**widgets.WHOLE_WIDTH, "min_width": "0", "overflow": "hidden"})
 
 
 def _small(text: str) -> str:

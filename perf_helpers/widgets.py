@@ -15,7 +15,7 @@ from typing import Any
 
 from perf_helpers import exercises, journal, plots
 
-_WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
+WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 _shown: dict[Any, Any] = {}  # of this kernel: the box that stands at each place
 _ends: dict[Any, Callable[[], None]] = {}  # what is called when the box at a place is closed
 
@@ -125,9 +125,9 @@ def predict(lab, key: str, question: str, unit: str, low: float, high: float, es
     button.on_click(guarded(commit, output))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {exercises.prose_html(question)}</div>"
     row = ipywidgets.HBox(
-        [slider, field, ipywidgets.Label(unit), button], layout={"flex_flow": "row wrap", **_WHOLE_WIDTH}
+        [slider, field, ipywidgets.Label(unit), button], layout={"flex_flow": "row wrap", **WHOLE_WIDTH}
     )
-    box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=_WHOLE_WIDTH)
+    box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=WHOLE_WIDTH)
     place(("predict", lab.lesson, key), box, head + _guess_html(lab, key), f"Predict: {question}")
 
 
@@ -248,9 +248,9 @@ def choose(
         button.on_click(choose_it(option))
     if chosen is not None:
         show(chosen)
-    row = ipywidgets.HBox(list(buttons.values()), layout={"flex_flow": "row wrap", **_WHOLE_WIDTH})
+    row = ipywidgets.HBox(list(buttons.values()), layout={"flex_flow": "row wrap", **WHOLE_WIDTH})
     options = ipywidgets.HTML(f"<div style='line-height:1.6'>{lines}</div>")
-    box = ipywidgets.VBox([ipywidgets.HTML(head), options, row, answer, output], layout=_WHOLE_WIDTH)
+    box = ipywidgets.VBox([ipywidgets.HTML(head), options, row, answer, output], layout=WHOLE_WIDTH)
     folded = "".join(
         f"<li>{exercises.prose_html(option)}<details><summary style='cursor:pointer'>is it?</summary>"
         f"{feedback._repr_html_()}</details></li>"

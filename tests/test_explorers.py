@@ -215,7 +215,7 @@ def test_days_are_not_mixed(lab, shown, no_estimates):
 
 def test_an_estimate_stands_beside_the_runs_without_a_speed(lab, shown):
     lab.runs = [run("small", 100, 4.0)]
-    estimate(TASK, name="foreseen", device="cpu", per_device_train_batch_size=4)
+    estimate(TASK, device="cpu", per_device_train_batch_size=4)
     explorers.recipes(lab)
     assert any(
         "bert-tiny (estimated)" in line and "not measured" in line for line in shown[-1]["text/plain"].split("\n")
