@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,9 @@ def test_doctor_tells_people_and_programs():
     assert told.returncode == printed.returncode == 0
     report = json.loads(printed.stdout)
     assert report["machine"]["name"] in told.stdout
-    assert report["findings"] and all(finding["text"] in told.stdout for finding in report["findings"])
+    # The two runs are a second apart, and what is free changes in between: the words have to agree, not the figures.
+    findings = [re.sub(r"[\d.]+", "#", finding["text"]) for finding in report["findings"]]
+    assert findings and all(text in re.sub(r"[\d.]+", "#", told.stdout) for text in findings)
 
 
 def test_a_course_of_unknown_lessons_names_the_nearest():
