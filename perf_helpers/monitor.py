@@ -6,9 +6,7 @@ which takes a hundred times as long, draws only the picture that stays when the 
 """
 
 import atexit
-import base64
 import html
-import io
 import threading
 import time
 from collections import Counter
@@ -404,13 +402,9 @@ class Monitor(Sampler):
                 self._widget.close()
 
     def _leave_picture(self, handle) -> None:
-        file = io.BytesIO()
-        self.picture().savefig(file, format="png")
-        png, words = base64.b64encode(file.getvalue()).decode(), self.description()
-        # HTML for the alternative text, which JupyterLab takes from nowhere else; PNG for the report and for viewers
-        # that strip HTML.
-        image = f'<img style="max-width:100%" alt="{html.escape(words)}" src="data:image/png;base64,{png}">'
-        _replace(handle, {"text/html": image, "image/png": png, "text/plain": words})
+        png, words = plots.png(self.picture()), self.description()
+        # PNG too, for the report and for viewers that strip HTML.
+        _replace(handle, {"text/html": plots.image_html(png, words), "image/png": png, "text/plain": words})
 
     def _show(self) -> None:
         if getattr(_shell(), "kernel", None):

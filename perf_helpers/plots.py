@@ -254,12 +254,10 @@ def comparison_html(item: Comparison) -> str:
         return text
     from matplotlib.figure import Figure
 
-    figure, file = Figure(figsize=(8, 2.5), layout="constrained"), io.BytesIO()
+    figure = Figure(figsize=(8, 2.5), dpi=110, layout="constrained")
     memory(runs, ax=figure.subplots())
-    figure.savefig(file, format="png", dpi=110)
-    words = html.escape(" and ".join(f"{run.name} {bytes_text(run.peak_bytes)}" for run in runs))
-    image = base64.b64encode(file.getvalue()).decode()
-    return f'{text}<img style="max-width:100%" alt="Peak memory: {words}" src="data:image/png;base64,{image}">'
+    peaks = " and ".join(f"{run.name} {bytes_text(run.peak_bytes)}" for run in runs)
+    return text + image_html(png(figure), f"Peak memory: {peaks}")
 
 
 def words(figure) -> str:
@@ -277,12 +275,21 @@ def words(figure) -> str:
 
 
 def figure_html(figure) -> str:
-    """A figure as an <img> with its words: JupyterLab takes an alternative text from nowhere else."""
-    from IPython.core.pylabtools import print_figure
+    """A figure as an <img> with its words."""
+    return image_html(png(figure), words(figure))
 
-    image = print_figure(figure, fmt="png", base64=True)
-    style = "display:block;max-width:100%;height:auto;background:white"
-    return f'<img style="{style}" alt="{html.escape(words(figure))}" src="data:image/png;base64,{image}">'
+
+def png(figure) -> str:
+    """A figure as PNG in base64, cut to what is drawn."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", bbox_inches="tight")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def image_html(png: str, words: str) -> str:
+    """A PNG as an <img> that a screen reader can read out: JupyterLab takes an alternative text from nowhere else."""
+    style = "display:block;max-width:100%;height:auto;background:white"  # a dark page would hide the letters
+    return f'<img style="{style}" alt="{html.escape(words)}" src="data:image/png;base64,{png}">'
 
 
 def _cell(value: Any) -> str:

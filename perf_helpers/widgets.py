@@ -4,9 +4,7 @@ Notable: a cell that is run again closes the widgets that it showed before, with
 raises is shown in place, in an Output widget, whose state is kept in the notebook, where the course run finds it.
 """
 
-import base64
 import html
-import io
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -189,7 +187,7 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     from matplotlib.figure import Figure
 
     # Small with large letters: on a narrow page it is scaled down, and has to stay readable.
-    figure, file = Figure(figsize=(4.6, 0.9 + 0.4 * len(values)), layout="constrained", facecolor="white"), io.BytesIO()
+    figure = Figure(figsize=(4.6, 0.9 + 0.4 * len(values)), dpi=110, layout="constrained")
     ax = figure.subplots()
     colours = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
     bars = ax.barh(list(values), list(values.values()), color=[colours[name] for name in values], height=0.62)
@@ -200,9 +198,8 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=12)
     ax.set_xlabel(unit, fontsize=12)
-    figure.savefig(file, format="png", dpi=110)
     words = "; ".join(f"{name} {exercises.amount_text(value, unit)}" for name, value in values.items())
-    return _img(file, words)
+    return plots.image_html(plots.png(figure), words)
 
 
 def choose(
@@ -315,15 +312,9 @@ def image(axes, words: str) -> str:
     """A picture as an <img> that a screen reader can read out; its figure is closed."""
     import matplotlib.pyplot as plt
 
-    file = io.BytesIO()
-    axes.figure.savefig(file, format="png", dpi=110, facecolor="white")
+    shown = plots.image_html(plots.png(axes.figure), words)
     plt.close(axes.figure)
-    return _img(file, words)
-
-
-def _img(file: io.BytesIO, words: str) -> str:
-    data, style = base64.b64encode(file.getvalue()).decode(), "display:block;max-width:100%;height:auto"
-    return f"<img style='{style}' alt='{html.escape(words, quote=True)}' src='data:image/png;base64,{data}'>"
+    return shown
 
 
 def _replace(where: Any, box) -> None:

@@ -132,7 +132,7 @@ def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
 def test_without_a_front_end_there_is_a_picture_with_words(lab, shown):
     explorers.memory(lab)
     bundle = shown[-1]
-    assert "<img" in bundle["text/html"] and "alt='bert-tiny, micro-batch 4: weights" in bundle["text/html"]
+    assert "<img" in bundle["text/html"] and 'alt="bert-tiny, micro-batch 4: weights' in bundle["text/html"]
     assert "peak at" in bundle["text/plain"]
 
 

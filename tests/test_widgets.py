@@ -109,7 +109,7 @@ def pictured(feedback):
     """The alternative text of a feedback's picture, which must be there."""
     (image,) = re.findall(r"<img [^>]*>", feedback._repr_html_())
     assert "data:image/png;base64,iVBOR" in image and "max-width:100%" in image
-    return html.unescape(re.search("alt='([^']*)'", image)[1])
+    return html.unescape(re.search('alt="([^"]*)"', image)[1])
 
 
 def test_the_picture_is_readable(lab, shown, monkeypatch):
