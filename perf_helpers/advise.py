@@ -13,12 +13,12 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers import arguments as training_arguments
-from perf_helpers import hardware
+from perf_helpers import hardware, progress
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab import Lab
 from perf_helpers.runs import Run
@@ -277,10 +277,12 @@ def advise(
     peaks = _Peaks(_with_enough_data(task, effective_batch), kind, capability, processes)
     evidence = Evidence(machine, kind, capability, task, Lab().store.read() if runs is None else runs)
     search = _Space(peaks, limit, effective_batch // processes, sizes, fixed, evidence)
-    found = search.find(families, most)
     smallest, changes = None, ()
-    if not found:
-        smallest, changes = search.smallest()
+    with progress.bar("advising", unit="estimate") as bar:
+        peaks.on_estimate = bar.update
+        found = search.find(families, most)
+        if not found:
+            smallest, changes = search.smallest()
     return Advice(
         task=task,
         memory_bytes=limit,
@@ -462,6 +464,7 @@ class _Peaks:
 
     def __init__(self, task: Task, kind: str, capability: tuple[int, int], processes: int):
         self.task, self.kind, self.count = task, kind, 0
+        self.on_estimate: Callable[[], Any] = lambda: None
         self._options = {"device": kind, "processes": processes}
         if kind == "cuda":
             self._options["compute_capability"] = capability
@@ -471,6 +474,7 @@ class _Peaks:
         self.count += 1
         found = estimate(task or self.task, **self._options, **arguments)
         self.assumptions |= dict.fromkeys(found.assumptions)
+        self.on_estimate()
         return found
 
     def needed(self, found: MemoryEstimate) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from perf_helpers import arguments as training_arguments
-from perf_helpers import hardware, processes
+from perf_helpers import hardware, processes, progress, worker
 from perf_helpers.runs import CATEGORIES, Memory, explain
 from perf_helpers.task import Task
 from perf_helpers.training import Experiment, Invalid
@@ -263,9 +263,11 @@ def estimate(
         processes=processes,
     )
     key = (repr(experiment.replace(name="")), whose, every_layer)
-    if key not in _made:
-        _made[key] = _predicted(experiment, whose, every_layer, timeout)
-    return dataclasses.replace(_made[key], name=experiment.name)
+    if not (found := _made.get(key)):
+        with progress.percent(f"estimating {task.model}") as bar:
+            found = _predicted(experiment, whose, every_layer, timeout, lambda part: bar.update(part - bar.n))
+    _made[key] = dataclasses.replace(found, name=experiment.name)  # listed under its latest name
+    return _made[key]
 
 
 _made: dict[tuple, MemoryEstimate] = {}
@@ -293,10 +295,13 @@ def target(
     return Device(kind, tuple(compute_capability or [*known, (9, 0)][0]), _parts(parts))
 
 
-def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeout: float) -> MemoryEstimate:
+def _predicted(
+    experiment: Experiment, device: Device, every_layer: bool, timeout: float, on_percent: Callable[[int], Any]
+) -> MemoryEstimate:
     """Predict in a clean process."""
     began = time.perf_counter()
-    value = in_clean_process(functools.partial(predict, experiment, device, every_layer), experiment.task, timeout)
+    work = functools.partial(predict, experiment, device, every_layer)
+    value = in_clean_process(work, experiment.task, timeout, on_percent)
     return MemoryEstimate(
         name=experiment.name,
         task=experiment.task.to_dict(),
@@ -311,12 +316,15 @@ def _predicted(experiment: Experiment, device: Device, every_layer: bool, timeou
     )
 
 
-def in_clean_process(work: Callable[..., dict[str, Any]], task: Task, timeout: float) -> dict[str, Any]:
+def in_clean_process(
+    work: Callable[..., dict[str, Any]], task: Task, timeout: float, on_percent: Callable[[int], Any] | None = None
+) -> dict[str, Any]:
     """What `work(results, probe)` returns, with "own_bytes" added, from a clean process that knows what others learnt.
 
     Args:
         results: `trace.Results`, and
         probe: `trace.Probe`: what is known of operations.
+        on_percent: called with how far the work is, from 0 to 100.
 
     Raises:
         ValueError: `work` raised `Invalid`, the task names no model, or the process failed.
@@ -324,7 +332,7 @@ def in_clean_process(work: Callable[..., dict[str, Any]], task: Task, timeout: f
     import cloudpickle
 
     job = cloudpickle.dumps(functools.partial(_with_what_is_known, work, _learned))
-    outcome = processes.execute(Experiment(task.model, task, function=job), "none", timeout)
+    outcome = processes.execute(Experiment(task.model, task, function=job), "none", timeout, on_percent)
     if outcome["status"] != "ok":
         raise ValueError(f"{task.model} cannot be followed on fake tensors: {outcome['message']}")
     value = outcome["value"]
@@ -339,20 +347,17 @@ def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[s
     from perf_helpers import meters, trace
 
     results, probe = trace.Results(), trace.Probe()
+    every = results.known, probe.known, _counts
     for earlier in learned:
-        made, hidden = pickle.loads(base64.b64decode(earlier))
-        results.known |= made
-        probe.known |= hidden
-    old = set(results.known), set(probe.known)
+        for known, more in zip(every, pickle.loads(base64.b64decode(earlier)), strict=True):
+            known |= more
+    old = [set(known) for known in every]
     try:
         _check_task(task)
         outcome = work(results, probe)
     except Invalid as error:
         return {"invalid": str(error)}
-    new = [
-        {key: found.known[key] for key in found.known.keys() - keys}
-        for found, keys in zip((results, probe), old, strict=True)
-    ]
+    new = [{key: known[key] for key in known.keys() - keys} for known, keys in zip(every, old, strict=True)]
     return outcome | {
         "own_bytes": meters.peak_rss_bytes(),
         "learned": base64.b64encode(pickle.dumps(new)).decode(),
@@ -479,11 +484,16 @@ def _without_workers(experiment: Experiment) -> Experiment:
     return experiment.replace(arguments=left)
 
 
+def enough_samples(arguments: dict[str, Any], processes: int = 1) -> int:
+    """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
+    return 4 * training_arguments.samples_per_step(arguments, processes)
+
+
 def _with_little_data(experiment: Experiment) -> Experiment:
-    """The experiment with no more samples than two steps take, and some left, for a batch is fetched ahead."""
+    """The experiment with no more samples than are followed."""
     if experiment.function or not experiment.training:
         return experiment
-    enough = 4 * training_arguments.samples_per_step(experiment.arguments, experiment.processes)
+    enough = enough_samples(experiment.arguments, experiment.processes)
     if experiment.task.dataset_size <= enough:
         return experiment
     return experiment.replace(task=experiment.task.replace(dataset_size=enough))
@@ -567,7 +577,17 @@ def _extended(experiment: Experiment, layers: dict[str, int], traces: Sequence[A
     if not layers:
         return base
     full = extrapolated(base, deeper, [count - 2 for count in layers.values()])
-    return full if full and full.parameters == experiment.task.parameters() else None
+    return full if full and full.parameters == _parameters(experiment.task) else None
+
+
+_counts: dict[str, int] = {}  # of parameters, by model
+
+
+def _parameters(task: Task) -> int:
+    key = repr(task.replace(seq_len=None, dataset_size=1))
+    if key not in _counts:
+        _counts[key] = task.parameters()
+    return _counts[key]
 
 
 def _traces(experiments: Sequence[Experiment], device: Device, results) -> list:
@@ -578,7 +598,10 @@ def _traces(experiments: Sequence[Experiment], device: Device, results) -> list:
     _in_fork.update(known=results.known, device=device)
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(len(experiments), os.cpu_count() or 1), mp_context=fork) as pool:
-        done = list(pool.map(_follow, experiments))
+        done = []
+        for number, each in enumerate(pool.map(_follow, experiments), 1):
+            done.append(each)
+            worker.report(80 * number // len(experiments))  # per cent: what hides in operations is found after it
     for _, new in done:
         results.known |= new
     return [trace for trace, _ in done]

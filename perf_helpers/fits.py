@@ -34,7 +34,8 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 1  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 2  # of the file; to be raised where the estimate says something else than it did
+_PASSES, _UPDATE = "passes", "update"
 _FOLLOWED = CATEGORIES[:-1]
 _STATES, _INPUTS = CATEGORIES.index("optimizer_states"), CATEGORIES.index("inputs")
 _SEEN = len(_FOLLOWED)  # the column after the categories: the total, with what is hidden inside operations
@@ -175,26 +176,21 @@ class Fits:
         return self.refusal(choice) is not None or not self._missing(choice)
 
     def _missing(self, choice: Choice) -> list[tuple]:
-        needed = [(*choice.kind, ADAMW.name)]
-        needed += [("update", *choice.update)] if choice.optimizer != ADAMW.name else []
-        return [key for key in needed if key not in self._surfaces]
+        return [key for key in _surfaces_of(choice) if key not in self._surfaces]
 
     def refusal(self, choice: Choice) -> str | None:
         """Why the recipe cannot be answered, or None."""
-        keys = [(*choice.kind, ADAMW.name), ("update", *choice.update)]
-        return next((self.refused[key] for key in keys if key in self.refused), None)
+        return next((self.refused[key] for key in _surfaces_of(choice) if key in self.refused), None)
 
     def _interpolated(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
         if self._missing(choice):
             return None
-        base = self._surfaces[(*choice.kind, ADAMW.name)]
+        base, *updates = (self._surfaces[key] for key in _surfaces_of(choice))
         terms = _terms(micro_batch, seq_len)
         moments = np.tensordot(terms, np.asarray(base.coefficients), axes=1)
         phases, operations = base.phases, base.operations
-        apart = base.apart
-        if choice.optimizer != ADAMW.name:
-            update = self._surfaces[("update", *choice.update)]
-            apart = max(apart, update.apart)
+        apart = max(surface.apart for surface in (base, *updates))
+        for update in updates:
             after = terms @ np.asarray(base.after_backward)
             moments, phases, operations = _with_update(moments, base, after, update)
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
@@ -216,10 +212,9 @@ class Fits:
     def learn(self, choice: Choice) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
         for key in self._missing(choice):
-            of = _plain(choice) if key[0] != "update" else _for_update(choice)
-            nodes = self._nodes(of) if key[0] != "update" else self._nodes(of)[:1]
+            nodes = self._nodes(_surfaces_of(choice)[key])
             try:
-                self._surfaces[key] = self._traced(nodes)
+                self._surfaces[key] = self._traced(nodes if key[0] == _PASSES else nodes[:1])
             except ValueError as error:
                 self.refused[key] = str(error)
                 break
@@ -249,8 +244,8 @@ class Fits:
         return [(choice, size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
 
     def _task(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Task:
-        """With as much data as two steps take and some left, for a batch is fetched ahead."""
-        return self.task.replace(seq_len=seq_len, dataset_size=4 * micro_batch * choice.accumulation)
+        enough = estimate.enough_samples(choice.arguments(micro_batch))
+        return self.task.replace(seq_len=seq_len, dataset_size=enough)
 
     def _traced(self, nodes: Sequence[tuple[Choice, int, int | None]]) -> Surface:
         experiments = [
@@ -299,6 +294,14 @@ def precisions(device: str) -> list[str]:
 
 def _key(choice: Choice, micro_batch: int, seq_len: int | None) -> tuple:
     return *choice.kind, choice.accumulation, choice.optimizer, micro_batch, seq_len
+
+
+def _surfaces_of(choice: Choice) -> dict[tuple, Choice]:
+    """What answers a recipe, by key, each with the recipe to trace: its passes, and its update if that is another."""
+    surfaces = {(_PASSES, *choice.kind): _plain(choice)}
+    if choice.optimizer != ADAMW.name:
+        surfaces[(_UPDATE, *choice.update)] = _for_update(choice)
+    return surfaces
 
 
 def _plain(choice: Choice) -> Choice:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers import arguments as training_arguments
-from perf_helpers import hardware, processes
+from perf_helpers import hardware, processes, progress
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.training import Experiment
@@ -56,6 +56,7 @@ class Lab:
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
+        progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
             processes.start()
         _give_pictures_words()
@@ -217,9 +218,11 @@ class Lab:
         self, experiment: Experiment, measure: tuple[str, ...], timeout: float, merged: dict[str, Any]
     ) -> None:
         """Perform the experiment under each meter, and merge the outcomes into `merged`."""
-        quiet = bool(self.out or self.executor) or measure == ("none",)  # no progress from afar, nor without steps
-        with _Progress(experiment, quiet) as progress:
-            on_step = None if self.executor else progress.on_step
+        quiet = bool(self.executor) or measure == ("none",)  # no progress from afar, nor without steps
+        total = experiment.steps + experiment.warmup_steps
+        with progress.bar(experiment.name, total, quiet=quiet) as bar:
+            told = _Told(bar, _samples(experiment))
+            on_step = None if self.executor else told.on_step
             for meter in measure:
                 outcome = self._perform(processes.execute, experiment, meter, timeout, on_step)
                 if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
@@ -231,7 +234,7 @@ class Lab:
                     parts = self._perform(processes.execute, experiment, "categories", timeout, on_step)
                     merged |= _explained(outcome, parts)
                 if meter == "memory":
-                    progress.measured(outcome["memory"]["peak_bytes"])
+                    told.measured(outcome["memory"]["peak_bytes"])
 
     def _keep(self, experiment: Experiment, merged: dict[str, Any]) -> Run:
         """Make a run of what was measured, and store it."""
@@ -278,7 +281,17 @@ class Lab:
             threads = 1 if self.machine.kind == "cpu" else None
             pair.append(experiment.replace(arguments=arguments, threads=threads))
         together = self.machine.kind == "cpu" or self._fit_together(baseline, other)
-        outcome = self._perform(processes.alternate, *pair, turns, steps_per_turn, timeout or self.timeout, together)
+        name, quiet = f"{baseline.name} and {other.name} in turns", bool(self.executor)
+        with progress.bar(name, 2 * turns, "turn", quiet=quiet) as bar:
+            outcome = self._perform(
+                processes.alternate,
+                *pair,
+                turns,
+                steps_per_turn,
+                timeout or self.timeout,
+                together,
+                None if self.executor else bar.update,
+            )
         if outcome["status"] != "ok":
             print(f"Speed not measured: {outcome['status']}, {outcome['message']}.", file=sys.stderr)
             return None
@@ -346,38 +359,21 @@ def _cache_folder() -> Path:
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
 
-class _Progress:
-    """A bar for one experiment: steps, samples per second, and the peak memory once it is known."""
+class _Told:
+    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
 
-    def __init__(self, experiment: Experiment, quiet: bool):
-        self._bar, self._peak, self._samples = None, "", _samples(experiment)
-        if quiet or not (_in_notebook() or sys.stderr.isatty()):
-            return  # nobody looks: under papermill tqdm's widget stays at 0 %
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(
-            total=experiment.steps + experiment.warmup_steps, desc=experiment.name, unit="step", leave=False
-        )
+    def __init__(self, bar, samples: int | None):
+        self._bar, self._peak, self._samples = bar, "", samples
 
     def on_step(self, number: int) -> None:
-        if self._bar is not None:
-            self._bar.update(number - self._bar.n)
-            rate = self._bar.format_dict["rate"]
-            speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
-            self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
+        self._bar.update(number - self._bar.n)
+        rate = self._bar.format_dict["rate"]
+        speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
+        self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
 
     def measured(self, peak_bytes: int | None) -> None:
         self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
-        if self._bar is not None:
-            self._bar.reset()  # its clock is for the steps that are timed
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.update(self._bar.total - self._bar.n)  # a bar that ends short of its total stays, in red
-            self._bar.close()
+        self._bar.reset()  # its clock is for the steps that are timed
 
 
 def _give_pictures_words() -> None:
@@ -389,7 +385,3 @@ def _give_pictures_words() -> None:
         from perf_helpers import plots
 
         Figure._repr_html_ = plots.figure_html  # what is registered with the shell, its backend takes away again
-
-
-def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules

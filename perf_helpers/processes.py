@@ -368,6 +368,7 @@ def alternate(
     steps_per_turn: int = 1,
     timeout: float = 600,
     together: bool = True,
+    on_turn: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Let two experiments take turns (A B, B A, A B, ...), each in its clean process, and time every turn.
 
@@ -376,6 +377,7 @@ def alternate(
         steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
         together: both processes exist at once, one stopped while the other runs. False: each turn has a process of its
             own, for two experiments that do not fit on the device together.
+        on_turn: called after each turn.
 
     Returns:
         {"first": seconds of each turn, "second": ..., "status", "message"}: a list is shorter than `turns` where an
@@ -383,7 +385,7 @@ def alternate(
     """
     seconds: dict[str, list[float]] = {"first": [], "second": []}
     experiments = {"first": first, "second": second}
-    deadline = time.monotonic() + timeout
+    deadline, on_turn = time.monotonic() + timeout, on_turn or (lambda: None)
     status = {"status": "ok", "message": ""}
 
     def outcome_of(name: str, process: CleanProcess) -> dict[str, Any]:
@@ -409,6 +411,7 @@ def alternate(
                         processes[name].go()
                         if outcome := outcome_of(name, processes[name]):
                             return _early(name, outcome)
+                        on_turn()
                 for name, process in processes.items():
                     outcome = {}
                     while not outcome:  # a function may have more steps than there are turns
@@ -427,6 +430,7 @@ def alternate(
                     if outcome["status"] != "ok":
                         return _early(name, outcome)
                     seconds[name].append(min(outcome["timing"]["all_seconds"]))
+                    on_turn()
     except TimeoutError:
         status = {"status": "timed out", "message": f"no result within {timeout:g} s"}
     except Ended as end:

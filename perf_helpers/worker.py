@@ -45,12 +45,23 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
             see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
+    global _on_step
+    _on_step = on_step
     try:
         if experiment.processes > 1:
             return _launch(experiment, measure, on_step)
         return _perform(experiment, measure, on_step)
     except BaseException as error:  # whatever ended it, the caller gets a result
         return failure(error)
+
+
+_on_step: Callable[[int], None] | None = None
+
+
+def report(number: int) -> None:
+    """From an experiment that is a function: how far it is, told as a finished step is."""
+    if _on_step:
+        _on_step(number)
 
 
 def failure(error: BaseException) -> dict[str, Any]:

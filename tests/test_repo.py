@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "perf_helpers"
 
 # Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone.
-CHAIN = ("hardware", "arguments", "task", "meters", "training", "trace", "worker", "processes", "lab")
+CHAIN = ("progress", "hardware", "arguments", "task", "meters", "training", "trace", "worker", "processes", "lab")
 ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
     "runs": set(),
     "claims": {"hardware", "journal", "runs"},
@@ -36,7 +36,7 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "search": set(),
     "speeds": {"arguments", "claims", "hardware", "lab", "results", "runs", "task", "techniques"},
     "advise": {*CHAIN, "cuda", "estimate", "runs", "search", "speeds", "techniques"},
-    "estimate": {"hardware", "arguments", "task", "meters", "training", "trace", "cuda", "processes", "runs"},
+    "estimate": {"cuda", "runs", *CHAIN[: CHAIN.index("lab")]},
     "fits": {"estimate", "hardware", "meters", "runs", "task", "techniques", "training"},
     "drawings": {"plots", "runs"},
     "explorers": {

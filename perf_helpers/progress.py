@@ -1,0 +1,43 @@
+"""Progress bars for what takes more than a second, where somebody looks: a notebook's front end or a terminal."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+_hidden = False
+_open = threading.Lock()  # held while a bar is shown: what is done inside shows none of its own
+
+
+def show(wanted: bool) -> None:
+    """Whether bars are shown from now on: in a notebook that is executed from afar they would stay at 0 %."""
+    global _hidden
+    _hidden = not wanted
+
+
+@contextlib.contextmanager
+def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = False, **options) -> Iterator:
+    """A tqdm bar that goes away at the end; a disabled one where nobody looks and in threads.
+
+    Args:
+        total: how many units there will be; None: not known.
+        options: of tqdm.
+    """
+    from tqdm.auto import tqdm
+
+    looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
+    own = threading.current_thread() is threading.main_thread()
+    seen = looked_at and own and not (quiet or _hidden) and _open.acquire(blocking=False)
+    shown = tqdm(total=total, desc=name, unit=unit, leave=False, disable=not seen, file=sys.stderr, **options)
+    try:
+        yield shown
+    finally:
+        if seen:
+            _open.release()
+            shown.update((total or shown.n) - shown.n)  # a bar that ends short of its total stays, in red
+            shown.close()
+
+
+def percent(name: str):
+    """A bar from 0 to 100 %."""
+    return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
