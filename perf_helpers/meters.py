@@ -9,6 +9,7 @@ it, is reported as a part of its own and never spread over the others.
 import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
@@ -214,6 +215,10 @@ class Tracker(Watcher, TorchDispatchMode):
         self._scaled: weakref.ref | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.watch(function, args, kwargs)
+
+    def watch(self, function, args, kwargs):
+        """Carry out an operation and follow what it makes."""
         self._see_number()
         if function in _IN_PLACE and self.phase == "backward" and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
@@ -221,7 +226,7 @@ class Tracker(Watcher, TorchDispatchMode):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, function, args, kwargs)
-        self.operations.append((len(self.log), self.phase, str(function), self.modules.here()))
+        self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
         if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
             self._scaled = weakref.ref(result)
         return result
@@ -280,7 +285,7 @@ class Tracker(Watcher, TorchDispatchMode):
             if isinstance(leaf, torch.Tensor)
         )
         if fresh:  # else memory that is not the allocator's: numpy's, a mapped file's, another process's
-            self._follow(storage, self._category(function, args), str(function))
+            self._follow(storage, self._category(function, args), name_of(function))
 
     def _category(self, function, args) -> str:
         if self.phase == "reducer":
@@ -312,6 +317,12 @@ class Tracker(Watcher, TorchDispatchMode):
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))
+
+
+@functools.cache
+def name_of(function) -> str:
+    """An operator's name, e.g. "aten.mm.default"."""
+    return str(function)
 
 
 def _in_place(function, target: Any, other: Any) -> bool:

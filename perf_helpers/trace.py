@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from perf_helpers.runs import CATEGORIES
 from perf_helpers.training import Experiment, infer, train
 
 # An operation on more than this is run on less, and what it hides is extrapolated. Products hide nothing, or buffers
-# that grow with their operands: they are tried on little, for their time grows faster than their size.
-_PROBE_BYTES = 32 * 2**20
-_PROBE_PRODUCT_BYTES = 2**20
+# that grow with their operands: they are tried on little, for their time grows faster than their size. Random numbers
+# take long too.
+_PROBE_BYTES = 16 * 2**20
+_PROBE_SLOW_BYTES = 2**20
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
 # Positions and the orders of samples: what is made from them is looked at, by samplers and by the makers of masks.
 _ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange, torch.ops.aten.linspace)
@@ -39,8 +40,7 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 _LARGE = 2**24  # elements of a real tensor from which on the results are fake
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """A tensor among the arguments of an operation, without its content."""
 
     shape: tuple[int, ...]
@@ -196,7 +196,7 @@ class Results:
         made = self.known[key]
         if made is None:
             return (args[0] if function._schema.returns else None,)
-        if isinstance(made, tuple | list):
+        if type(made) in (tuple, list):
             return (type(made)(part if part is None else _fake(part, mode) for part in made),)
         return (_fake(made, mode, args[0]),)
 
@@ -237,7 +237,18 @@ def _fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = N
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
     else:
         plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-    return FakeTensor(mode, plain, torch.device("cpu"))
+    fake = torch.Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=_HOST)
+    fake.__dict__.update(_state(mode))
+    return fake
+
+
+@functools.cache
+def _state(mode: FakeTensorMode) -> dict[str, Any]:
+    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
+    return dict(FakeTensor(mode, torch.empty(0, device="meta"), _HOST).__dict__)
+
+
+_HOST = torch.device("cpu")
 
 
 class FakeTracker(meters.Tracker):
@@ -254,10 +265,14 @@ class FakeTracker(meters.Tracker):
         self.follow_host = follow_host  # False: the device is another, and only what operations on it use lies there
         self.calls: list[tuple[int, Call]] = []  # (length of the log before it, call)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper that skips takes its time at every call
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
             return args[0].fake_device
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        return self.watch(function, args, kwargs)
 
     def execute(self, function, args, kwargs):
         leaves, structure = _flat(args, kwargs)
@@ -276,7 +291,7 @@ class FakeTracker(meters.Tracker):
             for leaf in leaves
         )
         lists = any(isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor) for value in args)
-        call = Call(str(function), specs, structure, lists)
+        call = Call(meters.name_of(function), specs, structure, lists)
         self.calls.append((len(self.log), call))
         if any_fake and function is torch.ops.aten._local_scalar_dense.default:
             # A number that was never computed. What the Trainer reads is a loss or a norm; a test for nan says no.
@@ -500,7 +515,8 @@ def _smaller(call: Call) -> list[Call]:
     """The operation itself or, if it is large, on two sizes that divide its own."""
     if _sizeless(call):
         return [call.shrunk()]
-    limit = _PROBE_PRODUCT_BYTES if call.name.startswith(_PRODUCTS) else _PROBE_BYTES
+    slow = call.name.startswith(_PRODUCTS) or torch.Tag.nondeterministic_seeded in call.function.tags
+    limit = _PROBE_SLOW_BYTES if slow else _PROBE_BYTES
     if call.bytes <= limit:
         return [call]
     small, sizes = call, []
@@ -560,7 +576,7 @@ def _sizeless(call: Call) -> bool:
     types = {leaf.dtype for leaf in call.leaves if type(leaf) is Spec}
     if torch.Tag.pointwise in call.function.tags or (name.startswith(("_foreach_", "_fused_")) and "norm" not in name):
         return len(types) == 1
-    return name in ("_to_copy.default", "zeros_like.default", "ones_like.default")
+    return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")
 
 
 def _tensor(leaf: Any) -> Any:
