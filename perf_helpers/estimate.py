@@ -129,12 +129,29 @@ def _adds(added: np.ndarray, shallow, place: int, deep, other: int) -> bool:
     return (deep.live[other] - shallow.live[place] == added).all() and set(more) == {added.sum()}
 
 
-def growth(shallow, deep) -> list[dict[str, np.ndarray]] | None:
+@dataclass(frozen=True, slots=True)
+class Growth:
     """What one layer more adds to each moment of a training, in two ways: {"places": which, "live": bytes, ...}.
 
     The first way counts from the front of each phase, where the layer more comes later, the second from its back,
-    where it has been. None where the trainings differ by more than a layer put in between.
+    where it has been. `between` are the moments that only the deeper training has, for its middle layer does what
+    neither the first nor the last does (it adds to a gradient that all layers share): {"places": which, "before" and
+    "after": the moments of the shallow one around them}.
     """
+
+    ways: list[dict[str, np.ndarray]]
+    between: dict[str, np.ndarray]
+
+
+def _rows(way: dict[str, np.ndarray], places: np.ndarray) -> np.ndarray:
+    """Where a way has its figures of these places; -1 for a place that it does not have."""
+    order = np.argsort(way["places"])
+    found = np.minimum(np.searchsorted(way["places"], places, sorter=order), len(order) - 1)
+    return np.where(way["places"][order[found]] == places, order[found], -1)
+
+
+def growth(shallow, deep) -> Growth | None:
+    """What one layer more adds; None where the trainings differ by more than a layer put in between."""
     parts = _segments(shallow), _segments(deep)
     phases = [[t.phases[first] for first, _ in segments] for t, segments in zip((shallow, deep), parts, strict=True)]
     if phases[0] != phases[1]:
@@ -163,7 +180,23 @@ def growth(shallow, deep) -> list[dict[str, np.ndarray]] | None:
                 added = {"places": place, "live": live, "before": live.sum(), "high": live.sum(), "born": 0}
                 for name, value in added.items():
                     way[name] = np.concatenate([way[name], [value]])
-    return found
+    between = _between(shallow, deep, front, back)
+    return Growth(found, between) if between else None
+
+
+def _between(shallow, deep, front: np.ndarray, back: np.ndarray) -> dict[str, np.ndarray] | None:
+    """The moments that only the deeper training has, see `Growth`; None where they are in no common phase."""
+    places = np.setdiff1d(np.arange(len(deep.calls)), np.concatenate([front, back]))
+    starts, ends = np.flatnonzero(front >= 0), np.flatnonzero(back >= 0)
+    before = np.searchsorted(front[starts], places) - 1
+    after = np.searchsorted(back[ends], places)
+    if len(places) and (before.min() < 0 or after.max() >= len(ends)):
+        return None
+    before, after = starts[before], ends[after]
+    around = zip(places, before, after, strict=True)
+    if any(len({deep.phases[place], shallow.phases[a], shallow.phases[b]}) > 1 for place, a, b in around):
+        return None
+    return {"places": places, "before": before, "after": after}
 
 
 def extrapolated(base, deeper: Sequence, layers: Sequence[int]) -> Any:
@@ -172,35 +205,70 @@ def extrapolated(base, deeper: Sequence, layers: Sequence[int]) -> Any:
     Args:
         layers: for each of `deeper`, how many layers the full model has more than the base.
     """
-    choices = [growth(base, other) for other in deeper]
-    if any(ways is None for ways in choices):
+    grown = [growth(base, other) for other in deeper]
+    if any(each is None for each in grown):
         return None
-    parts, places = [], []
-    for ways in itertools.product(*choices):
+    parts, where = [], []
+    for ways in itertools.product(*(each.ways for each in grown)):
         here = functools.reduce(np.intersect1d, [way["places"] for way in ways])
         values = {name: getattr(base, name)[here] for name in _MEASURES}
         for way, count in zip(ways, layers, strict=True):
-            order = np.argsort(way["places"])
-            rows = order[np.searchsorted(way["places"], here, sorter=order)]
+            rows = _rows(way, here)
             for name in _MEASURES:
                 values[name] = values[name] + count * way[name][rows]
         parts.append(values)
-        places += here.tolist()
+        where += [(base, place) for place in here]
+    for number, other in enumerate(deeper):
+        if layers[number] and len(grown[number].between["places"]):
+            values = _of_middle_layers(number, grown, deeper, layers)
+            if values is None:
+                return None
+            parts += values
+            where += 2 * [(other, place) for place in grown[number].between["places"]]
     marks = {
         label: at + sum(count * (other.marks[label] - at) for other, count in zip(deeper, layers, strict=True))
         for label, at in base.marks.items()
     }
     return dataclasses.replace(
         base,
-        calls=[base.calls[place] for place in places],
-        phases=[base.phases[place] for place in places],
-        modules=[_LAYER_NUMBER.sub(".*", base.modules[place]) for place in places],  # of which layer is not known
+        calls=[trace.calls[place] for trace, place in where],
+        phases=[trace.phases[place] for trace, place in where],
+        modules=[_LAYER_NUMBER.sub(".*", trace.modules[place]) for trace, place in where],  # which layer is not known
         **{name: np.concatenate([values[name] for values in parts]) for name in _MEASURES},
         marks=marks,
         parameters=base.parameters
         + sum(count * (other.parameters - base.parameters) for other, count in zip(deeper, layers, strict=True)),
         reserved_bytes=None,  # how blocks fall into segments does not lie on a line
     )
+
+
+def _of_middle_layers(number: int, grown: Sequence[Growth], deeper: Sequence, layers: Sequence[int]) -> Any:
+    """The moments that only middle layers have, in the first and in the last of them; None where it is not known
+    what layers of the other kinds add to them."""
+    between = grown[number].between
+    found = []
+    # The front way knows the moments before those between, the back way those after.
+    for way, near in zip(grown[number].ways, ("before", "after"), strict=True):
+        rows, values = _rows(way, between[near]), {}
+        for name in _MEASURES:
+            values[name] = getattr(deeper[number], name)[between["places"]] + (layers[number] - 1) * way[name][rows]
+        found.append(values)
+    for other, each in enumerate(grown):
+        if other == number:
+            continue
+        added: dict[str, np.ndarray] = {}
+        for way, near in itertools.product(each.ways, ("before", "after")):
+            rows = _rows(way, between[near])
+            if (rows < 0).any():
+                continue
+            if added and any((way[name][rows] != added[name]).any() for name in ("live", "before")):
+                return None
+            added = added or {name: way[name][rows] for name in _MEASURES}
+        if not added:
+            return None
+        for values, name in itertools.product(found, _MEASURES):
+            values[name] = values[name] + layers[other] * added[name]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
