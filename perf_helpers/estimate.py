@@ -70,7 +70,9 @@ class MemoryEstimate:
         return dataclasses.asdict(self)
 
     def __repr__(self) -> str:
-        return f"{self.name}: about to peak at {self.peak_bytes / 1e6:.1f} MB on {self.device} ({self.traced})"
+        from perf_helpers.plots import bytes_text
+
+        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device} ({self.traced})"
 
 
 def depths(config) -> dict[str, int]:

@@ -36,7 +36,7 @@ _IN_PLACE = {
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
-_SCALING = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 
 # How the moments between the phases are called in a result: clipping belongs to the step, loading to the forward.
 PHASE_NAMES = {"setup": "forward", "before": "forward", "after forward": "forward", "after backward": "step"}

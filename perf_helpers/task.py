@@ -226,6 +226,7 @@ class Task:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
         config = config or self.build_config()
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        limit = limit if limit and limit > 0 else None  # XLNet's is -1, for none
         if getattr(config, "is_encoder_decoder", False) and config.model_type in ("t5", "mt5", "umt5"):
             limit = None  # relative positions
         if limit and "roberta" in config.model_type:
@@ -247,8 +248,7 @@ class Task:
         if family == "vision":
             side = getattr(config, "image_size", None)
             side = side[0] if isinstance(side, list | tuple) else side
-            if side is None:
-                raise ValueError(f"{self.model}: its configuration has no image_size, so no images can be made for it")
+            side = side or 224  # what nearly all image processors make
             pixels = rng.standard_normal((size, getattr(config, "num_channels", 3), side, side), dtype=np.float32)
             return {"pixel_values": pixels, "labels": rng.integers(0, classes, size)}
         length = self.length(config)

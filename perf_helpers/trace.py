@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,12 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _foreach_utils
 
 from perf_helpers import meters
 from perf_helpers.runs import CATEGORIES
-from perf_helpers.training import Experiment, infer, train
+from perf_helpers.training import Experiment, Invalid, infer, train
 
 # An operation on more than this is run on less, and what it hides is extrapolated. Products hide nothing, or buffers
 # that grow with their operands: they are tried on little, for their time grows faster than their size. Random numbers
@@ -264,6 +270,7 @@ class FakeTracker(meters.Tracker):
         self.results = results
         self.follow_host = follow_host  # False: the device is another, and only what operations on it use lies there
         self.calls: list[tuple[int, Call]] = []  # (length of the log before it, call)
+        self._any_known = False  # whether any fake tensor has a known value
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -294,27 +301,44 @@ class FakeTracker(meters.Tracker):
         call = Call(meters.name_of(function), specs, structure, lists)
         self.calls.append((len(self.log), call))
         if any_fake and function is torch.ops.aten._local_scalar_dense.default:
-            # A number that was never computed. What the Trainer reads is a loss or a norm; a test for nan says no.
+            # A number that was never computed. What the Trainer reads is a loss or a norm.
             kind = tensors[0].dtype
-            return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+            usual = False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+            return getattr(tensors[0], "everywhere", usual)
         small = not any_fake and all(tensor.numel() < _LARGE for tensor in tensors)
         if small and (tensors or self._makes_values(function, args)):
             return function(*args, **kwargs)
-        if self.results is None or not any_fake:
+        result = self._faked(function, args, kwargs, call, tensors, any_fake)
+        if any_fake and isinstance(result, FakeTensor):
+            value = _everywhere(call, leaves, self._any_known)
+            if value is not None:
+                result.everywhere, self._any_known = value, True
+        return result
+
+    def _faked(self, function, args, kwargs, call: Call, tensors: list, any_fake: bool):
+        """What an operation makes of fake tensors, remembered where it can be."""
+        known = self.results is not None and any_fake
+        key = self.results.key(call, args) if known else None
+        if known and (found := self.results.get(key, function, args, self.fake)):
+            return found[0]
+        try:
             with self.fake:
-                return _as_kernels_do(function, args, kwargs)
-        key = self.results.key(call, args)
-        if known := self.results.get(key, function, args, self.fake):
-            return known[0]
-        with self.fake:
-            result = _as_kernels_do(function, args, kwargs)
-        self.results.keep(key, function, args, result, tensors)
+                result = _as_kernels_do(function, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise Invalid(
+                f"what {call.name} makes in {self.modules.here() or 'the training'} depends on the values of its "
+                "operands, and an estimate has none: it can only be measured"
+            ) from None
+        if known:
+            self.results.keep(key, function, args, result, tensors)
         return result
 
     def _makes_values(self, function, args) -> bool:
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == "forward" and np.prod(args[0], dtype=np.int64) < _LARGE
-        return function.overloadpacket in _ALWAYS_REAL
+        # Numbers alone, as in torch.div(length, 2): what comes out may be the length of something.
+        numbers = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
+        return numbers or function.overloadpacket in _ALWAYS_REAL
 
     def sent(self, tensor: torch.Tensor) -> None:
         """A real tensor goes to the device."""
@@ -355,6 +379,45 @@ def follow(experiment: Experiment, tracker: FakeTracker | None = None) -> Trace:
     return _arrays(tracker, counted)
 
 
+def _everywhere(call: Call, leaves: list, any_known: bool) -> Any:
+    """The value that a result has everywhere, or None: tests for what is not finite find nothing, and what follows
+    from such a test is known too."""
+    name = call.name
+    if name in _OF_FINITE:
+        same, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
+        if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
+            return same
+    if not any_known or call.lists:
+        return None
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    values = [getattr(tensor, "everywhere", None) for tensor in tensors]
+    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
+        return None
+    args, kwargs = _nested(
+        [
+            torch.full((1,) * leaf.dim(), leaf.everywhere, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ],
+        call.structure,
+    )
+    with torch._C._DisableTorchDispatch():
+        return call.function(*args, **kwargs).flatten()[0].item()
+
+
+# Comparisons of a tensor with itself or with infinity, and what they say of one that is finite.
+_OF_FINITE = {
+    "aten.isnan.default": False,
+    "aten.eq.Tensor": True,
+    "aten.ne.Tensor": False,
+    "aten.eq.Scalar": False,
+    "aten.ne.Scalar": True,
+}
+_OF_VALUES = tuple(
+    f"aten.{name}."
+    for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
+)
+
+
 def _as_kernels_do(function, args, kwargs):
     """An operation on fake tensors, where fake results differ from those of the kernels."""
     if function is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -363,10 +426,10 @@ def _as_kernels_do(function, args, kwargs):
         args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         return function(*args, **kwargs).to(kind)
     result = function(*args, **kwargs)
-    if function is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+    if function in _NORMS and args[_NORMS[function]] is not None:
         # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
         out, *moments = result
-        return out, *(moment.to(args[2].dtype) for moment in moments)
+        return out, *(moment.to(args[_NORMS[function]].dtype) for moment in moments)
     if function is torch.ops.aten.native_layer_norm_backward.default:
         # The kernel's result is contiguous whatever the order of its input.
         return tuple(part if part is None else part.contiguous() for part in result)
@@ -385,6 +448,9 @@ def _without_weights() -> Iterator[None]:
     finally:
         torch.nn.Module.to = plain
         _foreach_utils._foreach_supported_types.remove(FakeTensor)
+
+
+_NORMS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # where weights are
 
 
 class _Replica(torch.nn.parallel.DistributedDataParallel):
@@ -521,8 +587,9 @@ def _smaller(call: Call) -> list[Call]:
         return [call]
     small, sizes = call, []
     while small.bytes > limit or not sizes:
-        largest = max(small.lengths)
-        if largest % 2:
+        lengths = [length for leaf in small.leaves if type(leaf) is Spec for length in leaf.shape] or small.lengths
+        even = [length for length in lengths if length % 2 == 0]
+        if (largest := max(even or lengths, default=0)) < 2:
             return []
         larger, small = small, small.halved(largest)
         sizes = [larger, small] if larger.bytes <= limit else []

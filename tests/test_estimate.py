@@ -58,6 +58,15 @@ def test_what_cannot_be_followed_is_refused_by_name():
         estimate.estimate(TINY, device="cpu", function=lost)
 
 
+def test_what_depends_on_values_is_refused_with_its_operation_and_module(tmp_path):
+    fields = {"model_type": "switch_transformers", "vocab_size": 99, "d_model": 32, "d_kv": 16, "d_ff": 32}
+    fields |= {"num_layers": 4, "num_decoder_layers": 4, "num_heads": 2, "num_experts": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    task = Task(str(tmp_path), seq_len=8, dataset_size=8)
+    with pytest.raises(ValueError, match=r"what aten\.nonzero\.default makes in .*mlp.experts depends on the values"):
+        estimate.estimate(task, device="cpu")
+
+
 def test_a_loop_of_ones_own_is_followed_too():
     def loop(task):
         import torch
@@ -121,7 +130,7 @@ class TestExtrapolation:
     def test_a_layer_more_adds_nothing_from_the_front_and_its_own_from_the_back(self):
         two = self.training(("embed", 1), ("a", 3), ("b", 5), ("a", 7), ("b", 9), ("head", 10))
         three = self.training(("embed", 1), ("a", 3), ("b", 5), ("a", 7), ("b", 9), ("a", 11), ("b", 13), ("head", 14))
-        front, back = estimate.growth(two, three)
+        front, back = estimate.growth(two, three).ways
         assert dict(zip(front["places"].tolist(), front["high"].tolist(), strict=True))[1] == 0
         assert dict(zip(back["places"].tolist(), back["high"].tolist(), strict=True))[4] == 4
         assert {*front["places"].tolist(), *back["places"].tolist()} == set(range(6))
@@ -130,9 +139,23 @@ class TestExtrapolation:
         """The head begins as a layer does; its bytes tell the difference."""
         two = self.training(("a", 2), ("b", 4), ("a", 6), ("b", 8), ("a", 100), ("head", 9))
         three = self.training(("a", 2), ("b", 4), ("a", 6), ("b", 8), ("a", 10), ("b", 12), ("a", 104), ("head", 13))
-        front, back = estimate.growth(two, three)
+        front, back = estimate.growth(two, three).ways
         assert 4 not in front["places"]
         assert dict(zip(back["places"].tolist(), back["high"].tolist(), strict=True))[4] == 4
+
+    def test_what_only_a_middle_layer_does_is_kept_for_the_first_and_the_last_of_them(self):
+        two = self.training(("head", 10), ("a", 9), ("first", 8), ("end", 1), phase="backward")
+        three = self.training(
+            ("head", 12), ("a", 11), ("sum", 50), ("a", 9), ("first", 8), ("end", 1), phase="backward"
+        )
+        grown = estimate.growth(two, three)
+        assert {name: places.tolist() for name, places in grown.between.items()} == {
+            "places": [2],
+            "before": [1],
+            "after": [1],
+        }
+        first, last = estimate._of_middle_layers(0, [grown], [three], [3])
+        assert (first["high"].tolist(), last["high"].tolist()) == ([54], [50]), "2 bytes for each layer still to come"
 
     def test_other_trainings_are_not_extrapolated(self):
         one = self.training(*((f"op {n}", n) for n in range(20)))

@@ -161,6 +161,25 @@ def arguments_of(draw):
 
 
 TRAININGS = [(architecture, arguments_of(draw)) for architecture, draw in generated(66)]
+# Pairs that were found not to be exact, by trying other models and recipes at random, and have become so: numbers that
+# an operation in place keeps for backward, a test for what is not finite, lengths computed from numbers alone, odd
+# lengths, batch norms under autocast, gradients that all layers share.
+MORE = {
+    "ctrl": _WORDS | {"n_embd": 32, "dff": 64, "n_layer": 3, "n_head": 2},
+    "falcon": _DECODER | {"hidden_size": 32},
+    "marian": _TWO_STACKS | {"decoder_start_token_id": 1, "pad_token_id": 0},
+    "led": _TWO_STACKS,
+    "mobilevit": {"image_size": 64},
+    "mt5": _WORDS | {"d_model": 32, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 5, "num_heads": 2},
+}
+FOUND = [
+    ("ctrl", {"seq_len": 8, "per_device_train_batch_size": 4, "optim": "rmsprop"}),
+    ("falcon", {"seq_len": 8, "attn_implementation": "eager", "max_grad_norm": 0.0}),
+    ("marian", {"seq_len": 33, "per_device_train_batch_size": 2, "dtype": "float16"}),
+    ("led", {"seq_len": 17, "per_device_train_batch_size": 2, "bf16": True}),
+    ("mobilevit", {"per_device_train_batch_size": 7, "bf16": True, "optim": "adafactor"}),
+    ("mt5", {"seq_len": 33, "gradient_accumulation_steps": 8, **_checkpointed(use_reentrant=False)}),
+]
 INFERENCES = [
     ("bert", {"seq_len": 31, "per_device_eval_batch_size": 3}),
     ("gpt2", {"seq_len": 24, "bf16": True}),
@@ -189,7 +208,7 @@ def configurations(tmp_path_factory):
 
     def written(architecture, **fields):
         path = folder / f"{architecture}{len(fields)}.json"
-        path.write_text(json.dumps({"model_type": architecture} | ARCHITECTURES[architecture] | fields))
+        path.write_text(json.dumps({"model_type": architecture} | (ARCHITECTURES | MORE)[architecture] | fields))
         return str(path)
 
     return written
@@ -240,7 +259,7 @@ def test_every_architecture_and_every_two_settings_are_tried():
     assert wanted - tried == set()
 
 
-@pytest.mark.parametrize("pair", TRAININGS, ids=_name)
+@pytest.mark.parametrize("pair", TRAININGS + FOUND, ids=_name)
 def test_a_training_is_exact(pair, both):
     counted, estimated = both(pair)
     assert (estimated.peak_bytes, estimated.breakdown) == (counted.peak_bytes, counted.breakdown)
@@ -264,6 +283,9 @@ def test_what_is_listed_as_not_exact_is_not(pair, both):
         ("bert", {"num_hidden_layers": 6}, {}),
         ("gpt2", {"n_layer": 6}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 3}),
         ("t5", {"num_layers": 4, "num_decoder_layers": 6}, {"optim": "adafactor"}),
+        # Gradients of the encoder's result and of the relative positions are shared: middle layers add to them.
+        ("t5", {"num_layers": 5, "num_decoder_layers": 4}, {"gradient_checkpointing": True, "optim": "sgd"}),
+        ("t5", {"num_layers": 2, "num_decoder_layers": 5}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
         ("mixtral", {"num_hidden_layers": 6}, {"bf16": True, "max_grad_norm": 0.0}),
         ("vit", {"num_hidden_layers": 6}, {"dtype": "bfloat16", "optim": "sgd"}),
     ],

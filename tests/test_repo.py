@@ -52,7 +52,14 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "__init__": set(),
 }
 # Inside a function only: what shows itself.
-DRAWS = {"advise": {"plots"}, "runs": {"plots"}, "exercises": {"widgets"}, "lab": {"plots"}, "cli": {"plots"}}
+DRAWS = {
+    "advise": {"plots"},
+    "estimate": {"plots"},
+    "runs": {"plots"},
+    "exercises": {"widgets"},
+    "lab": {"plots"},
+    "cli": {"plots"},
+}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")

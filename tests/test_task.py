@@ -50,6 +50,9 @@ def configuration(folder, model_type, architecture, **fields):
             "ViTForImageClassification",
         ),
         ("vit", None, IMAGES, "ViTForImageClassification"),
+        # Its configuration has no image size; XLNet's number of positions is -1.
+        ("resnet", None, {"embedding_size": 8, "hidden_sizes": [16, 24]}, "ResNetForImageClassification"),
+        ("xlnet", None, {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "XLNetLMHeadModel"),
     ],
 )
 def test_data_fits_the_model_that_a_configuration_names(tmp_path, model_type, architecture, fields, built):
