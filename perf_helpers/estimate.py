@@ -332,7 +332,7 @@ def estimate(
         training=training,
         processes=processes,
     )
-    key = (repr(experiment.replace(name="")), whose, every_layer)
+    key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
     if not (found := _made.get(key)):
         with progress.percent(f"estimating {task.model}") as bar:
             found = _predicted(experiment, whose, every_layer, timeout, lambda part: bar.update(part - bar.n))
@@ -654,7 +654,7 @@ _counts: dict[str, int] = {}  # of parameters, by model
 
 
 def _parameters(task: Task) -> int:
-    key = repr(task.replace(seq_len=None, dataset_size=1))
+    key = task.replace(seq_len=None, dataset_size=1).identity()
     if key not in _counts:
         _counts[key] = task.parameters()
     return _counts[key]

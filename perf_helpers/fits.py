@@ -124,7 +124,7 @@ class Fits:
         if device == "cuda":
             self._options["compute_capability"] = compute_capability
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
-        identity = json.dumps([_SCHEMA, self.task.to_dict(), self._options, versions], sort_keys=True, default=list)
+        identity = json.dumps([_SCHEMA, self.task.identity(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
         self._surfaces: dict[tuple, Surface] = {}
         self._exact: dict[tuple, Answer] = {}

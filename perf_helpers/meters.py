@@ -228,7 +228,9 @@ class Tracker(Watcher, TorchDispatchMode):
                 self._see(tensor, function, args, kwargs)
         self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
         if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
-            self._scaled = weakref.ref(result)
+            # A view that is changed in place: to ask for its history within the next operation, which may be the one
+            # that writes it, would wait for ever.
+            self._scaled = None if result._is_view() else weakref.ref(result)
         return result
 
     def _see_number(self):

@@ -144,6 +144,18 @@ class Task:
     def from_dict(cls, data: dict[str, Any]) -> "Task":
         return cls(**data)
 
+    def identity(self) -> str:
+        """The task as text, with the content of the configuration file that it names: the file may be edited."""
+        file = self._file()
+        return repr(self) + (file.read_text() if file and file.is_file() else "")
+
+    def _file(self) -> Path | None:
+        """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
+        path = Path(self.model)
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        return path / "config.json" if path.is_dir() else path if path.suffix == ".json" else None
+
     def build_config(self):
         """The `PretrainedConfig`.
 
@@ -152,14 +164,13 @@ class Task:
         """
         from transformers import AutoConfig
 
-        path = Path(self.model)
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
             model_type, architecture, fields = PRESETS[preset]
             config = AutoConfig.for_model(model_type, **(fields | self.config))
             config.architectures = [architecture]
-        elif path.suffix == ".json" or path.is_dir():
-            fields = _read_config(path / "config.json" if path.is_dir() else path) | self.config
+        elif file := self._file():
+            fields = _read_config(file) | self.config
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
             try:

@@ -67,6 +67,15 @@ def test_what_depends_on_values_is_refused_with_its_operation_and_module(tmp_pat
         estimate.estimate(task, device="cpu")
 
 
+def test_an_edited_configuration_is_another_model(tmp_path):
+    file = tmp_path / "config.json"
+    peaks = []
+    for size in (32, 64):
+        file.write_text(json.dumps({"model_type": "bert", "hidden_size": size, "num_attention_heads": 2}))
+        peaks.append(estimate.estimate(Task(str(file), seq_len=8), device="cpu").peak_bytes)
+    assert peaks[0] < peaks[1]
+
+
 def test_a_loop_of_ones_own_is_followed_too():
     def loop(task):
         import torch

@@ -193,6 +193,13 @@ NOT_EXACT = {
         ("bert", {"seq_len": 24, "dataloader_num_workers": 1}),
         "it comes in shared memory: the total has it, but no operation made it, so the lab cannot tell what it is",
     ),
+    "a number kept by an operation in place on a view": (
+        (
+            "led",
+            {"seq_len": 48, "per_device_train_batch_size": 1, "optim": "rmsprop", **_checkpointed(use_reentrant=True)},
+        ),
+        "8 bytes that nothing in Python can see: the history of the view hides them",
+    ),
 }
 
 
@@ -207,7 +214,7 @@ def configurations(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configurations")
 
     def written(architecture, **fields):
-        path = folder / f"{architecture}{len(fields)}.json"
+        path = folder / f"{architecture}{'-'.join(f'{name}{value}' for name, value in fields.items())}.json"
         path.write_text(json.dumps({"model_type": architecture} | (ARCHITECTURES | MORE)[architecture] | fields))
         return str(path)
 
