@@ -309,7 +309,10 @@ class FakeTracker(meters.Tracker):
         if small and (tensors or self._makes_values(function, args)):
             return function(*args, **kwargs)
         result = self._faked(function, args, kwargs, call, tensors, any_fake)
-        if any_fake and isinstance(result, FakeTensor):
+        if self._any_known and function._schema.is_mutable:
+            for tensor in tensors:
+                tensor.__dict__.pop("everywhere", None)
+        elif any_fake and isinstance(result, FakeTensor):
             value = _everywhere(call, leaves, self._any_known)
             if value is not None:
                 result.everywhere, self._any_known = value, True
@@ -578,7 +581,7 @@ class Probe:
 
 
 def _smaller(call: Call) -> list[Call]:
-    """The operation itself or, if it is large, on two sizes that divide its own."""
+    """The operation itself or, if it is large, on two smaller sizes."""
     if _sizeless(call):
         return [call.shrunk()]
     slow = call.name.startswith(_PRODUCTS) or torch.Tag.nondeterministic_seeded in call.function.tags
