@@ -247,8 +247,10 @@ def test_two_processes_train_together(lab):
     trained = lab.train("ddp", task=TINY, processes=2, steps=2, per_device_train_batch_size=2)
     assert trained.ok, trained.message
     assert trained.samples_per_second == pytest.approx(4 / trained.step_seconds)
-    first, second = (rank["peak_bytes"] for rank in trained.ranks)
-    assert first == pytest.approx(second, rel=0.01)
+    low, high = sorted(rank["peak_bytes"] for rank in trained.ranks)
+    # Once in many runs, on a busy machine, a thread of gloo lets go of an old bucket only after the new one is made.
+    bucket = 4 * trained.memory.parameters
+    assert high == pytest.approx(low, rel=0.01) or high - low == pytest.approx(bucket, rel=0.01)
 
 
 def test_a_rank_that_fails_ends_the_others(lab):
