@@ -23,7 +23,7 @@ import numpy as np
 
 from perf_helpers import estimate, hardware
 from perf_helpers.runs import CATEGORIES, Memory, write_whole
-from perf_helpers.task import Task
+from perf_helpers.task import Task, positions
 from perf_helpers.techniques import ADAFACTOR, ADAM_8BIT, ADAMW, BF16, BF16_WEIGHTS, CHECKPOINTING, FP16, SGD
 from perf_helpers.training import Experiment
 
@@ -144,9 +144,8 @@ class Fits:
         if self.task.family() == "vision":
             return
         config = self.task.build_config()
-        unbounded = not (getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None))
         offered = [length for length in LENGTHS if self._can_take(length, config)]
-        self.lengths = tuple(offered[: LENGTHS.index(2048) + 1] if unbounded else offered) or (
+        self.lengths = tuple(offered[: LENGTHS.index(2048) + 1] if positions(config) is None else offered) or (
             self.task.length(config),
         )
 

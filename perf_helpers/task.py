@@ -236,8 +236,7 @@ class Task:
     def length(self, config=None) -> int:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
         config = config or self.build_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        limit = limit if limit and limit > 0 else None  # XLNet's is -1, for none
+        limit = positions(config)
         if getattr(config, "is_encoder_decoder", False) and config.model_type in ("t5", "mt5", "umt5"):
             limit = None  # relative positions
         if limit and "roberta" in config.model_type:
@@ -299,6 +298,12 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.dataset_size} x {self.seq_len or 'model length'} ({self.data})"
+
+
+def positions(config) -> int | None:
+    """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
+    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return count if count and count > 0 else None
 
 
 def _names(task: Task) -> str:
