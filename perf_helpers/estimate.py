@@ -393,7 +393,7 @@ def in_clean_process(
 
     Args:
         results: `trace.Results`, and
-        probe: `trace.Probe`: what is known of operations.
+        probe: `probe.Probe`: what is known of operations.
         on_percent: called with how far the work is, from 0 to 100.
 
     Raises:
@@ -415,8 +415,9 @@ def in_clean_process(
 def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[str], task: Task) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for; no GPU is touched
     from perf_helpers import meters, trace
+    from perf_helpers.probe import Probe
 
-    results, probe = trace.Results(), trace.Probe()
+    results, probe = trace.Results(), Probe()
     every = results.known, probe.known, _counts
     for earlier in learned:
         for known, more in zip(every, pickle.loads(base64.b64decode(earlier)), strict=True):
@@ -499,7 +500,9 @@ def all_followed(
             assumptions.append(
                 "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
             )
-        totals, unknown = _with_hidden(moments, probe) if device.kind == "cpu" else (moments.high, [])
+        totals, unknown = moments.high, []
+        if device.kind == "cpu":
+            totals, unknown = _with_hidden(moments, probe.under(worker.threads_of(experiment)))
         traced = "every layer followed"
         if extrapolated:
             traced = f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
@@ -716,29 +719,18 @@ def _repeated(experiment: Experiment) -> dict[str, int]:
 
 
 def _with_hidden(moments, probe) -> tuple[np.ndarray, list[str]]:
-    """The highest total at each moment, bytes hidden inside operations included; and what could not be found out.
+    """The highest total at each moment, bytes hidden inside operations included; and what of it had to be assumed."""
+    from perf_helpers.probe import assumptions
 
-    Only operations that could hold the peak are run.
-    """
     numbers: dict[tuple, int] = {}
     signatures = {id(call): call.signature for call in {id(call): call for call in moments.calls}.values()}
     # Same call, same bytes.
     kind = np.array([numbers.setdefault(signatures[id(call)], len(numbers)) for call in moments.calls])
-    first = np.unique(kind, return_index=True)[1]
     end = moments.live.sum(axis=1)
-    limit = moments.before + moments.born + np.array([moments.calls[place].hides_at_most for place in first])[kind]
-    hidden, unknown = np.full(len(first), -1), {}
-    while True:
-        totals = np.maximum(moments.high, end + np.maximum(hidden, 0)[kind])
-        rest = np.flatnonzero((hidden[kind] < 0) & (limit > totals.max()))
-        if not len(rest):
-            break
-        rest = rest[np.argsort(-(moments.before + moments.born)[rest], kind="stable")]
-        chosen = list(dict.fromkeys(kind[rest].tolist()))[:64]
-        probe.run([moments.calls[first[number]] for number in chosen])
-        for number in chosen:
-            call = moments.calls[first[number]]
-            if probe[call] is None:
-                unknown[call.name] = None
-            hidden[number] = probe[call] or 0
-    return totals, [f"what {name} allocates inside itself was not found out and is left out" for name in unknown]
+    first = np.unique(kind, return_index=True)[1]
+    highest = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(highest, kind, end)
+    calls = [moments.calls[place] for place in first]
+    probe.run([calls[number] for number in np.argsort(-highest, kind="stable")])
+    hidden = np.array([probe[call].bytes or 0 for call in calls])
+    return np.maximum(moments.high, end + hidden[kind]), assumptions(calls, probe)

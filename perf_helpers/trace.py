@@ -1,13 +1,11 @@
 """A training followed on fake tensors: every birth and death of a storage, with no bytes behind it.
 
 The code that runs is the one that is measured, transformers' Trainer included: the data are real, and whatever touches
-a weight is fake. What an operation allocates inside itself shows on no tensor; the operations that may hold the peak
-are therefore run once, on empty tensors of the same shapes, and the allocator is asked.
+a weight is fake. What an operation allocates inside itself shows on no tensor: see `probe`.
 
 Nothing here is to be called in a process that goes on to train: the hooks and patches are meant for a clean one.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -33,12 +31,6 @@ from perf_helpers import meters
 from perf_helpers.runs import CATEGORIES
 from perf_helpers.training import Experiment, Invalid, infer, train
 
-# An operation on more than this is run on less, and what it hides is extrapolated. Products hide nothing, or buffers
-# that grow with their operands: they are tried on little, for their time grows faster than their size. Random numbers
-# take long too.
-_PROBE_BYTES = 16 * 2**20
-_PROBE_SLOW_BYTES = 2**20
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
 # Positions and the orders of samples: what is made from them is looked at, by samplers and by the makers of masks.
 _ALWAYS_REAL = (torch.ops.aten.randperm, torch.ops.aten.arange, torch.ops.aten.linspace)
 _REAL_IN_FORWARD = (torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.full)
@@ -92,47 +84,14 @@ class Call:
         shapes = [leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves]
         return [length for shape in shapes for length in shape if type(length) is int]
 
-    def halved(self, length: int) -> "Call":
-        """The call with every such length cut in half, and what it reads and makes with it."""
-        half = dataclasses.replace(self, leaves=tuple(_halved(leaf, length) for leaf in self.leaves))
-        read, left = (sum(leaf.bytes for leaf in call.leaves if type(leaf) is Spec) for call in (self, half))
-        return dataclasses.replace(half, made=self.made * left // read if left < read else self.made // 2)
-
-    def shrunk(self) -> "Call":
-        """The call on tensors of one element."""
-        leaves = (
-            Spec((1,) * len(x.shape), (1,) * len(x.shape), x.dtype) if type(x) is Spec else x for x in self.leaves
-        )
-        return dataclasses.replace(self, leaves=tuple(leaves), made=0)
-
     @property
     def bytes(self) -> int:
         """Of what it reads and makes."""
         return self.made + sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)
 
-    @property
-    def hides_at_most(self) -> int:
-        """A bound on the bytes it allocates inside itself, far above what any operation tried was found to hide.
-
-        A kernel of torch may copy its operands in another type; one of another library may be a program of its own:
-        bitsandbytes' 8-bit update on a CPU computes in a dozen float32 tensors.
-        """
-        return (4 if self.name.startswith("aten.") else 40) * self.bytes + 64
-
-
-def _halved(leaf: Any, length: int) -> Any:
-    if type(leaf) is not Spec:
-        return leaf // 2 if type(leaf) is int and leaf == length else leaf
-    shape = tuple(size // 2 if size == length else size for size in leaf.shape)
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):  # in the same order
-        if leaf.stride[dim]:
-            strides[dim], step = step, step * shape[dim]
-    return Spec(shape, tuple(strides), leaf.dtype)
-
 
 def _flat(args, kwargs) -> tuple[list, tuple]:
-    """Arguments of an operation one by one, and what `_nested` needs: an operator's lists hold no lists."""
+    """Arguments of an operation one by one, and what `nested` needs: an operator's lists hold no lists."""
     leaves, lengths = [], []
     for value in itertools.chain(args, kwargs.values()):
         is_list = isinstance(value, list | tuple)
@@ -141,7 +100,7 @@ def _flat(args, kwargs) -> tuple[list, tuple]:
     return leaves, (len(args), tuple(kwargs), tuple(lengths))
 
 
-def _nested(leaves: list, structure: tuple) -> tuple[list, dict]:
+def nested(leaves: list, structure: tuple) -> tuple[list, dict]:
     """The arguments that `_flat` took apart."""
     count, names, lengths = structure
     rest = iter(leaves)
@@ -396,7 +355,7 @@ def _everywhere(call: Call, leaves: list, any_known: bool) -> Any:
     values = [getattr(tensor, "everywhere", None) for tensor in tensors]
     if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
         return None
-    args, kwargs = _nested(
+    args, kwargs = nested(
         [
             torch.full((1,) * leaf.dim(), leaf.everywhere, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
@@ -549,105 +508,3 @@ def _arrays(tracker: FakeTracker, parameters: int) -> Trace:
         reserved_bytes=None,
         log=[(id(block), block.bytes, sign) for block, sign in tracker.log],
     )
-
-
-# ------------------------------------------------------------------------------------- what operations hide inside them
-
-
-class Probe:
-    """Bytes that operations allocate and free inside themselves, beyond their results: found by running them."""
-
-    def __init__(self):
-        self.known: dict[tuple, int | None] = {}  # bytes by the signature of the call
-
-    def __getitem__(self, call: Call) -> int | None:
-        """The bytes; None where the operation cannot be run without its data, or not on less of it."""
-        return self.known[call.signature]
-
-    def run(self, calls: list[Call]) -> None:
-        """Run each operation that is not known yet, a large one at two smaller sizes."""
-        new = {call.signature: call for call in calls if call.signature not in self.known}
-        self.known |= {name: 0 for name, call in new.items() if call.is_view or call.name.startswith("profiler.")}
-        new = {name: call for name, call in new.items() if name not in self.known}
-        smaller = {name: _smaller(call) for name, call in new.items()}
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            for number, name in enumerate(new):
-                for size, call in enumerate(smaller[name]):
-                    _once(call, f"{number}.{size}")
-        hidden = _hidden(profile)
-        for number, (name, call) in enumerate(new.items()):
-            found = [hidden.get(f"{number}.{size}") for size in range(len(smaller[name]))]
-            self.known[name] = _extended(found, [small.bytes for small in smaller[name]], call.bytes)
-
-
-def _smaller(call: Call) -> list[Call]:
-    """The operation itself or, if it is large, on two smaller sizes."""
-    if _sizeless(call):
-        return [call.shrunk()]
-    slow = call.name.startswith(_PRODUCTS) or torch.Tag.nondeterministic_seeded in call.function.tags
-    limit = _PROBE_SLOW_BYTES if slow else _PROBE_BYTES
-    if call.bytes <= limit:
-        return [call]
-    small, sizes = call, []
-    while small.bytes > limit or not sizes:
-        lengths = [length for leaf in small.leaves if type(leaf) is Spec for length in leaf.shape] or small.lengths
-        even = [length for length in lengths if length % 2 == 0]
-        if (largest := max(even or lengths, default=0)) < 2:
-            return []
-        larger, small = small, small.halved(largest)
-        sizes = [larger, small] if larger.bytes <= limit else []
-    return sizes
-
-
-def _extended(found: list[int | None], sizes: list[int], wanted: int) -> int | None:
-    """What the operation hides at its own size, from what it hides at one size or at two."""
-    if not found or None in found:
-        return None
-    if len(found) == 1 or sizes[0] == sizes[1]:
-        return found[0]
-    return round(found[0] + (found[0] - found[1]) * (wanted - sizes[0]) / (sizes[0] - sizes[1]))
-
-
-def _once(call: Call, mark: str) -> None:
-    """Run the operation between two marks of the profiler; the second is missing where that is not possible."""
-    try:
-        args, kwargs = _nested([_tensor(leaf) for leaf in call.leaves], call.structure)
-        with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
-            result = call.function(*args, **kwargs)  # noqa: F841, held until the mark
-            with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):
-                pass
-    except Exception:
-        pass
-
-
-def _hidden(profile) -> dict[str, int]:
-    """For each pair of marks: the highest total between them, less what is left at the end."""
-    times, memory = {}, []
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            memory.append((event.start_ns(), event.nbytes()))
-        elif event.name().endswith((" begins", " ends")):
-            times[event.name()] = event.start_ns()
-    memory.sort(key=lambda change: change[0])
-    when = [time for time, _ in memory]
-    hidden = {}
-    for name, begin in times.items():
-        number, _, kind = name.partition(" ")
-        if kind == "begins" and (end := times.get(f"{number} ends")) is not None:
-            here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
-            totals = [0, *itertools.accumulate(size for _, size in here)]
-            hidden[number] = max(totals) - totals[-1]
-    return hidden
-
-
-def _sizeless(call: Call) -> bool:
-    """Whether what the operation hides does not depend on sizes: element by element with no type to convert."""
-    name = call.name.removeprefix("aten.")
-    types = {leaf.dtype for leaf in call.leaves if type(leaf) is Spec}
-    if torch.Tag.pointwise in call.function.tags or (name.startswith(("_foreach_", "_fused_")) and "norm" not in name):
-        return len(types) == 1
-    return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")
-
-
-def _tensor(leaf: Any) -> Any:
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf

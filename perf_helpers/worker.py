@@ -165,6 +165,13 @@ def _refusal(experiment: Experiment) -> str | None:
     )
 
 
+def threads_of(experiment: Experiment) -> int | None:
+    """Threads that an experiment computes on: ranks share the cores; None: as many as torch takes."""
+    if experiment.threads or experiment.processes == 1:
+        return experiment.threads
+    return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
+
+
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> dict[str, Any]:
     """Perform the experiment on `processes` ranks under torch's elastic launcher; rank 0 speaks for all."""
     import multiprocessing
@@ -175,7 +182,7 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 
     fork = multiprocessing.get_context("fork")
     barrier, failures = fork.Barrier(experiment.processes), fork.SimpleQueue()
-    threads = experiment.threads or max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
+    threads = threads_of(experiment)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
         config = LaunchConfig(
             min_nodes=1,

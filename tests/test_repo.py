@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "perf_helpers"
 
 # Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone.
-CHAIN = ("progress", "hardware", "arguments", "task", "meters", "training", "trace", "worker", "processes", "lab")
+CHAIN = ("progress", "hardware", "arguments", "task", "meters", "training", "trace", "probe", "worker", "processes", "lab")
 ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
     "runs": set(),
     "claims": {"hardware", "journal", "runs"},
