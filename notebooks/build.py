@@ -14,6 +14,7 @@ import hashlib
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import jupytext
@@ -26,6 +27,8 @@ MAX_CODE_LINES = 25  # a cell and its output fit one laptop screen
 MIN_CELLS, MAX_CELLS = 20, 50  # fewer hides steps in long cells, more is two lessons (07 decides 13 claims)
 MAX_WORDS = 1800  # ten minutes of reading; the rest of the time belongs to the experiments
 PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
+
+FORESEEN = ("estimate", "advise", "verify", "explorers.memory")  # what trains nothing must not end a lesson
 
 ONCE = ("parameters", "setup", "finish")
 EXERCISE = ("exercise", "check", "solution")
@@ -112,11 +115,28 @@ def _lint_code(cells):
             yield f"cell {number} has {lines} lines; at most {MAX_CODE_LINES}"
         if cell.outputs or cell.execution_count is not None:
             yield f"cell {number} has outputs; lessons are kept without"
+        for name in _unguarded(cell.source):
+            yield f"cell {number} calls {name}(...): ask by lab.foresee({name}, ...), which goes on without an answer"
         if "solution" in tags(cell) and not cell.metadata.get("jupyter", {}).get("source_hidden"):
             yield f"cell {number}, a solution, is not folded (metadata jupyter.source_hidden)"
         if "parameters" in tags(cell) and _assignments(cell.source) != PARAMETERS:
             expected = "; ".join(f"{name} = {value!r}" for name, value in PARAMETERS.items())
             yield f"cell {number}: the parameters are exactly {expected}"
+
+
+def _unguarded(source):
+    """Return the names of FORESEEN that a cell calls itself: inside a function they are called by somebody else."""
+    found, rest = [], []
+    with suppress(SyntaxError):
+        rest = [ast.parse(source)]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORESEEN:
+            found.append(ast.unparse(node.func))
+        rest.extend(ast.iter_child_nodes(node))
+    return found
 
 
 def _assignments(source):

@@ -21,6 +21,7 @@ from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware, progress
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab import Lab
+from perf_helpers.processes import seconds_left, within
 from perf_helpers.runs import Run
 from perf_helpers.search import CLOSE, Search
 from perf_helpers.speeds import Evidence, Factor
@@ -238,6 +239,8 @@ def advise(
     processes: int = 1,
     runs: Sequence[Run] | None = None,
     most: int = 5,
+    machine: hardware.Machine | None = None,
+    timeout: float = 300,
 ) -> Advice:
     """The recipes that fit a memory, ranked by the speed that measurements let expect.
 
@@ -256,9 +259,12 @@ def advise(
         processes: ranks of a data-parallel training, one device each.
         runs: measured runs to take speed ratios from; None: those kept in the user's cache.
         most: recipes to propose at most.
+        machine: whose precisions and measured speeds count, e.g. one described elsewhere; None: this one.
+        timeout: seconds for all estimates together; what was not looked at by then is told.
 
     Raises:
-        ValueError: an argument that is unknown or out of range, or a model that the estimate cannot follow.
+        ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
+            estimate within `timeout`.
     """
     limit = parse_bytes(memory)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
@@ -266,7 +272,7 @@ def advise(
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
     if effective_batch % processes:
         raise ValueError(f"effective_batch={effective_batch} does not divide by processes={processes}")
-    machine = hardware.describe()
+    machine = machine or hardware.describe()
     kind = device or machine.kind
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
@@ -278,7 +284,7 @@ def advise(
     evidence = Evidence(machine, kind, capability, task, Lab().store.read() if runs is None else runs)
     search = _Space(peaks, limit, effective_batch // processes, sizes, fixed, evidence)
     smallest, changes = None, ()
-    with progress.bar("advising", unit="estimate") as bar:
+    with progress.bar("advising", unit="estimate") as bar, within(timeout):
         peaks.on_estimate = bar.update
         found = search.find(families, most)
         if not found:
@@ -524,8 +530,12 @@ class _Space:
         self._common = set(families[0]).intersection(*families)
         fitting: list[tuple[_Family, int]] = []
         failures: list[ValueError] = []
-        for family in sorted(families, key=lambda family: self._rank(family, self._sizes[-1])):
+        ranked = sorted(families, key=lambda family: self._rank(family, self._sizes[-1]))
+        for place, family in enumerate(ranked):
             if len(fitting) == most:
+                break
+            if self._estimates and not seconds_left(math.inf):
+                self.notes.append(f"The time was up: {len(ranked) - place} ways of training were not looked at.")
                 break
             beaten = [size for other, size in fitting if self._only_adds(family, other)]
             if self._sizes[-1] in beaten:

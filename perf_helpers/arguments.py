@@ -7,6 +7,7 @@ versions is mapped here and nowhere else.
 import dataclasses
 import difflib
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -128,18 +129,59 @@ def parse(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Training arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`).
 
     Returns the arguments that were given (only those) and the words that were not understood.
+
+    Raises:
+        ValueError: a value that the argument does not take.
     """
     import argparse
 
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False)
+    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False, exit_on_error=False)
     for name, text in MODEL_ARGUMENTS.items():
         parser.add_argument(f"--{name}", help=text)
     for action in parser._actions:  # so that only what was typed comes back
         action.default = argparse.SUPPRESS
-    given, rest = parser.parse_known_args(words)
+    try:
+        given, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(_refused(parser, words, error)) from None
+    for name, value in vars(given).items():
+        if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
+            try:
+                json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{name}={value!r}: give a JSON object ({error})") from None
     return vars(given), rest
+
+
+_KINDS = {int: "a whole number, in digits", float: "a number"}
+
+
+def _refused(parser, words: list[str], error) -> str:
+    """What argparse refused, in one line: the argument, its value, and what it takes."""
+    options = (error.argument_name or "").split("/")
+    action = next((action for action in parser._actions if set(options) & set(action.option_strings)), None)
+    name = action.dest if action else error.argument_name
+    place = next((i for i, word in enumerate(words) if word.partition("=")[0] in options), len(words))
+    value = "".join(words[place : place + 1]).partition("=")[2] or "".join(words[place + 1 : place + 2])
+    if error.message.startswith("expected"):
+        return f"{name}: it takes a value, as in --{name} VALUE"
+    if action is not None and action.choices:
+        return f"{name}={value!r} is none of its values. {one_of(value, map(str, action.choices))}"
+    kind = _KINDS.get(getattr(action, "type", None)) or ("True or False" if "ruthy" in error.message else "")
+    return f"{name}={value!r}: give {kind}" if kind else f"{name}={value!r}: {error.message}"
+
+
+def one_of(given: str, allowed: Iterable[str]) -> str:
+    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin, or all."""
+
+    def alike(word: str) -> float:
+        return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
+
+    allowed = sorted(allowed, key=alike, reverse=True)
+    near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
+    return f"Did you mean {' or '.join(near)}?" if near else f"Choose from {', '.join(sorted(allowed))}."
 
 
 # Smallest value that makes sense, where the library itself would find out late or not at all.
@@ -171,9 +213,14 @@ def check_values(arguments: Mapping[str, Any]) -> None:
         names = [optimizer.value for optimizer in OptimizerNames]
         name = getattr(training["optim"], "value", training["optim"])
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Choose from {', '.join(names)}."
-            raise ValueError(f"optim={name!r} is no optimizer of the Trainer.{hint}")
+            raise ValueError(f"optim={name!r} is no optimizer of the Trainer. {one_of(str(name), names)}")
+    attention = model.get("attn_implementation")
+    if isinstance(attention, str) and not {"/", "|"} & set(attention):  # those are kernels of a Hub, and variants
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        kernels = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)]
+        if attention not in kernels:
+            raise ValueError(f"attn_implementation={attention!r} is not known. {one_of(attention, kernels)}")
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
         raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")

@@ -10,7 +10,6 @@ import typer
 from perf_helpers import hardware
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
@@ -52,11 +51,13 @@ def course(
         "build/course"
     ),
     baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 1800,
+    timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 900,
 ) -> None:
     """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
     from perf_helpers import course as module
 
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
     result = module.run_course(lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout)
     typer.echo(str(out / "index.html"))
     if not result.ok:
@@ -84,8 +85,8 @@ def measure(
     from perf_helpers.lab import Lab
 
     given = _training_arguments(context.args)
-    lab = Lab(timeout=3600)
     task = _task(model, seq_len, dataset_size, architecture)
+    lab = Lab(timeout=3600)
     if inference:
         run = lab.infer(model, task=task, **given)
     else:
@@ -215,6 +216,7 @@ def _training_arguments(words: list[str]) -> dict[str, Any]:
     arguments.check(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
     if rest:
         raise ValueError(f"not understood: {' '.join(rest)}")
+    arguments.check_values(given)
     return given
 
 
@@ -299,12 +301,22 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
+    if len(sys.argv) < 2:
+        sys.argv.append("--help")
     try:
-        app(standalone_mode=True)
-    except (ValueError, FileNotFoundError) as error:
+        sys.exit(app(standalone_mode=False) or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        print("perf-helpers: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        # The parser's own mistakes are of classes that typer has from click or brings itself, depending on its version.
+        told = getattr(error, "format_message", None)
+        if not told and not isinstance(error, ValueError | FileNotFoundError):
+            raise
+        message = " ".join((told() if told else str(error)).split())
         if "--json" in sys.argv:
-            _print_json({"status": "invalid", "message": str(error)})
-        print(f"perf-helpers: {error}", file=sys.stderr)
+            _print_json({"status": "invalid", "message": message})
+        print(f"perf-helpers: {message}", file=sys.stderr)
         sys.exit(2)
 
 

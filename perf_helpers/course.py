@@ -34,11 +34,13 @@ from perf_helpers.results import (
     report,
 )
 from perf_helpers.runs import write_whole
+from perf_helpers.task import choose_profile
 
 __all__ = ["CourseResult", "compare", "find_lessons", "load_results", "report", "run_course"]
 
 LESSONS = "[0-9][0-9]_*.ipynb"
 PARAMETERS = {"profile", "strict", "out"}
+LONG_SECONDS, WATCH_SECONDS = 60, 10  # a cell that runs so long is told; how often it is looked for
 MARKER = "PERF_HELPERS_COURSE"  # environment variable, with a value of its own for each executed lesson
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 
@@ -68,16 +70,17 @@ def run_course(
     strict=False,
     out="build/course",
     baseline=None,
-    timeout_per_lesson=1800,
+    timeout_per_lesson=900,
     notebooks_dir=None,
 ) -> CourseResult:
     """Execute lessons one after the other and write the report into `out`; go on after one that fails or hangs.
 
     `lessons` are numbers ("05"), names or paths; None is all of them. `baseline` is an older run (results.json or its
-    folder) to compare with; `timeout_per_lesson` is in seconds. ValueError for a lesson that does not exist, for a
-    damaged baseline, and if `out` is the folder of the lessons.
+    folder) to compare with; `timeout_per_lesson` is in seconds, many times what a lesson takes. ValueError for a
+    lesson or a profile that does not exist, for a damaged baseline, and if `out` is the folder of the lessons.
     """
     sources = find_lessons(lessons, notebooks_dir)
+    choose_profile(profile)
     old = load_results(baseline) if baseline else None
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
@@ -144,7 +147,7 @@ def _run_lesson(source, out, profile, strict, timeout):
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
     command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
-    code = _execute([str(part) for part in command], log, timeout)
+    code = _execute([str(part) for part in command], log, timeout, _Watch(target))
     return judge(source.stem, code, target, record, log, timeout)
 
 
@@ -158,8 +161,37 @@ def _parameters(notebook):
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def _execute(command, log, timeout):
-    """Return the exit code, None after `timeout` seconds; nothing that the command started survives it."""
+class _Watch:
+    """Says which cell of a lesson has been running for long: papermill writes the notebook when a cell begins.
+
+    Called now and then; a cell is told once, and again whenever the time it has run has doubled.
+    """
+
+    def __init__(self, target):
+        self._target, self._cell, self._since, self._next = target, None, 0.0, LONG_SECONDS
+
+    def __call__(self) -> None:
+        cell, now = self._running(), time.monotonic()
+        if cell is None or cell["id"] != self._cell:
+            self._cell, self._since, self._next = cell and cell["id"], now, LONG_SECONDS
+        elif now - self._since >= self._next:
+            self._next = 2 * (now - self._since)
+            _say(f"        for {now - self._since:.0f} s now in: {_first_line(cell)}")
+
+    def _running(self):
+        try:
+            cells = json.loads(self._target.read_text(encoding="utf-8"))["cells"]
+        except (OSError, ValueError, LookupError):  # not there yet, or half written
+            return None
+        running = (cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running")
+        return next(running, None)
+
+
+def _execute(command, log, timeout, watch=lambda: None):
+    """Return the exit code, None after `timeout` seconds; nothing that the command started survives it.
+
+    `watch` is called every few seconds meanwhile.
+    """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
     environment = {**os.environ, MARKER: marker, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
@@ -168,9 +200,11 @@ def _execute(command, log, timeout):
     with log.open("wb") as stream, _interruptible():
         process = subprocess.Popen(command, stdout=stream, env=environment, **options)
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
+            end = time.monotonic() + timeout
+            while code is None and (left := end - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(left, WATCH_SECONDS))
+                watch()
         finally:
             _end(marker, grace_seconds=0 if code is None else 3)
             process.wait()

@@ -316,7 +316,8 @@ def estimate(
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
     Raises:
-        ValueError: an unknown argument, a value out of range, or a model or an operation that cannot be followed.
+        ValueError: an unknown argument, a value out of range, a model or an operation that cannot be followed, or no
+            prediction within `timeout` (or within what `processes.within` leaves).
     """
     import cloudpickle
 
@@ -397,12 +398,14 @@ def in_clean_process(
         on_percent: called with how far the work is, from 0 to 100.
 
     Raises:
-        ValueError: `work` raised `Invalid`, the task names no model, or the process failed.
+        ValueError: `work` raised `Invalid`, the task names no model, or the process failed or took too long.
     """
     import cloudpickle
 
     job = cloudpickle.dumps(functools.partial(_with_what_is_known, work, _learned))
     outcome = processes.execute(Experiment(task.model, task, function=job), "none", timeout, on_percent)
+    if outcome["status"] == "timed out":
+        raise ValueError(f"{task.model} was given up, {outcome['message']}: give it more time with timeout=")
     if outcome["status"] != "ok":
         raise ValueError(f"{task.model} cannot be followed on fake tensors: {outcome['message']}")
     value = outcome["value"]

@@ -34,7 +34,7 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 2  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 3  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"
 _FOLLOWED = CATEGORIES[:-1]
 _STATES, _INPUTS = CATEGORIES.index("optimizer_states"), CATEGORIES.index("inputs")
@@ -88,8 +88,9 @@ class Surface:
     """The moments of one recipe that hold the peak somewhere.
 
     `coefficients` has the shape (terms, moments, columns), `after_backward` (terms, columns): what the terms of
-    `_terms` are multiplied by. The columns are the categories followed and the total, in bytes. `apart` is what is
-    added to every total, such as a workspace.
+    `_terms` are multiplied by. The columns are the categories followed and the total, in bytes. `hidden` is what each
+    moment's operation hides, which follows no curve: bytes at each of the `points` (micro-batch, length) on offer.
+    `apart` is what is added to every total, such as a workspace.
     """
 
     phases: list[str]
@@ -97,6 +98,8 @@ class Surface:
     updates: list[bool]  # whether the moment belongs to the optimizer's update
     coefficients: list
     after_backward: list
+    hidden: list
+    points: list
     states: int
     apart: int
 
@@ -189,11 +192,14 @@ class Fits:
         moments = np.tensordot(terms, np.asarray(base.coefficients), axes=1)
         phases, operations = base.phases, base.operations
         apart = max(surface.apart for surface in (base, *updates))
+        hidden = np.asarray(base.hidden)[:, _nearest_point(base.points, micro_batch, seq_len)]
         for update in updates:
             after = terms @ np.asarray(base.after_backward)
             moments, phases, operations = _with_update(moments, base, after, update)
+            hidden = np.append(hidden[[not is_update for is_update in base.updates]], np.zeros(len(update.phases)))
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
             moments[:, [_INPUTS, _SEEN]] += (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
+        moments[:, _SEEN] = np.maximum(moments[:, _SEEN], moments[:, :_SEEN].sum(axis=1) + hidden)
         place = int(moments[:, _SEEN].argmax())
         live = {name: max(0, round(size)) for name, size in zip(_FOLLOWED, moments[place], strict=False)}
         total = round(moments[place, _SEEN]) + apart
@@ -252,7 +258,7 @@ class Fits:
             for choice, size, length in nodes
         ]
         points = [(size, length) for _, size, length in nodes]
-        asked = [(size, length) for size in MICRO_BATCHES for length in self.lengths or (None,)]
+        asked = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
         device = estimate.target(**self._options)
         found = estimate.in_clean_process(
             functools.partial(_surface, experiments, device, points, asked), self.task, timeout=300
@@ -351,21 +357,24 @@ def _surface(experiments: Sequence[Experiment], device, points, asked, results, 
         os.nice(19)  # nobody waits for it, and others may be measuring
     found = estimate.all_followed(experiments, device, False, results, probe)
     places = _in_all([each.moments for each in found])
-    table = np.stack([_table(each, here) for each, here in zip(found, places, strict=True)])
-    ends = np.stack([_after_backward(each) for each in found])
     single = len(points) == 1  # an update alone: it is carried over, not fitted
     matrix = np.array([[1.0]]) if single else np.stack([_terms(*point) for point in points])
-    wanted = np.array([[1.0]]) if single else np.stack([_terms(*point) for point in asked])
+    wanted = np.ones((len(asked), 1)) if single else np.stack([_terms(*point) for point in asked])
+    table = np.stack([_table(each, here, smooth=not single) for each, here in zip(found, places, strict=True)])
+    ends = np.stack([_after_backward(each) for each in found])
     coefficients, after = (
         np.linalg.solve(matrix, each.reshape(len(points), -1)).reshape(each.shape) for each in (table, ends)
     )
     own = [found[0].moments.phases[i] for i in places[0]]
     phases, is_step = [meters.PHASE_NAMES.get(phase, phase) for phase in own], np.array([p == "step" for p in own])
-    kept = set()
+    live, high = wanted @ coefficients[:, :, :_SEEN].sum(axis=2), wanted @ coefficients[:, :, _SEEN]
+    hidden = np.zeros(high.shape, dtype=np.int64)
+    if device.kind == "cpu" and not single:
+        hidden = _hidden(found, places, matrix, wanted, live, high, probe)
+    heights, kept = np.maximum(high, live + hidden), set()
     for here in [is_step] if single else [is_step, ~is_step]:
         if here.any():
-            heights = wanted @ coefficients[:, here, _SEEN]
-            kept |= {int(np.flatnonzero(here)[place]) for place in heights.argmax(axis=1)}
+            kept |= {int(np.flatnonzero(here)[place]) for place in heights[:, here].argmax(axis=1)}
     kept = sorted(kept)
     pairs = zip(found, experiments, strict=True)
     exact = [estimate.memory_of(each, experiment, device)[0] for each, experiment in pairs]
@@ -375,6 +384,8 @@ def _surface(experiments: Sequence[Experiment], device, points, asked, results, 
         "updates": is_step[kept].tolist(),
         "coefficients": coefficients[:, kept].tolist(),
         "after_backward": after.tolist(),
+        "hidden": hidden[:, kept].T.tolist(),
+        "points": asked,
         "states": int(found[0].moments.live[:, _STATES].max()),
         "apart": max(0, exact[0].peak_bytes - int(found[0].totals.max())),
         "exact": [memory.to_dict() | {"timeline": None} for memory in exact],
@@ -410,10 +421,52 @@ def _that_hold(moments) -> list[int]:
     return [i for i, call in enumerate(moments.calls) if moments.phases[i] not in fetching and not call.is_view]
 
 
-def _table(found, places: list[int]) -> np.ndarray:
-    """Live bytes by category at the places, and the highest total from each to the next."""
-    highest = np.maximum.reduceat(found.totals, places)
+def _table(found, places: list[int], smooth: bool) -> np.ndarray:
+    """Live bytes by category at the places, and the highest total from each to the next; `smooth`: without what the
+    operations at these places hide."""
+    totals = found.totals.copy()
+    if smooth:
+        totals[places] = found.moments.high[places]
+    highest = np.maximum.reduceat(totals, places)
     return np.column_stack([found.moments.live[places, :_SEEN], highest]).astype(float)
+
+
+def _hidden(found, places, matrix, wanted, live, high, probe) -> np.ndarray:
+    """What the operations at these places hide at every point on offer, by running them there: (points, places) bytes.
+
+    Only those are run that were seen to hide something and may hold the peak by it: `live` is what lives when each has
+    ended, `high` the highest total without what is hidden.
+    """
+    probe = probe.under(None)
+    hidden = np.zeros(high.shape, dtype=np.int64)
+    highest = high.max(axis=1)
+    asked: dict[tuple[int, int], Any] = {}  # the operation at a point and a place
+    for place, here in enumerate(zip(*places, strict=True)):
+        calls = [each.moments.calls[at] for each, at in zip(found, here, strict=True)]
+        shares = [(probe[call].bytes or 0) / max(call.bytes, 1) for call in calls]
+        if not any(shares):
+            continue
+        for point, call in enumerate(_at_points(calls, matrix, wanted)):
+            # Twice the largest share seen: it jumps from size to size.
+            if call and live[point, place] + 2 * max(shares) * call.bytes > highest[point]:
+                asked[point, place] = call
+    probe.run([asked[key] for key in sorted(asked, key=lambda key: asked[key].bytes)])
+    for key, call in asked.items():
+        hidden[key] = probe[call].bytes or 0
+    return hidden
+
+
+def _at_points(calls: Sequence[Any], matrix: np.ndarray, wanted: np.ndarray) -> list:
+    """The same operation at other points: each of its lengths is a sum of terms too. None where one is no number."""
+    numbers = [call.numbers for call in calls]
+    if len({len(each) for each in numbers}) > 1:
+        return [None] * len(wanted)
+    there = wanted @ np.linalg.solve(matrix, np.array(numbers, dtype=float))
+    whole = np.abs(there - there.round()) < 0.01
+    return [
+        calls[0].with_numbers(row.round().astype(int).tolist()) if right.all() else None
+        for row, right in zip(there, whole, strict=True)
+    ]
 
 
 def _after_backward(found) -> np.ndarray:
@@ -424,3 +477,13 @@ def _after_backward(found) -> np.ndarray:
 def nearest(values: Sequence[int], wanted: int) -> int:
     """The value on offer that is nearest by ratio."""
     return min(values, key=lambda value: abs(math.log(value / wanted)))
+
+
+def _nearest_point(points: Sequence, micro_batch: int, seq_len: int | None) -> int:
+    """The place of the point that is nearest by ratio."""
+
+    def apart(place: int) -> float:
+        size, length = points[place]
+        return abs(math.log(size / micro_batch)) + (abs(math.log(length / seq_len)) if seq_len else 0)
+
+    return min(range(len(points)), key=apart)

@@ -173,6 +173,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def is_supported() -> bool:
+    """Whether the packages installed are those that this project promises to work with: see its dependencies."""
+    return all(finding.level == "note" for finding in _about_packages(versions()))
+
+
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
     """Whether a machine (this one, if none is given) has what a claim needs, and if not, what is missing, in words."""
     machine = machine or this_machine()

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware, processes, progress
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.training import Experiment
+
+Answer = TypeVar("Answer")
 
 # Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
 # with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
@@ -31,7 +33,7 @@ class Lab:
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere (Dask's, for one); each still gets
             a clean process on the machine that performs it. None: here.
-        timeout: seconds that one experiment may take.
+        timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
         ValueError: no such profile.
@@ -45,14 +47,14 @@ class Lab:
         out: str | os.PathLike = "",
         lesson: str = "",
         executor: Executor | None = None,
-        timeout: float = 600,
+        timeout: float | None = None,
     ):
         self.machine = hardware.describe()
         self.versions = hardware.versions()
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson
-        self.executor, self.timeout = executor, timeout
+        self.executor, self.timeout = executor, timeout or self.profile.timeout
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
@@ -101,7 +103,7 @@ class Lab:
             arguments=arguments,
             optimizer=_pickled(optimizer),
             processes=_count("processes", processes),
-            steps=_count("steps", steps or self.profile.steps),
+            steps=_count("steps", self.profile.steps if steps is None else steps),
             warmup_steps=self.profile.warmup_steps,
         )
         return self._run(experiment, measure, timeout)
@@ -172,7 +174,7 @@ class Lab:
         memory_ratio = None
         if baseline.peak_bytes and other.peak_bytes:
             memory_ratio = other.peak_bytes / baseline.peak_bytes
-        turns = _count("turns", turns or self.profile.turns)
+        turns = _count("turns", self.profile.turns if turns is None else turns)
         speed_ratio = None
         if baseline.ok and other.ok:
             speed_ratio = self._speed_ratio(baseline, other, turns, _count("steps_per_turn", steps_per_turn), timeout)
@@ -190,6 +192,25 @@ class Lab:
         low, high = np.quantile(medians, [0.025, 0.975])
         value, floor = float(np.median(values)), NOISE_FLOOR[self.machine.kind]
         return Ratio(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
+
+    def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
+        """The answer to a question that trains nothing: an estimate, an advice, an explorer made of them.
+
+        A lesson does not depend on it. Where it is refused, fails or takes longer than `seconds`, one line says so, and
+        the answer is None. A strict lab raises instead, where the packages installed are supported ones.
+
+        Args:
+            question: called with the arguments and options, e.g. `lab.foresee(estimate, task, bf16=True)`.
+        """
+        try:
+            with processes.within(seconds):
+                return question(*arguments, **options)
+        except Exception as error:
+            if self.strict and hardware.is_supported():
+                raise
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            print(f"no estimate: {reason}")
+            return None
 
     def __getitem__(self, name: str) -> Run:
         """The latest run of that name."""

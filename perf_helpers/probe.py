@@ -30,7 +30,7 @@ _FACTORS = (1, 2, 4)  # between the three sizes
 _SHORTEST = 2  # what is left at least of a length that is cut
 _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their blocks
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
-# Their buffers follow no line, though three sizes may lie on one by chance: only where they hide nothing it is believed.
+# Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
 _UNEVEN = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.", "convolution", "_convolution", "mkldnn_")
 _SLOW = _UNEVEN[:5]
 

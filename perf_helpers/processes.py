@@ -17,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from multiprocessing import connection
 from typing import Any
 
@@ -335,6 +336,24 @@ class CleanProcess:
         self.close()
 
 
+_deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out"."""
+    token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def seconds_left(timeout: float) -> float:
+    """The seconds that an experiment may take: `timeout`, or what is left of `within`, whichever is less."""
+    return max(0.0, min(timeout, _deadline.get() - time.monotonic()))
+
+
 def execute(
     experiment: Experiment, measure: str, timeout: float = 600, on_step: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
@@ -344,6 +363,7 @@ def execute(
         timeout: seconds after which the process and all that it started are ended: status "timed out".
         on_step: called with the number of a finished step, a few times a second at most.
     """
+    timeout = seconds_left(timeout)
     deadline = time.monotonic() + timeout
     with CleanProcess(experiment, measure) as process:
         try:
@@ -354,7 +374,7 @@ def execute(
                 if on_step:
                     on_step(content)
         except TimeoutError:
-            content = {"status": "timed out", "message": f"no result within {timeout:g} s"}
+            content = {"status": "timed out", "message": f"no result within {timeout:.0f} s"}
         except Ended as end:
             content = worker.died(end.code)
         output, errors = process.printed()
@@ -385,6 +405,7 @@ def alternate(
     """
     seconds: dict[str, list[float]] = {"first": [], "second": []}
     experiments = {"first": first, "second": second}
+    timeout = seconds_left(timeout)
     deadline, on_turn = time.monotonic() + timeout, on_turn or (lambda: None)
     status = {"status": "ok", "message": ""}
 
@@ -432,7 +453,7 @@ def alternate(
                     seconds[name].append(min(outcome["timing"]["all_seconds"]))
                     on_turn()
     except TimeoutError:
-        status = {"status": "timed out", "message": f"no result within {timeout:g} s"}
+        status = {"status": "timed out", "message": f"no result within {timeout:.0f} s"}
     except Ended as end:
         status = worker.died(end.code)
     return seconds | status

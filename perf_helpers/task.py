@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,20 +174,27 @@ class Task:
             fields = _read_config(file) | self.config
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
-            try:
-                config = AutoConfig.from_pretrained(self.model, **self.config)
-            except (OSError, ValueError) as error:
-                near = difflib.get_close_matches(self.model, PRESETS, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"{self.model!r} is no preset, no file or folder, and could not be fetched from the Hub.{hint}"
-                    f" Presets: {', '.join(PRESETS)}."
-                ) from error
+            config = self._config_of_hub()
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0  # classification heads of decoders refuse batches without one
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
         return config
+
+    def _config_of_hub(self):
+        """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
+        from transformers import AutoConfig
+
+        known = _hub_answers()
+        try:
+            return AutoConfig.from_pretrained(self.model, local_files_only=not known, **self.config)
+        except (OSError, ValueError) as error:
+            near = difflib.get_close_matches(self.model, [*PRESETS, *_ALIASES], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
+            raise ValueError(
+                f"{self.model!r} is no preset, no file or folder, and {where}.{hint} Presets: {', '.join(PRESETS)}."
+            ) from error
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
@@ -325,6 +333,27 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 @functools.cache
+def _hub_answers(seconds: float = 3) -> bool:
+    """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
+    import urllib.error
+    import urllib.request
+
+    from transformers.utils import hub
+
+    if hub.is_offline_mode():
+        return False
+    try:
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        asked = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(asked, timeout=seconds).close()
+    except urllib.error.HTTPError:  # an answer all the same
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@functools.cache
 def _registry() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
@@ -355,7 +384,11 @@ def _usual_class(config) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """The sizes a machine can hold: its task, the micro-batch of the vanilla recipe, and how long to measure."""
+    """The sizes a machine can hold: its task, the micro-batch of the vanilla recipe, and how long to measure.
+
+    `timeout` is the seconds after which one experiment or comparison is given up: many times what it takes on a slow
+    machine of that kind, and no more than a learner waits.
+    """
 
     name: str
     task: Task
@@ -363,14 +396,25 @@ class Profile:
     steps: int
     warmup_steps: int
     turns: int
+    timeout: float
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("cpu", Task("bert-small", seq_len=256), micro_batch=4, steps=3, warmup_steps=1, turns=7),
-        Profile("t4", Task("bert-large-uncased", seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5),
-        Profile("gpu", Task("bert-large-uncased", seq_len=512), micro_batch=4, steps=30, warmup_steps=5, turns=7),
+        Profile("cpu", Task("bert-small", seq_len=256), micro_batch=4, steps=3, warmup_steps=1, turns=7, timeout=240),
+        Profile(
+            "t4", Task("bert-large-uncased", seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5, timeout=600
+        ),
+        Profile(
+            "gpu",
+            Task("bert-large-uncased", seq_len=512),
+            micro_batch=4,
+            steps=30,
+            warmup_steps=5,
+            turns=7,
+            timeout=600,
+        ),
     )
 }
 

@@ -85,6 +85,26 @@ class Call:
         return [length for shape in shapes for length in shape if type(length) is int]
 
     @property
+    def numbers(self) -> list[int]:
+        """Every length, stride and whole number of it, and what it makes: all that differs from one size to another."""
+        leaves = [
+            (*leaf.shape, *leaf.stride) if type(leaf) is Spec else (leaf,) if type(leaf) is int else ()
+            for leaf in self.leaves
+        ]
+        return [*itertools.chain(*leaves), self.made]
+
+    def with_numbers(self, numbers: list[int]) -> "Call":
+        """The call with other `numbers`."""
+        rest, leaves = iter(numbers), []
+        for leaf in self.leaves:
+            if type(leaf) is Spec:
+                shape, stride = (tuple(itertools.islice(rest, len(leaf.shape))) for _ in range(2))
+                leaves.append(Spec(shape, stride, leaf.dtype))
+            else:
+                leaves.append(next(rest) if type(leaf) is int else leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves), made=next(rest))
+
+    @property
     def bytes(self) -> int:
         """Of what it reads and makes."""
         return self.made + sum(leaf.bytes for leaf in self.leaves if type(leaf) is Spec)

@@ -13,7 +13,10 @@ from perf_helpers.runs import Memory, Run, Timing
 
 TASK = Task("bert-tiny", seq_len=32)
 MB = 10**6
-cpu_only = pytest.mark.skipif(hardware.describe().kind != "cpu", reason="its figures are those of a CPU")
+# Whose advice is asked for: never the machine that the tests run on.
+PLAIN = hardware.Machine("a CPU, 2 cores", "cpu", cpu_cores=2, cpu_features=("avx2",))
+NATIVE = dataclasses.replace(PLAIN, name="a server's CPU, 2 cores", cpu_features=("avx2", "avx512_bf16", "amx_bf16"))
+cpu_only = pytest.mark.skipif(hardware.describe().kind != "cpu", reason="it trains on a CPU")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def followed(monkeypatch):
 
 
 def ask(**options):
-    return advise.advise(TASK, **{"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": []} | options)
+    default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": PLAIN}
+    return advise.advise(TASK, **default | options)
 
 
 def peak(**arguments):
@@ -62,9 +66,10 @@ def peak(**arguments):
 
 
 @cpu_only
-def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_not(lab):
-    only = {"optim": "adamw_torch_fused", "gradient_checkpointing": False}
-    advice = advise.advise(TASK, memory="14MB", effective_batch=8, must=only, runs=[])
+@pytest.mark.parametrize(("machine", "precision"), [(PLAIN, {}), (NATIVE, {"bf16": True})], ids=["fp32", "bf16"])
+def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_not(lab, machine, precision):
+    only = {"optim": "adamw_torch_fused", "gradient_checkpointing": False} | precision
+    advice = advise.advise(TASK, memory="14MB", effective_batch=8, must=only, runs=[], machine=machine)
     (recipe,) = advice.recipes
     verified = advise.verify(advice, lab)
     assert verified.measured_bytes == recipe.needed_bytes <= 14 * MB
@@ -73,7 +78,7 @@ def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_
     more = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
     beyond = lab.train("next", task=TASK, measure="memory", **recipe.arguments | more)
     assert beyond.peak_bytes > 14 * MB
-    assert f"AdamW, {size} x {8 // size} needs {beyond.peak_bytes / 1e6:.1f} MB" in recipe.why_not_next
+    assert f", {size} x {8 // size} needs {beyond.peak_bytes / 1e6:.1f} MB" in recipe.why_not_next
 
 
 @cpu_only
@@ -157,6 +162,21 @@ def test_what_must_be_is_and_what_is_avoided_is_not(followed):
     )
 
 
+def test_on_a_cpu_that_computes_in_bf16_recipes_with_it_are_proposed_too(followed):
+    plain, native = (ask(memory=450 * MB, most=99, machine=machine) for machine in (PLAIN, NATIVE))
+    lower = {recipe.name for recipe in native.recipes if "bf16" in recipe.name}
+    assert lower and {recipe.name for recipe in plain.recipes} == {r.name for r in native.recipes} - lower
+    assert not any(recipe.arguments.get("bf16") for recipe in plain.recipes)
+
+
+def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(followed, monkeypatch):
+    whole = ask(memory=450 * MB, most=99)
+    monkeypatch.setattr(advise, "seconds_left", lambda _: 0.0)
+    late = ask(memory=450 * MB, most=99)
+    assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
+    assert any("time was up" in note and "not looked at" in note for note in late.notes)
+
+
 def test_lower_precision_is_for_devices_that_compute_in_it():
     def names(kind, capability, **machine):
         return {t.name for t in advise._precisions(hardware.Machine("m", kind, **machine), kind, capability)}
@@ -173,7 +193,7 @@ def timed(speed, minute, **arguments):
     timing = Timing(1.0, 0.0, 5, 1, speed)
     date = f"2026-01-01T00:{minute:02}:00+00:00"
     arguments = {"per_device_train_batch_size": 4} | arguments
-    task, machine = dataclasses.asdict(TASK), {"name": hardware.describe().name}
+    task, machine = dataclasses.asdict(TASK), {"name": PLAIN.name}
     return Run("r", "ok", arguments=arguments, task=task, timing=timing, machine=machine, date=date)
 
 
@@ -185,7 +205,6 @@ def speeds_of(advice):
     return {recipe.name: recipe.speed for recipe in advice.recipes}
 
 
-@cpu_only
 def test_speed_is_what_runs_of_this_machine_say_and_unknown_where_they_are_silent(followed):
     options = {"memory": 420 * MB, "avoid": ["adamw_bnb_8bit"]}
     unknown = ask(**options)
@@ -248,7 +267,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would(followed):
 def test_a_shorter_sequence_is_the_longest_that_fits(followed):
     task = Task("bert-tiny", seq_len=256)
     fixed = {"optim": "sgd", "gradient_checkpointing": False, "per_device_train_batch_size": 32}
-    advice = advise.advise(task, memory=1163 * MB, effective_batch=64, must=fixed, device="cpu", runs=[])
+    advice = advise.advise(task, memory=1163 * MB, effective_batch=64, must=fixed, device="cpu", runs=[], machine=PLAIN)
     change = next(change for change in advice.changes if change.name == "fewer tokens")
     assert change.text.startswith("seq_len=120 instead of 256") and change.needed_bytes == 1160 * MB
 
@@ -318,6 +337,12 @@ def test_what_is_to_be_pasted_is_python_that_transformers_takes(followed, tmp_pa
         assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given).optim == recipe.arguments["optim"]
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """The command line is on a machine of its own."""
+    monkeypatch.setattr(advise.hardware, "describe", lambda: PLAIN)
+
+
 def command(monkeypatch, *words):
     words = ["perf-helpers", "advise", "--model", "bert-tiny", "--seq_len", "16", *words]
     monkeypatch.setattr(sys, "argv", words)
@@ -327,7 +352,7 @@ def command(monkeypatch, *words):
 
 
 @cpu_only
-def test_the_command_prints_one_json_object_and_verifies_it(monkeypatch, tmp_path, capsys):
+def test_the_command_prints_one_json_object_and_verifies_it(plain, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     words = ["--memory", "1GB", "--effective-batch", "2", "--must", "optim=sgd", "--avoid", "accumulation"]
     assert command(monkeypatch, *words, "--verify", "--json") == 0
@@ -336,7 +361,7 @@ def test_the_command_prints_one_json_object_and_verifies_it(monkeypatch, tmp_pat
     assert found["verification"]["difference_bytes"] == 0 < found["verification"]["measured_bytes"]
 
 
-def test_the_command_ends_with_0_where_nothing_fits(followed, monkeypatch, tmp_path, capsys):
+def test_the_command_ends_with_0_where_nothing_fits(followed, plain, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     words = ["--memory", "150MB", "--effective-batch", "64", "--device", "cpu"]
     assert command(monkeypatch, *words, "--json") == 0

@@ -117,6 +117,7 @@ BREAKS = {
     "a misspelt tag": (lambda cells: cells[4].metadata.update(tags=["clame"]), "unknown tag clame"),
     "setup first": (lambda cells: cells.insert(1, cells.pop(cells.index(tagged(cells, "setup")))), "comes before"),
     "a long cell": (rewrite("claim", "\n".join("x" * 26)), "has 26 lines; at most 25"),
+    "an estimate that can end it": (rewrite("claim", "peak = estimate(task).peak_bytes"), "by lab.foresee(estimate"),
     "outputs": (lambda cells: tagged(cells, "claim").update(execution_count=1), "has outputs"),
     "an open solution": (unfold, "not folded"),
     "a misspelt parameter": (rewrite("parameters", 'profile = "auto"\nstrickt = False\nout = ""'), "are exactly"),
@@ -138,6 +139,12 @@ def test_the_lint_bites(name):
     broken, (damage, words) = notebook(source()), BREAKS[name]
     damage(broken.cells)
     assert any(words in problem for problem in build.lint(broken)), build.lint(broken)
+
+
+def test_an_estimate_that_is_asked_for_by_foresee_is_fine():
+    fine = notebook(source())
+    rewrite("claim", "lab.foresee(estimate, task)\nlab.foresee(lambda: 2 * estimate(task).peak_bytes)")(fine.cells)
+    assert build.lint(fine) == []
 
 
 def test_the_lint_counts_what_is_read():

@@ -25,7 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "perf_helpers"
 
 # Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone.
-CHAIN = ("progress", "hardware", "arguments", "task", "meters", "training", "trace", "probe", "worker", "processes", "lab")
+CHAIN = (
+    "progress",
+    "hardware",
+    "arguments",
+    "task",
+    "meters",
+    "training",
+    "trace",
+    "probe",
+    "worker",
+    "processes",
+    "lab",
+)
 ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
     "runs": set(),
     "claims": {"hardware", "journal", "runs"},
@@ -47,7 +59,7 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "widgets": {"exercises", "journal", "plots", "runs"},
     "exercises": {"arguments", "journal", "plots", "runs", "task"},
     "results": {"claims", "hardware", "runs"},
-    "course": {"claims", "hardware", "lab", "plots", "results", "runs"},
+    "course": {"claims", "hardware", "results", "runs", "task"},
     "cli": {*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"},
     "__init__": set(),
 }

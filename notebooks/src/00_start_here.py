@@ -190,11 +190,16 @@ exercises.question(
 )
 
 # %% [markdown]
-# And your guess? The figure beside it is an *estimate*: the lab follows a training on tensors without contents and counts their bytes, without training anything.
+# And your guess? The figure beside it is an *estimate*: the lab follows a training on tensors without contents and counts their bytes, without training anything. (`lab.foresee` asks for it, and goes on in one line where there is none.)
+
 
 # %%
-estimates = [estimate(lab.task, per_device_train_batch_size=batch).peak_bytes for batch in (4, 8)]
-widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=100 * estimates[1] / estimates[0])
+def in_percent():
+    four, eight = (estimate(lab.task, per_device_train_batch_size=batch).peak_bytes for batch in (4, 8))
+    return 100 * eight / four
+
+
+widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=lab.foresee(in_percent))
 
 # %%
 _ = plots.memory([small, large])

@@ -188,7 +188,7 @@ plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (ba
 
 # %%
 vanilla = lab.train("vanilla", measure=("memory",), per_device_train_batch_size=4)
-said_in_advance = estimate(lab.task, per_device_train_batch_size=4).peak_bytes / 1e6
+said_in_advance = lab.foresee(lambda: estimate(lab.task, per_device_train_batch_size=4).peak_bytes / 1e6)
 display(widgets.revealed(lab, "peak", vanilla.peak_bytes / 1e6, estimate=said_in_advance))
 plots.timeline(vanilla, title=f"One step of {lab.task.model}, batch 4, length {lab.task.length()}")
 memory = vanilla.memory
@@ -450,8 +450,9 @@ course = {
 }
 small = lab.task if cuda else Task("bert-tiny", seq_len=128)
 course = {name: {"per_device_train_batch_size": 4} | recipe for name, recipe in course.items()}
-said = {name: estimate(small, name=name, **recipe) for name, recipe in course.items()}
-_ = plots.memory(list(said.values()), title=f"{small.model}, estimated: nothing was trained")
+said = {name: lab.foresee(estimate, small, name=name, **recipe) for name, recipe in course.items()}
+if estimates := [found for found in said.values() if found]:
+    _ = plots.memory(estimates, title=f"{small.model}, estimated: nothing was trained")
 
 # %% [markdown]
 # Now run them, and hold the measured peaks against what was said: by the estimate, by `accelerate estimate-memory`, and by
@@ -470,8 +471,8 @@ def other_ways(task):
 others, rows = lab.run(other_ways, task=small, measure=("none",)).value, []
 for name, recipe in course.items():
     run = lab.train(name, task=small, measure=("memory",), **recipe)
-    ways = [said[name].peak_bytes, others["bfloat16" if "bf16" in recipe else "float32"], others["rule"]]
-    off = [f"{way / run.peak_bytes - 1:+.2%}" if run.ok else "not measured" for way in ways]
+    ways = [said[name] and said[name].peak_bytes, others["bfloat16" if "bf16" in recipe else "float32"], others["rule"]]
+    off = [f"{way / run.peak_bytes - 1:+.2%}" if run.ok and way else "not known" for way in ways]
     rows.append([name, plots.bytes_text(run.peak_bytes) if run.ok else run.status, *off])
 plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-memory", "18 B a parameter"], rows)
 
@@ -511,7 +512,7 @@ exercises.question(lab, "nvidia-smi", text, options, right="less than 10 GB")
 # %% tags=["widget"]
 lab.train("Adafactor", task=toy, measure=("memory",), per_device_train_batch_size=4, optim="adafactor")
 explorers.timeline(lab["Adafactor"], vanilla, *lab.runs)
-explorers.memory(lab, device="cuda")
+lab.foresee(explorers.memory, lab, device="cuda")
 
 # %% [markdown]
 # ## Exercise

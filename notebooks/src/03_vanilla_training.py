@@ -188,7 +188,8 @@ watch.summary()
 # %%
 times = vanilla.peak_bytes / vanilla.memory.breakdown["weights"]
 print(f"{vanilla}\n{times:.1f} times its weights; the peak falls into the {vanilla.memory.peak_phase}")
-expected = estimate(lab.task, per_device_train_batch_size=4).peak_bytes / vanilla.memory.breakdown["weights"]
+weights = vanilla.memory.breakdown["weights"]
+expected = lab.foresee(lambda: estimate(lab.task, per_device_train_batch_size=4).peak_bytes / weights)
 widgets.revealed(lab, "vanilla peak", times, estimate=expected)
 
 # %%

@@ -167,10 +167,15 @@ accumulated = lab.train(
     measure=("memory",),
 )
 single = lab.train("1 x 1", task=long, per_device_train_batch_size=1, measure=("memory",))
-cut = estimate(long, per_device_train_batch_size=1, gradient_accumulation_steps=4).peak_bytes
-uncut = estimate(long, per_device_train_batch_size=4).peak_bytes
+
+
+def in_percent():
+    cut = estimate(long, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    return 100 * cut.peak_bytes / estimate(long, per_device_train_batch_size=4).peak_bytes
+
+
 measured = 100 * accumulated.peak_bytes / whole_batch.peak_bytes
-widgets.revealed(lab, "peak of 1 x 4", measured, estimate=100 * cut / uncut)
+widgets.revealed(lab, "peak of 1 x 4", measured, estimate=lab.foresee(in_percent))
 
 # %%
 _ = plots.memory([whole_batch, accumulated, single], title="Peak memory: micro-batch x accumulation steps")

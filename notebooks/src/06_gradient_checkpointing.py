@@ -213,10 +213,15 @@ every = lab.train(
     measure=("memory",),
 )
 explorers.timeline(vanilla, every)
-with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True).peak_bytes
-without = estimate(lab.task, per_device_train_batch_size=4).peak_bytes
+
+
+def in_percent():
+    with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True)
+    return 100 * with_it.peak_bytes / estimate(lab.task, per_device_train_batch_size=4).peak_bytes
+
+
 measured = 100 * every.peak_bytes / vanilla.peak_bytes
-widgets.revealed(lab, "every layer", measured, estimate=100 * with_it / without)
+widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
 # Without: activations pile up through the forward pass and melt away in backward. With: in the forward pass they come and go, and each layer leaves a low step behind, its input; then backward has one hump for each layer that is recomputed. Weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.

@@ -332,11 +332,7 @@ plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.ki
 task = lab.task if on_gpu else Task("bert-tiny", seq_len=48)
 batches = (1, 2, 4 if lab.profile.name == "gpu" else 6)
 small, large = batches[0], batches[-1]
-recipes = {
-    "fp32": {},
-    "mixed": mixed,  # new
-    "pure half": {"dtype": half},  # new
-}
+recipes = {"fp32": {}, "mixed": mixed, "pure half": {"dtype": half}}  # new: the last two
 
 
 def peak(recipe, batch, accumulate=2, **more):
@@ -345,14 +341,16 @@ def peak(recipe, batch, accumulate=2, **more):
 
 
 runs = {(recipe, batch): peak(recipe, batch) for batch in batches for recipe in recipes}
-common = {"per_device_train_batch_size": large, "gradient_accumulation_steps": 2}
-expected = {name: estimate(task, **common, **recipes[name]).peak_bytes for name in ("fp32", "mixed")}
-widgets.revealed(
-    lab,
-    "mixed peak",
-    100 * runs["mixed", large].peak_bytes / runs["fp32", large].peak_bytes,
-    estimate=100 * expected["mixed"] / expected["fp32"],
-)
+
+
+def in_percent():
+    common = {"per_device_train_batch_size": large, "gradient_accumulation_steps": 2}
+    mixed, fp32 = (estimate(task, **common, **recipes[name]).peak_bytes for name in ("mixed", "fp32"))
+    return 100 * mixed / fp32
+
+
+measured = 100 * runs["mixed", large].peak_bytes / runs["fp32", large].peak_bytes
+widgets.revealed(lab, "mixed peak", measured, estimate=lab.foresee(in_percent))
 
 # %%
 _ = plots.memory(list(runs.values()), title="Peak by micro-batch and recipe")

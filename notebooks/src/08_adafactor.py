@@ -168,8 +168,14 @@ adafactor = lab.train("Adafactor", optim="adafactor", **common)  # new
 smoothed = lab.train("Adafactor with a first moment", optimizer=with_first_moment, **common)  # new
 saved = vanilla.peak_bytes - adafactor.peak_bytes
 batch = {"per_device_train_batch_size": lab.profile.micro_batch}
-foreseen = estimate(lab.task, **batch).peak_bytes - estimate(lab.task, optim="adafactor", **batch).peak_bytes
-widgets.revealed(lab, "saved", saved / 1e6, estimate=foreseen / 1e6)
+
+
+def in_megabytes():
+    adamw, adafactor = (estimate(lab.task, **batch, **recipe).peak_bytes for recipe in ({}, {"optim": "adafactor"}))
+    return (adamw - adafactor) / 1e6
+
+
+widgets.revealed(lab, "saved", saved / 1e6, estimate=lab.foresee(in_megabytes))
 
 # %%
 runs = [vanilla, adafactor, smoothed]

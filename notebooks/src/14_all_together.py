@@ -136,7 +136,8 @@ for name, (_, megabytes, speed) in v100.items():
     here = [plots.bytes_text(runs[name].peak_bytes), f"{share.get(name, float('nan')):.0%}"]
     rows.append([name, *here, f"{megabytes} MB", f"{megabytes / 14949:.0%}", runs[name].samples_per_second, speed])
 combined = v100["all + Adafactor"][0]
-said = 100 * estimate(task, **combined).peak_bytes / estimate(task, **v100["vanilla"][0]).peak_bytes
+plain = v100["vanilla"][0]
+said = lab.foresee(lambda: 100 * estimate(task, **combined).peak_bytes / estimate(task, **plain).peak_bytes)
 display(widgets.revealed(lab, "all together", 100 * share["all + Adafactor"], estimate=said))
 plots.Table(header, rows, f"Ten recipes: {lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}")
 
@@ -251,14 +252,14 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # (a preset, a config.json, a model folder), and your card in the place of `memory`, as in `memory="16GB"`.
 
 # %%
-advice = advise(task, memory=vanilla.peak_bytes // 2, effective_batch=16)
+advice = lab.foresee(advise, task, memory=vanilla.peak_bytes // 2, effective_batch=16, seconds=120)
 advice
 
 # %% [markdown]
 # Is it true? The first recipe is trained for two steps, and the peak held against what was said.
 
 # %%
-verify(advice, lab)
+advice and lab.foresee(verify, advice, lab)
 
 # %% [markdown]
 # ## Your guesses
