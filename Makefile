@@ -1,9 +1,11 @@
 # Every target sets up .venv first, when pyproject.toml or constraints.txt changed.
 #   make PYTHON=python3.12 VENV=.venv312 test     another Python, in an environment of its own
 #   make course ARGS="05 06 --strict"             arguments for perf-helpers course; for pytest in make test
+#   make course TORCH="torch===2.13.0" VENV=.venv-cuda    another build of torch: here the CUDA one, by its exact name
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+TORCH ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
@@ -20,6 +22,8 @@ help:
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
 	@echo "make check     ruff, structure, generated files up to date: seconds"
 	@echo "make test      check, then every test and every lesson"
+	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
+	@echo "make wheel     the estimate, the advisor, the explorers and the command line, tested with torch's CUDA build"
 
 course: $(STAMP)
 	$(BIN)/perf-helpers course --out build/course $(ARGS)
@@ -46,6 +50,14 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
+levels: $(STAMP)
+	$(BIN)/python tests/levels.py $(ARGS)
+
+# torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
+WHEEL_TESTS := $(foreach name,cuda trace probe estimate fits explorers advise cli hardware,$(wildcard tests/test_$(name).py))
+wheel:
+	$(MAKE) VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)" ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
+
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $@ ipywidgets==7.7.1 ipython_genutils==0.2.0
@@ -57,8 +69,8 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version). The first time this takes minutes and some GB."
 	@$(if $(FRESH),$(PYTHON) -m venv --clear $(VENV))
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: help course lab lessons check test fresh
+.PHONY: help course lab lessons check test levels wheel fresh
 fresh: ;

@@ -174,14 +174,16 @@ def _refused(parser, words: list[str], error) -> str:
 
 
 def one_of(given: str, allowed: Iterable[str]) -> str:
-    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin, or all."""
+    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
+    there are none, or few are allowed, all."""
 
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
 
     allowed = sorted(allowed, key=alike, reverse=True)
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
-    return f"Did you mean {' or '.join(near)}?" if near else f"Choose from {', '.join(sorted(allowed))}."
+    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
+    return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
 # Smallest value that makes sense, where the library itself would find out late or not at all.

@@ -336,22 +336,31 @@ class CleanProcess:
         self.close()
 
 
-_deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
+_given: ContextVar[tuple[float, float]] = ContextVar("given", default=(float("inf"), 0.0))  # (until when, seconds)
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out"."""
-    token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
+    token = _given.set(min(_given.get(), (time.monotonic() + seconds, seconds)))
     try:
         yield
     finally:
-        _deadline.reset(token)
+        _given.reset(token)
 
 
 def seconds_left(timeout: float) -> float:
     """The seconds that an experiment may take: `timeout`, or what is left of `within`, whichever is less."""
-    return max(0.0, min(timeout, _deadline.get() - time.monotonic()))
+    return max(0.0, min(timeout, _given.get()[0] - time.monotonic()))
+
+
+def _timed_out(timeout: float) -> dict[str, Any]:
+    """The outcome of what was ended because its time was over."""
+    until, seconds = _given.get()
+    return {
+        "status": "timed out",
+        "message": f"no result within {seconds if until <= time.monotonic() else timeout:g} s",
+    }
 
 
 def execute(
@@ -363,8 +372,7 @@ def execute(
         timeout: seconds after which the process and all that it started are ended: status "timed out".
         on_step: called with the number of a finished step, a few times a second at most.
     """
-    timeout = seconds_left(timeout)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + seconds_left(timeout)
     with CleanProcess(experiment, measure) as process:
         try:
             while True:
@@ -374,7 +382,7 @@ def execute(
                 if on_step:
                     on_step(content)
         except TimeoutError:
-            content = {"status": "timed out", "message": f"no result within {timeout:.0f} s"}
+            content = _timed_out(timeout)
         except Ended as end:
             content = worker.died(end.code)
         output, errors = process.printed()
@@ -405,8 +413,7 @@ def alternate(
     """
     seconds: dict[str, list[float]] = {"first": [], "second": []}
     experiments = {"first": first, "second": second}
-    timeout = seconds_left(timeout)
-    deadline, on_turn = time.monotonic() + timeout, on_turn or (lambda: None)
+    deadline, on_turn = time.monotonic() + seconds_left(timeout), on_turn or (lambda: None)
     status = {"status": "ok", "message": ""}
 
     def outcome_of(name: str, process: CleanProcess) -> dict[str, Any]:
@@ -453,7 +460,7 @@ def alternate(
                     seconds[name].append(min(outcome["timing"]["all_seconds"]))
                     on_turn()
     except TimeoutError:
-        status = {"status": "timed out", "message": f"no result within {timeout:.0f} s"}
+        status = _timed_out(timeout)
     except Ended as end:
         status = worker.died(end.code)
     return seconds | status

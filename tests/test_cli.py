@@ -56,6 +56,18 @@ def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
         (["--model", "bert-tiny", "--seq-len", "100000"], "512 tokens"),
         (["--model", "bert-tiny", "--per_device_train_batch_size", "0"], "at least 1"),
         (["--model", "no/config.json"], "cannot be read"),
+        (["--model", "bert-tiny", "--optim", "adamx"], "Did you mean 'adamw_torch'"),
+        (["--model", "bert-tiny", "--per_device_train_batch_size", "1e9"], "'1e9': give a whole number"),
+        (["--model", "bert-tiny", "--per_device_train_batch_size=many"], "'many': give a whole number"),
+        (["--model", "bert-tiny", "--learning_rate", "fast"], "learning_rate='fast': give a number"),
+        (["--model", "bert-tiny", "--bf16", "maybe"], "bf16='maybe': give True or False"),
+        (["--model", "bert-tiny", "--save_strategy"], "save_strategy: it takes a value"),
+        (["--model", "bert-tiny", "--save_strategy", "epocs"], "Did you mean 'epoch'"),
+        (["--model", "bert-tiny", "--gradient_checkpointing_kwargs", "{use}"], "give a JSON object"),
+        (["--model", "bert-tiny", "--attn_implementation", "flash"], "Did you mean 'flash_attention"),
+        (["--model", "bert-tiny", "--steps", "0"], "steps=0: give a whole number of at least 1"),
+        (["--model", "bert-tiny", "--seq-len", "long"], "valid integer"),
+        (["--modl", "bert-tiny"], "--model"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
@@ -63,6 +75,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
     assert done.returncode == 2
     assert hint in json.loads(done.stdout)["message"]
     assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["course", "--profile", "tpu"], "profile='tpu': choose one of auto, cpu, t4, gpu"),
+        (["course", "--timeout", "-3"], "timeout=-3"),
+        (["cours"], "Did you mean 'course'"),
+        (["advise", "--model", "bert-tiny", "--memory", "1GB", "--effective-batch", "2", "--must", "optim=x"], "optim"),
+    ],
+)
+def test_a_mistake_elsewhere_is_one_line_too(words, hint):
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert hint in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
+    """Where the Hub does not answer: at an address where nobody listens."""
+    done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
+    assert done.returncode == 2 and "Did you mean 'bert-large'" in done.stderr
+    assert "does not answer" in done.stderr and "Retry" not in done.stderr
 
 
 def test_an_experiment_that_fails_is_exit_code_1():

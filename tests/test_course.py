@@ -93,6 +93,36 @@ def ran(tmp_path_factory):
     return course.run_course(profile="cpu", strict=True, out=out, notebooks_dir=lessons, timeout_per_lesson=300), out
 
 
+def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys):
+    target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
+    monkeypatch.setattr(course.time, "monotonic", lambda: next(clock))
+    watch = course._Watch(target)
+
+    def running(identity):
+        states = {"a": "completed", identity: "running"}
+        cells = [
+            {"id": key, "source": f"{key} = 1\nmore", "metadata": {"papermill": {"status": state}}}
+            for key, state in states.items()
+        ]
+        target.write_text(json.dumps({"cells": cells}))
+
+    running("slow")
+    for _ in range(5):  # after 0, 30, 60, 100 and 125 s
+        watch()
+    running("next")
+    watch()
+    target.write_text("{")  # half written
+    watch()
+    told = capsys.readouterr().err.split("\n")
+    assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
+
+
+def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(course, "_execute", lambda *_: pytest.fail("a kernel was started"))
+    with pytest.raises(ValueError, match=r"profile='tpu': choose one of auto, cpu, t4, gpu"):
+        course.run_course(["00"], profile="tpu", out=tmp_path)
+
+
 @pytest.mark.parametrize("name", STATUS)
 def test_each_way_to_fail_has_its_status_and_the_others_go_on(ran, name):
     statuses = {lesson["name"]: lesson["status"] for lesson in ran[0].data["lessons"]}

@@ -48,6 +48,52 @@ def test_the_server_has_imported_torch_and_touched_no_device(lab):
     assert lab.run(look, measure=("none",)).value == [True, without_gpu, False]
 
 
+def test_what_is_foreseen_is_the_answer_and_no_answer_is_one_line(lab, capsys):
+    assert lab.foresee(lambda a, b: a + b, 1, b=2) == 3 and capsys.readouterr().out == ""
+
+    def refused():
+        raise ValueError("a model\nof another kind")
+
+    assert lab.foresee(refused) is None
+    assert capsys.readouterr().out == "no estimate: a model\n"
+
+
+def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
+    from perf_helpers.estimate import estimate
+
+    def endless(_):
+        import time
+
+        time.sleep(600)
+
+    assert lab.foresee(estimate, TINY, device="cpu", function=endless, seconds=1) is None
+    assert capsys.readouterr().out.startswith("no estimate: bert-tiny was given up, no result within 1 s")
+    assert lab.run(lambda _: 1, measure=("none",)).ok, "what comes later has its own time"
+
+
+def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, monkeypatch, capsys):
+    strict = Lab("cpu", strict=True, out=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        strict.foresee(lambda: 1 / 0)
+    monkeypatch.setattr("perf_helpers.hardware.is_supported", lambda: False)
+    assert strict.foresee(lambda: 1 / 0) is None and "no estimate: division by zero" in capsys.readouterr().out
+
+
+def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
+    from perf_helpers import processes
+
+    def endless(_):
+        import time
+
+        time.sleep(600)
+
+    with processes.within(1):
+        run = lab.run(endless, task=TINY, measure=("none",))
+        after = lab.run(lambda _: 1, task=TINY, measure=("none",))
+    assert (run.status, run.message) == ("timed out", "no result within 1 s")
+    assert after.status == "timed out"
+
+
 def test_functions_travel_with_what_they_close_over(lab):
     factor = 7
 

@@ -69,6 +69,17 @@ def _reversed(claim):
     )
 
 
+@pytest.mark.parametrize("strict, status", [(False, "ok"), (True, "failed")])
+def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatch, strict, status):
+    monkeypatch.setenv("PYTHONPATH", _path_with("refused_estimate"))
+    result = course.run_course(["00"], profile="cpu", strict=strict, out=tmp_path, timeout_per_lesson=600)
+    (lesson,) = result.data["lessons"]
+    executed = (tmp_path / "00_start_here.ipynb").read_text()
+    assert lesson["status"] == status and "this version is not known" in executed
+    assert ("no estimate: bert-small cannot be followed" in executed) != strict
+    assert bool(result.data["claims"]) != strict
+
+
 def test_checkpointing_that_is_silently_ignored_fails_its_lesson(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", _path_with("ignored_checkpointing"))
     result = course.run_course(["06"], profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)

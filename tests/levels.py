@@ -1,0 +1,55 @@
+"""Runs tests at levels of CPU instructions below this machine's own, as other machines have them.
+
+    python tests/levels.py                     the tests that depend on a CPU's instructions
+    python tests/levels.py --all               at every level, not only the lowest, the middle and the highest
+    python tests/levels.py tests/test_fits.py  arguments for pytest
+
+A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
+(ATEN_CPU_CAPABILITY). Exit code 0 only if the tests pass at every level.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from perf_helpers import hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = [f"tests/test_{name}.py" for name in ("probe", "estimate", "estimate_exact", "fits", "advise")]
+# (oneDNN's level, torch's, the feature by which a machine is above it), from the lowest on. Those without a feature are
+# safe anywhere: oneDNN takes no more than there is, and torch's default runs on every x86-64.
+LEVELS = (
+    ("SSE41", "default", None),
+    ("AVX", "default", None),
+    ("AVX2", "default", None),
+    ("AVX2", "avx2", "avx512f"),
+    ("AVX512_CORE", "avx512", "avx512_bf16"),
+    ("AVX512_CORE_BF16", "avx512", "amx_bf16"),
+)
+
+
+def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
+    """The levels below a machine with these features, from the lowest on."""
+    return [level for *level, above in LEVELS if above is None or above in (features or ())]
+
+
+def main(arguments: list[str]) -> int:
+    machine = hardware.describe()
+    if not machine.system or ("x86" not in machine.system and "AMD64" not in machine.system):
+        print(f"levels: {machine.system} has no such levels, nothing to run")
+        return 0
+    every, failed = below(machine.cpu_features), []
+    for isa, capability in every if "--all" in arguments else (every[0], every[len(every) // 2], every[-1]):
+        print(f"\nlevels: oneDNN up to {isa}, torch {capability}", flush=True)
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
+        given = [word for word in arguments if word != "--all"] or ["-n", "2", "--dist", "loadfile", *TESTS]
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", *given], cwd=ROOT, env=environment)
+        if done.returncode:
+            failed.append(f"{isa}/{capability}")
+    print(f"levels: failed at {', '.join(failed)}" if failed else "levels: passed at every level", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
