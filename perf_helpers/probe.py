@@ -29,6 +29,7 @@ _OWN_SIZE_SECONDS = 5.0
 _FACTORS = (1, 2, 4)  # between the three sizes
 _SHORTEST = 2  # what is left at least of a length that is cut
 _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their blocks
+_SLOW_BYTES_A_SECOND = 1e8
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
 # Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
 _UNEVEN = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.", "convolution", "_convolution", "mkldnn_")
@@ -84,7 +85,9 @@ class Probe:
                     self.known[key] = Hidden(told, "line")
                 else:
                     larger[key] = group, seen
-            whole = _measured({key: new[key] for key in _affordable(new, larger)})
+            # Once more: what a library prepares at the first call of a size is no part of how long it takes.
+            warm = _measured({key: group[0] for key, (group, seen) in larger.items() if seen and seen[0]})
+            whole = _at_own_size(new, larger, warm)
         for key, (group, seen) in larger.items():
             self.known[key] = Hidden(whole[key].bytes, "measured") if key in whole else _assumed(new[key], group, seen)
 
@@ -212,20 +215,23 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     return end if end >= 0 else None
 
 
-def _affordable(calls: dict, larger: dict) -> list:
-    """Which of the larger operations are run at their own size: those that fit, as long as there is time."""
-    chosen, left = [], _OWN_SIZE_SECONDS
-    for key, (group, seen) in larger.items():
-        call, tried = calls[key], [pair for pair in zip(group, seen, strict=True) if pair[1]]
-        # Of one that could not be cut nothing is known but how much it moves.
-        seconds = max(
-            (each.seconds * (call.bytes / max(small.bytes, 1)) ** _GROWTH for small, each in tried[:1]),
-            default=call.bytes / 1e8,
-        )
+def _at_own_size(calls: dict, larger: dict, warm: dict) -> dict:
+    """Those of the larger operations that fit into memory and time, run at their own size.
+
+    Args:
+        warm: how each did at the largest of its smaller sizes, from which it is known how long it may take.
+    """
+    found, left = {}, _OWN_SIZE_SECONDS
+    for key, (group, _) in larger.items():
+        call = calls[key]
+        if key in warm:
+            seconds = warm[key].seconds * (call.bytes / max(group[0].bytes, 1)) ** _GROWTH
+        else:  # nothing is known but how much it moves
+            seconds = call.bytes / _SLOW_BYTES_A_SECOND
         if call.bytes <= _OWN_SIZE_BYTES and seconds <= left:
-            chosen.append(key)
-            left -= seconds
-    return chosen
+            found |= (ran := _measured({key: call}))
+            left -= ran[key].seconds if ran else seconds
+    return found
 
 
 def _assumed(call: Call, group: Sequence[Call], seen: Sequence[_Seen | None]) -> Hidden:

@@ -174,7 +174,7 @@ def test_whatever_is_measured_the_answer_is_not_negative_and_comes_after_a_few_r
         seen = machine(lambda _: rng.choice([None, 0, 64, rng.randrange(10**7)]), bytes_a_second=rng.choice([1e5, 1e9]))
         (hidden,) = found(large)
         assert hidden.bytes is None or hidden.bytes >= 0
-        assert len(seen.ran) <= 4
+        assert len(seen.ran) <= 5
 
 
 def test_all_that_is_run_at_its_own_size_together_takes_a_few_seconds(machine):
