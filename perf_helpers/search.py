@@ -39,7 +39,7 @@ class Search:
         high = len(self.sizes)
         while high - low > 1:
             place = self._next(low, high) if self.known or first is None else first
-            if place is None:
+            if place is None or not low < place < high:  # each look narrows the rest, whatever was found
                 break
             if self.at(place) <= self.limit:
                 low = place

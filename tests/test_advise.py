@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import sys
 import types
 from pathlib import Path
@@ -143,6 +144,21 @@ def test_a_bend_in_the_peak_does_not_mislead_the_search():
         place = search.Search(range(1, 257), counted, limit).run()
         assert place + 1 == max(size for size in range(1, 257) if bent(size) <= limit)
         assert len(asked) < 12
+
+
+def test_the_search_ends_whatever_it_is_told():
+    rng = random.Random(0)
+    for _ in range(500):
+        sizes, asked = range(1, rng.randrange(2, 300)), []
+
+        def anything(size, asked=asked):
+            asked.append(size)
+            return rng.randrange(1000)
+
+        slope = rng.choice([None, 0.0, -3.0, 5.0])
+        found = search.Search(sizes, anything, rng.randrange(1000), slope, rng.choice([None, sizes[-1]]))
+        place = found.run(rng.choice([None, 0]), rng.choice([-1, -1, 0]))
+        assert -1 <= place < len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
 
 
 def test_what_must_be_is_and_what_is_avoided_is_not(followed):
