@@ -172,8 +172,10 @@ class _Watch:
 
     def __call__(self) -> None:
         cell, now = self._running(), time.monotonic()
-        if cell is None or cell["id"] != self._cell:
-            self._cell, self._since, self._next = cell and cell["id"], now, LONG_SECONDS
+        if cell is None:
+            return
+        if cell["id"] != self._cell:
+            self._cell, self._since, self._next = cell["id"], now, LONG_SECONDS
         elif now - self._since >= self._next:
             self._next = 2 * (now - self._since)
             _say(f"        for {now - self._since:.0f} s now in: {_first_line(cell)}")

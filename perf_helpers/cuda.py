@@ -130,7 +130,7 @@ def _private(path: str) -> Any:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:
         raise RuntimeError(
-            f"torch {torch.__version__} has no {path}, which the emulation of CUDA stands on: use torch 2.11 to 2.13"
+            f"torch {torch.__version__} has no {path}, which the emulation of CUDA stands on: use torch 2.11 to 2.14"
         ) from None
 
 
@@ -469,7 +469,7 @@ def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
     raise RuntimeError(
         f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: "
-        "use torch 2.11 to 2.13, or leave the part 'autocast' out"
+        "use torch 2.11 to 2.14, or leave the part 'autocast' out"
     )
 
 

@@ -32,8 +32,8 @@ _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their
 _SLOW_BYTES_A_SECOND = 1e8
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
 # Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
-_UNEVEN = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.", "convolution", "_convolution", "mkldnn_")
-_SLOW = _UNEVEN[:5]
+_SLOW = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.")
+_UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_product_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,9 +238,15 @@ def test_a_batch_is_told_when_it_is_sent_and_the_next_one_waits_on_the_host():
 
 def test_the_rules_of_autocast_are_those_that_this_torch_registers_for_cuda():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    registered = [name for name in registered if name != "aten::_cudnn_rnn"]  # of CUDA builds, called on a GPU only
-    rules = [*cuda._LOWER, *cuda._FP32, *cuda._FP32_RESULT, *cuda._WIDEST, *cuda._NORMS, *cuda._BANNED]
-    assert sorted(rules) == sorted(name.removeprefix("aten::") for name in registered)
+    registered = {name.removeprefix("aten::") for name in registered}
+    rules = {*cuda._LOWER, *cuda._FP32, *cuda._FP32_RESULT, *cuda._WIDEST, *cuda._NORMS, *cuda._BANNED}
+    named = {name for name in registered if "dimname" in name.lower() or ".names_" in name}  # until torch 2.12
+    called_by_no_model = {
+        "_cudnn_rnn",  # of CUDA builds, and called on a GPU only
+        "linalg_matrix_sqrth",  # since torch 2.14
+    }
+    assert registered - rules <= named | called_by_no_model
+    assert rules - registered <= {"rms_norm"}  # since torch 2.12
 
 
 def test_an_operator_without_a_rule_is_named_where_it_is_called_and_not_before(monkeypatch):
