@@ -3,6 +3,7 @@
 import datetime
 import os
 import sys
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ Answer = TypeVar("Answer")
 # Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
 # with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
 NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
+PATIENCE_SECONDS = 120  # that a lab waits for estimates that never come
 
 
 class Lab:
@@ -58,6 +60,7 @@ class Lab:
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
+        self._patience = PATIENCE_SECONDS
         progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
             processes.start()
@@ -197,15 +200,20 @@ class Lab:
         """The answer to a question that trains nothing: an estimate, an advice, an explorer made of them.
 
         A lesson does not depend on it. Where it is refused, fails or takes longer than `seconds`, one line says so, and
-        the answer is None. A strict lab raises instead, where the packages installed are supported ones.
+        the answer is None. A lab waits two minutes at most for answers that never come, all questions together. A
+        strict lab raises instead, where the packages installed are supported ones.
 
         Args:
             question: called with the arguments and options, e.g. `lab.foresee(estimate, task, bf16=True)`.
         """
+        began = time.monotonic()
         try:
-            with processes.within(seconds):
+            if self._patience <= 0:
+                raise TimeoutError("earlier ones took too long, this one was not waited for")
+            with processes.within(min(seconds, self._patience)):
                 return question(*arguments, **options)
         except Exception as error:
+            self._patience -= time.monotonic() - began
             if self.strict and hardware.is_supported():
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -71,6 +71,21 @@ def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
     assert lab.run(lambda _: 1, measure=("none",)).ok, "what comes later has its own time"
 
 
+def test_a_lab_that_has_waited_in_vain_for_long_waits_no_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("perf_helpers.lab.PATIENCE_SECONDS", 1)
+    impatient, asked = Lab("cpu", out=tmp_path), []
+
+    def slow():
+        asked.append(1)
+        impatient.run(lambda _: __import__("time").sleep(600), task=TINY, measure=("none",))
+        raise ValueError("no answer")
+
+    assert [impatient.foresee(slow) for _ in range(3)] == [None] * 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(asked) == 1 and lines[0] == "no estimate: no answer"
+    assert lines[1:] == ["no estimate: earlier ones took too long, this one was not waited for"] * 2
+
+
 def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, monkeypatch, capsys):
     strict = Lab("cpu", strict=True, out=tmp_path)
     with pytest.raises(ZeroDivisionError):
