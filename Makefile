@@ -54,7 +54,7 @@ levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
-WHEEL_TESTS := $(foreach name,cuda trace probe estimate fits explorers advise cli hardware,$(wildcard tests/test_$(name).py))
+WHEEL_TESTS := $(foreach name,cuda probe estimate fits explorers advise cli hardware,$(wildcard tests/test_$(name).py))
 wheel:
 	$(MAKE) VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)" ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
 
