@@ -431,6 +431,8 @@ def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[s
         outcome = work(results, probe)
     except Invalid as error:
         return {"invalid": str(error)}
+    finally:
+        probe.close()
     new = [{key: known[key] for key in known.keys() - keys} for known, keys in zip(every, old, strict=True)]
     return outcome | {
         "own_bytes": meters.peak_rss_bytes(),

@@ -7,11 +7,16 @@ line, which is then followed to its own size; what lies on no line is assumed, a
 """
 
 import bisect
-import contextlib
+import copy
 import dataclasses
+import faulthandler
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +63,20 @@ class Probe:
         threads: of the experiment that is followed, for buffers are made for each; None: as many as torch takes.
     """
 
-    def __init__(self, threads: int | None = None, known: dict[tuple, Hidden] | None = None):
+    def __init__(self, threads: int | None = None):
         self.threads = threads or torch.get_num_threads()
-        self.known = {} if known is None else known
+        self.known: dict[tuple, Hidden] = {}
+        self._runner = _Runner()
 
     def under(self, threads: int | None) -> "Probe":
         """A probe that shares what this one knows, for an experiment on so many threads."""
-        return Probe(threads, self.known)
+        other = copy.copy(self)
+        other.threads = threads or torch.get_num_threads()
+        return other
+
+    def close(self) -> None:
+        """End the process in which operations were run."""
+        self._runner.close()
 
     def __getitem__(self, call: Call) -> Hidden:
         return self.known[self.threads, call.signature]
@@ -74,20 +86,20 @@ class Probe:
         new = {key: call for call in calls if (key := (self.threads, call.signature)) not in self.known}
         self.known |= {key: _NOTHING for key, call in new.items() if call.is_view or call.name.startswith("profiler.")}
         sizes = {key: _at_first(call) for key, call in new.items() if key not in self.known}
-        with _torch_threads(self.threads):
-            found = _measured({(key, place): call for key, group in sizes.items() for place, call in enumerate(group)})
-            larger = {}
-            for key, group in sizes.items():
-                seen = [found.get((key, place)) for place in range(len(group))]
-                if group in ([new[key]], [shrunk(new[key])]):
-                    self.known[key] = Hidden(seen[0].bytes, "measured") if seen[0] else _UNKNOWN
-                elif (told := _on_line(new[key], group, seen)) is not None:
-                    self.known[key] = Hidden(told, "line")
-                else:
-                    larger[key] = group, seen
-            # Once more: what a library prepares at the first call of a size is no part of how long it takes.
-            warm = _measured({key: group[0] for key, (group, seen) in larger.items() if seen and seen[0]})
-            whole = _at_own_size(new, larger, warm)
+        run = functools.partial(self._runner, threads=self.threads)
+        found = run({(key, place): call for key, group in sizes.items() for place, call in enumerate(group)})
+        larger = {}
+        for key, group in sizes.items():
+            seen = [found.get((key, place)) for place in range(len(group))]
+            if group in ([new[key]], [shrunk(new[key])]):
+                self.known[key] = Hidden(seen[0].bytes, "measured") if seen[0] else _UNKNOWN
+            elif (told := _on_line(new[key], group, seen)) is not None:
+                self.known[key] = Hidden(told, "line")
+            else:
+                larger[key] = group, seen
+        # Once more: what a library prepares at the first call of a size is no part of how long it takes.
+        warm = run({key: group[0] for key, (group, seen) in larger.items() if seen and seen[0]})
+        whole = _at_own_size(new, larger, warm, run)
         for key, (group, seen) in larger.items():
             self.known[key] = Hidden(whole[key].bytes, "measured") if key in whole else _assumed(new[key], group, seen)
 
@@ -215,7 +227,7 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     return end if end >= 0 else None
 
 
-def _at_own_size(calls: dict, larger: dict, warm: dict) -> dict:
+def _at_own_size(calls: dict, larger: dict, warm: dict, run: Callable[[dict], dict]) -> dict:
     """Those of the larger operations that fit into memory and time, run at their own size.
 
     Args:
@@ -229,7 +241,7 @@ def _at_own_size(calls: dict, larger: dict, warm: dict) -> dict:
         else:  # nothing is known but how much it moves
             seconds = call.bytes / _SLOW_BYTES_A_SECOND
         if call.bytes <= _OWN_SIZE_BYTES and seconds <= left:
-            found |= (ran := _measured({key: call}))
+            found |= (ran := run({key: call}))
             left -= ran[key].seconds if ran else seconds
     return found
 
@@ -243,25 +255,44 @@ def _assumed(call: Call, group: Sequence[Call], seen: Sequence[_Seen | None]) ->
 # ------------------------------------------------------------------------------------------------------- how it is run
 
 
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+class _Runner:
+    """Runs operations in a fork of this process, one for all: this one stays as it is, whatever they do."""
+
+    def __init__(self):
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, calls: dict[Any, Call], threads: int) -> dict[Any, _Seen]:
+        """What operations did. One that cannot be run without its data is missing from what is returned, and so is one
+        that ends its process: a kernel may divide by a length that was cut to nothing.
+        """
+        if not calls:
+            return {}
+        self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+        keys = list(calls)
+        try:
+            found = self._pool.submit(_run, list(calls.values()), threads).result()
+        except BrokenProcessPool:
+            self.close()
+            half = len(keys) // 2
+            parts = ({key: calls[key] for key in some} for some in (keys[:half], keys[half:])) if half else ()
+            return {key: seen for part in parts for key, seen in self(part, threads).items()}
+        return {key: seen for key, seen in zip(keys, found, strict=True) if seen}
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+            self._pool = None
 
 
-def _measured(calls: dict[Any, Call]) -> dict[Any, _Seen]:
-    """Run operations; one that cannot be run without its data is missing from what is returned."""
-    if not calls:
-        return {}
+def _run(calls: list[Call], threads: int) -> list[_Seen | None]:
+    """What each operation hid, and how long it took, in a process that nobody needs afterwards."""
+    faulthandler.disable()  # should an operation end this process, that is an answer and no news
+    torch.set_num_threads(threads)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        for number, call in enumerate(calls.values()):
+        for number, call in enumerate(calls):
             _once(call, str(number))
     found = _between_marks(profile)
-    return {key: found[str(number)] for number, key in enumerate(calls) if str(number) in found}
+    return [found.get(str(number)) for number in range(len(calls))]
 
 
 def _once(call: Call, mark: str) -> None:

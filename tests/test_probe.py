@@ -63,11 +63,11 @@ class Recorded:
     def __init__(self, hides, bytes_a_second=1e9):
         self.hides, self.rate, self.ran = hides, bytes_a_second, []
 
-    def __call__(self, calls):
+    def __call__(self, calls, threads):
         self.ran += calls.values()
         found = {key: (self.hides(one), one) for key, one in calls.items()}
         return {
-            key: probe._Seen(hidden, one.bytes / self.rate)
+            key: probe._Seen(threads * hidden, one.bytes / self.rate)
             for key, (hidden, one) in found.items()
             if hidden is not None
         }
@@ -79,10 +79,20 @@ def machine(monkeypatch):
 
     def made(hides, **speed):
         recorded = Recorded(hides, **speed)
-        monkeypatch.setattr(probe, "_measured", recorded)
+        monkeypatch.setattr(probe, "_Runner", lambda: recorded)
         return recorded
 
     return made
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch):
+    """The processes in which operations were run end with their test."""
+    runners, kind = [], probe._Runner
+    monkeypatch.setattr(probe, "_Runner", lambda: runners.append(kind()) or runners[-1])
+    yield
+    for runner in runners:
+        runner.close()
 
 
 def found(*calls):
@@ -219,8 +229,29 @@ def test_an_operation_that_needs_its_data_is_unknown_and_told():
     ]
 
 
+def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measured(monkeypatch):
+    import os
+
+    once, deadly = probe._once, mm(5, 6, 7)
+    monkeypatch.setattr(probe, "_once", lambda one, mark: os._exit(8) if one == deadly else once(one, mark))
+    calls = [mm(n, 8, 8) for n in range(1, 8)]
+    assert found(*calls[:3], deadly, *calls[3:])[3] == Hidden(None, "unknown")
+    assert all(hidden.how == "measured" for hidden in found(*calls[:3], deadly, *calls[3:])[4:])
+
+
+def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
+    """Grouped queries, cut so that there are fewer heads of queries than of keys: torch's kernel divides by zero."""
+    query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)
+    leaves = query, key, key, 0.0, True
+    attention = Call(
+        "aten._scaled_dot_product_flash_attention_for_cpu.default", leaves, (5, (), (-1,) * 5), False, query.bytes
+    )
+    (hidden,) = found(attention)
+    assert hidden.how in ("measured", "assumed", "unknown")
+
+
 def test_what_is_known_for_some_threads_is_not_taken_for_others(machine):
-    machine(lambda _: torch.get_num_threads() * 100)
+    machine(lambda _: 100)
     one, four = Probe(1), Probe(1).under(4)
     for asked in (one, four):
         asked.run([mm(8, 8, 8)])
