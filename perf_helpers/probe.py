@@ -34,10 +34,10 @@ _OWN_SIZE_SECONDS = 5.0
 _FACTORS = (1, 2, 4)  # between the three sizes
 _SHORTEST = 2  # what is left at least of a length that is cut
 _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their blocks
-_SLOW_BYTES_A_SECOND = 1e8
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
-# Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
+_SLOW_BYTES_A_SECOND = 1e8  # of an operation that was never timed
 _SLOW = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.")
+# Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
 _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_product_")
 
 
