@@ -174,9 +174,7 @@ def _child(channel: int, output: int, errors: int) -> None:
         _main(connection.Connection(channel))
         code = 0
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _flush()
         os._exit(code)
 
 
@@ -199,7 +197,14 @@ def _main(channel: connection.Connection) -> None:
         outcome = cloudpickle.dumps(outcome)
     except Exception as error:
         outcome = cloudpickle.dumps(worker.failure(error))
+    _flush()  # before the outcome: whoever gets it reads what was printed
     channel.send(("outcome", outcome))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _reporter(channel) -> Callable[[int], None]:
