@@ -1,0 +1,50 @@
+"""A number that nobody knows: it can be carried along, shown and calculated with, and never decides anything."""
+
+from typing import NoReturn
+
+
+class NeedsValues(RuntimeError):
+    """Something asked for a value that is not known, e.g. in a rehearsal, where no kernel computes."""
+
+
+class Unknown(float):
+    """A float that is not known, and why. Arithmetic with it is unknown too; it is shown as "unknown".
+
+    To libraries it is a NaN: pictures leave it out, JSON has null (see `runs.Record`).
+
+    Raises:
+        NeedsValues: on anything that would decide by it: a comparison, its truth, a whole number made of it.
+    """
+
+    __slots__ = ("why",)
+
+    def __new__(cls, why: str = "not measured"):
+        self = super().__new__(cls, "nan")
+        self.why = why
+        return self
+
+    def __reduce__(self):
+        return Unknown, (self.why,)
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+    def __format__(self, spec: str) -> str:
+        return "unknown"
+
+    __str__ = __repr__
+
+    def _more(self, *_) -> "Unknown":
+        return self
+
+    def _refuse(self, *_) -> NoReturn:
+        raise NeedsValues(self.why)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _more
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _more
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __int__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __hash__ = object.__hash__
+
+    def __round__(self, digits: int | None = None) -> "Unknown":
+        return self._refuse() if digits is None else self
