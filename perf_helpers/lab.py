@@ -16,6 +16,7 @@ from perf_helpers import hardware, processes, progress
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.training import Experiment
+from perf_helpers.unknown import Unknown
 
 Answer = TypeVar("Answer")
 
@@ -60,6 +61,7 @@ class Lab:
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
+        self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
         progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
@@ -165,7 +167,8 @@ class Lab:
         """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
 
         Both are run once more in clean processes, in turns (A B, B A, ...), on one thread on a CPU. The speed ratio
-        is the median of the pairs' ratios, its interval a bootstrap over the pairs widened by `NOISE_FLOOR`.
+        is the median of the pairs' ratios, its interval a bootstrap over the pairs widened by the runs' `noise_floor`.
+        What could not be measured is unknown, and says why: a comparison that fails is no exception.
 
         Args:
             turns: pairs of turns; default: the profile's.
@@ -174,26 +177,40 @@ class Lab:
         for run in (baseline, other):
             if run.id not in self._experiments:
                 raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
-        memory_ratio = None
+        turns = _count("turns", self.profile.turns if turns is None else turns)
+        steps_per_turn = _count("steps_per_turn", steps_per_turn)
+        failed = "; ".join(f"{run.name} {run.status}, {run.message}" for run in (baseline, other) if not run.ok)
         if baseline.peak_bytes and other.peak_bytes:
             memory_ratio = other.peak_bytes / baseline.peak_bytes
-        turns = _count("turns", self.profile.turns if turns is None else turns)
-        speed_ratio = None
-        if baseline.ok and other.ok:
-            speed_ratio = self._speed_ratio(baseline, other, turns, _count("steps_per_turn", steps_per_turn), timeout)
+        else:
+            memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
+        if failed:
+            speed_ratio = Ratio.unknown(f"speed not measured: {failed}")
+        else:
+            speed_ratio = self._speed_ratio(baseline, other, turns, steps_per_turn, timeout)
         return Comparison(baseline, other, memory_ratio, speed_ratio)
 
-    def ratio(self, pairs: Sequence[float]) -> Ratio:
-        """A ratio from pairs measured in turns: median, bootstrap interval, widened by this machine's noise floor."""
+    def noise_floor(self, *runs: Run) -> float:
+        """The factor within which the speeds of these runs are not told apart; without runs, that of the machine."""
+        return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
+
+    def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
+        """A ratio from pairs measured in turns: median, bootstrap interval, widened by the `noise_floor` of the runs.
+
+        It is unknown where a pair is.
+        """
         import numpy as np
 
+        for pair in pairs:
+            if isinstance(pair, Unknown):
+                return Ratio.unknown(pair.why)
         if len(pairs) < 3:
             raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
         values = np.asarray(pairs, dtype=float)
         rng = np.random.default_rng(0)
         medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
         low, high = np.quantile(medians, [0.025, 0.975])
-        value, floor = float(np.median(values)), NOISE_FLOOR[self.machine.kind]
+        value, floor = float(np.median(values)), self.noise_floor(*runs)
         return Ratio(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
@@ -298,18 +315,11 @@ class Lab:
             return function(*arguments)
         return self.executor.submit(function, *arguments).result()
 
-    def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio | None:
-        pair = []
-        for run in (baseline, other):
-            experiment = self._experiments[run.id]
-            arguments = {
-                name: value
-                for name, value in experiment.arguments.items()
-                if name not in ("max_steps", "num_train_epochs")
-            }
-            threads = 1 if self.machine.kind == "cpu" else None
-            pair.append(experiment.replace(arguments=arguments, threads=threads))
-        together = self.machine.kind == "cpu" or self._fit_together(baseline, other)
+    def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio:
+        on_cpu = self._on_cpu(baseline, other)
+        experiments = (self._experiments[run.id] for run in (baseline, other))
+        pair = [each.replace(arguments=_endless(each), threads=1 if on_cpu else None) for each in experiments]
+        together = on_cpu or self._fit_together(baseline, other)
         name, quiet = f"{baseline.name} and {other.name} in turns", bool(self.executor)
         with progress.bar(name, 2 * turns, "turn", quiet=quiet) as bar:
             outcome = self._perform(
@@ -322,19 +332,46 @@ class Lab:
                 None if self.executor else bar.update,
             )
         if outcome["status"] != "ok":
-            print(f"Speed not measured: {outcome['status']}, {outcome['message']}.", file=sys.stderr)
-            return None
+            reason = f"{outcome['status']}, {outcome['message']}"
+            print(f"Speed not measured: {reason}.", file=sys.stderr)
+            return Ratio.unknown(f"speed not measured: {reason}")
         samples = [_samples(experiment) for experiment in pair]
         per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
-        return self.ratio([a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)])
+        pairs = [a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)]
+        return self.ratio(pairs, baseline, other)
+
+    def _on_cpu(self, *runs: Run) -> bool:
+        """Whether one of these runs computed on the CPU, which a machine with a GPU has too: it was told to, or there
+        are fewer GPUs than ranks, which then talk by gloo. A function that has a GPU and leaves it idle does not tell.
+        """
+        gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
+        return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
 
     def _fit_together(self, *runs: Run) -> bool:
-        """Whether two runs can be on the device at once, contexts included; no where that is not known."""
-        if not all(run.memory for run in runs):
+        """Whether two runs can be on the device at once, contexts included; no where that is not known.
+
+        If so, they take turns in two processes that live. Else each turn would start one of its own, and nearly all of
+        the time go by in starts: it is worth a memory run to know.
+        """
+        sizes = [run.memory or self._size(run) for run in runs]
+        if not all(sizes):
             return False
-        needed = sum(run.memory.reserved_bytes or 0 for run in runs)
+        needed = sum(memory.reserved_bytes or 0 for memory in sizes)
         free = self.machine.gpus[0].free_bytes if self.machine.gpus else None
         return not needed or bool(free and needed + 2e9 < 0.9 * free)
+
+    def _size(self, run: Run) -> Memory | None:
+        """The memory of a run that was asked for its time alone: that of an equal run of this lab, else of one more."""
+        if run.id not in self._sizes:
+            experiment = self._experiments[run.id]
+            wanted, others = _apart_from_name_and_length(experiment), (other for other in self.runs if other.memory)
+            equal = (other for other in others if _apart_from_name_and_length(self._experiments[other.id]) == wanted)
+            memory = next((other.memory for other in equal), None)
+            if memory is None:
+                outcome = self._perform(processes.execute, experiment, "memory", self.timeout)
+                memory = Memory.from_dict(outcome.get("memory")) if outcome["status"] == "ok" else None
+            self._sizes[run.id] = memory
+        return self._sizes[run.id]
 
 
 def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
@@ -348,6 +385,17 @@ def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]
         pairs = zip(outcome["ranks"], parts["ranks"], strict=True)
         joined["ranks"] = [total | _explained({**total, "ranks": None}, each) for total, each in pairs]
     return joined
+
+
+def _endless(experiment: Experiment) -> dict[str, Any]:
+    """Its arguments but those that say how long to train."""
+    lengths = ("max_steps", "num_train_epochs")
+    return {name: value for name, value in experiment.arguments.items() if name not in lengths}
+
+
+def _apart_from_name_and_length(experiment: Experiment) -> Experiment:
+    """Two experiments that are equal in this take the same memory."""
+    return experiment.replace(name="", arguments=_endless(experiment), steps=1, warmup_steps=1, threads=None)
 
 
 def _samples(experiment: Experiment) -> int | None:

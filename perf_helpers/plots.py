@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perf_helpers.runs import CATEGORIES, Comparison, Run
+from perf_helpers.unknown import Unknown
 
 PALETTE = {
     "weights": "#0072B2",
@@ -27,9 +28,14 @@ _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
+def is_measured(value: float | None) -> bool:
+    """Whether there is a figure to show."""
+    return value is not None and not isinstance(value, Unknown)
+
+
 def bytes_text(size: float | None) -> str:
-    """Bytes in the unit a person would use (decimal: 1 MB = 10^6 bytes); None reads "not measured"."""
-    if size is None:
+    """Bytes in the unit a person would use (decimal: 1 MB = 10^6 bytes); None and unknown read "not measured"."""
+    if not is_measured(size):
         return "not measured"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(size) >= scale:
@@ -39,7 +45,7 @@ def bytes_text(size: float | None) -> str:
 
 def seconds_text(seconds: float | None) -> str:
     """Seconds in the unit a person would use."""
-    if seconds is None:
+    if not is_measured(seconds):
         return "not measured"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
@@ -118,27 +124,29 @@ def timeline(run: Run, ax=None, title: str | None = None):
 
 def speed(comparisons: Sequence[Comparison], ax=None, title: str = "Speed against the baseline"):
     """Speed ratios with their intervals, one row a comparison; the line at 1 is the baseline."""
-    measured = [item for item in comparisons if item.speed_ratio]
-    if not measured:
-        raise ValueError("none of these comparisons has its speed measured")
-    ax, _, _ = _bars(len(measured), ax, 1)
-    for row, item in enumerate(measured):
+    if not comparisons:
+        raise ValueError("no comparison to draw: make one with lab.compare")
+    ax, _, _ = _bars(len(comparisons), ax, 1)
+    for row, item in enumerate(comparisons):
         ratio = item.speed_ratio
+        if not ratio.known:
+            ax.text(1, row, "not measured", ha="center", va="center", fontsize=10, backgroundcolor="white")
+            continue
         ax.plot([ratio.low, ratio.high], [row, row], color=SERIES[0], linewidth=2.5, solid_capstyle="butt")
         ax.plot(ratio.pairs, [row] * len(ratio.pairs), "|", color="#777777", markersize=9)
         ax.plot([ratio.value], [row], "o", color=SERIES[0], markersize=8)
         ax.text(ratio.value, row - 0.2, f"{ratio.value:.2f} x", ha="center", va="bottom", fontsize=10)
     ax.axvline(1, color="black", linewidth=1)
-    ax.set_yticks(range(len(measured)), [item.other.name for item in measured])
-    ax.set_ylim(len(measured) - 0.4, -0.7)
-    ax.set_xlabel(f"samples per second / those of {measured[0].baseline.name} (line: interval, ticks: pairs)")
+    ax.set_yticks(range(len(comparisons)), [item.other.name for item in comparisons])
+    ax.set_ylim(len(comparisons) - 0.4, -0.7)
+    ax.set_xlabel(f"samples per second / those of {comparisons[0].baseline.name} (line: interval, ticks: pairs)")
     ax.set_title(title, loc="left")
     return ax
 
 
 def tradeoff(runs: Sequence[Run], ax=None, title: str = "Memory and speed"):
     """Every run as a point: peak memory across, samples per second up."""
-    runs = [run for run in runs if run.peak_bytes and run.samples_per_second]
+    runs = [run for run in runs if is_measured(run.peak_bytes) and is_measured(run.samples_per_second)]
     if not runs:
         raise ValueError("none of these runs has both its memory and its speed measured")
     ax, scale, unit = _axes(ax, (7, 4), max(run.peak_bytes for run in runs))
@@ -229,7 +237,7 @@ def table(runs: Sequence[Run], caption: str = "") -> Table:
             bytes_text(run.peak_bytes),
             (run.memory and run.memory.peak_phase) or "",
             seconds_text(run.step_seconds),
-            "not measured" if run.samples_per_second is None else f"{run.samples_per_second:.3g}",
+            f"{run.samples_per_second:.3g}" if is_measured(run.samples_per_second) else "not measured",
         ]
         for run in runs
     ]
@@ -240,8 +248,8 @@ def table(runs: Sequence[Run], caption: str = "") -> Table:
 def comparison(item: Comparison) -> Table:
     """Two runs side by side, with their ratios."""
     shown = table([item.baseline, item.other])
-    memory_ratio = "not measured" if item.memory_ratio is None else f"{item.memory_ratio:.3f} x"
-    speed_ratio = "not measured" if item.speed_ratio is None else f"{item.speed_ratio} x"
+    memory_ratio = f"{item.memory_ratio:.3f} x" if is_measured(item.memory_ratio) else "not measured"
+    speed_ratio = f"{item.speed_ratio} x" if item.speed_ratio.known else "not measured"
     shown.rows.append(["ratio", "", memory_ratio, "", "", speed_ratio])
     return shown
 
@@ -293,7 +301,7 @@ def image_html(png: str, words: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "not measured" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "not measured" if not is_measured(value) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _axes(ax, size: tuple[float, float], largest: float):

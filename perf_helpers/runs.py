@@ -1,6 +1,7 @@
 """What experiments yield: runs, comparisons, and the file they are kept in.
 
-Every figure is None where it was not measured; nothing is ever 0 for want of a measurement.
+Every figure of a run is None where nobody asked for it, a ratio is unknown where a run failed; nothing is ever 0 for
+want of a measurement. In files both are null.
 """
 
 import contextlib
@@ -11,6 +12,8 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from perf_helpers.unknown import Unknown
 
 SCHEMA = 1
 CATEGORIES = (
@@ -32,7 +35,7 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return _null_for_unknown(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None):
@@ -47,6 +50,14 @@ class Record:
                     value = nested[item.name].from_dict(value)
                 values[item.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
+
+
+def _null_for_unknown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _null_for_unknown(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_null_for_unknown, value))
+    return None if isinstance(value, Unknown) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,36 +165,65 @@ class Run(Record):
 
     def __repr__(self) -> str:
         peak = "not measured" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:.1f} MB {self.memory.kind}"
-        speed = "" if self.samples_per_second is None else f", {self.samples_per_second:.3g} samples/s"
+        rate = self.samples_per_second
+        speed = "" if rate is None else ", speed not known" if isinstance(rate, Unknown) else f", {rate:.3g} samples/s"
         return f"{self.name}: {self.status}{': ' + self.message if self.message else f', {peak}{speed}'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Record):
-    """A measured ratio with its interval, `low` to `high`: the bootstrap's, widened by the machine's noise floor. An
-    effect that does not clear it is too small to tell."""
+    """A measured ratio with its interval, `low` to `high`: the bootstrap's, widened by the noise floor of where it was
+    measured. An effect that does not clear it is too small to tell. Divided by a number, all of it is."""
 
     value: float
     low: float
     high: float
     pairs: tuple[float, ...] = ()
 
+    def __post_init__(self):
+        for name in ("value", "low", "high"):
+            if getattr(self, name) is None:  # so it was written to a file
+                object.__setattr__(self, name, Unknown())
+
+    @classmethod
+    def unknown(cls, why: str) -> "Ratio":
+        """A ratio that was not measured, and why: it is carried along and shown, and decides nothing."""
+        return cls(*[Unknown(why)] * 3)
+
+    @property
+    def known(self) -> bool:
+        return not isinstance(self.value, Unknown)
+
+    def __truediv__(self, number: float) -> "Ratio":
+        parts = (part / number for part in (self.value, self.low, self.high))
+        return Ratio(*parts, tuple(pair / number for pair in self.pairs))
+
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})" if self.known else "not measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Record):
-    """Two runs side by side: `memory_ratio` is other / baseline in peak bytes, `speed_ratio` in samples per second."""
+    """Two runs side by side: `memory_ratio` is other / baseline in peak bytes, `speed_ratio` in samples per second.
+
+    Each is unknown where it was not measured: lessons go on, and a claim that it decides is not testable.
+    """
 
     baseline: Run
     other: Run
-    memory_ratio: float | None
-    speed_ratio: Ratio | None
+    memory_ratio: float
+    speed_ratio: Ratio
+
+    def __post_init__(self):
+        if self.memory_ratio is None:
+            object.__setattr__(self, "memory_ratio", Unknown())
+        if self.speed_ratio is None:
+            object.__setattr__(self, "speed_ratio", Ratio.unknown("not measured"))
 
     def __repr__(self) -> str:
-        memory = "not measured" if self.memory_ratio is None else f"{self.memory_ratio:.3f} x the memory"
-        speed = "speed not measured" if self.speed_ratio is None else f"{self.speed_ratio} x the speed"
+        unknown = isinstance(self.memory_ratio, Unknown)
+        memory = "memory not measured" if unknown else f"{self.memory_ratio:.3f} x the memory"
+        speed = f"{self.speed_ratio} x the speed" if self.speed_ratio.known else "speed not measured"
         return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
 
     def _repr_html_(self) -> str:

@@ -10,9 +10,11 @@ import time
 import psutil
 import pytest
 
+from perf_helpers.hardware import Gpu, Machine
 from perf_helpers.lab import Lab
-from perf_helpers.runs import Store
+from perf_helpers.runs import Memory, Ratio, Store
 from perf_helpers.task import Task
+from perf_helpers.unknown import Unknown
 
 TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
 
@@ -338,6 +340,110 @@ def test_a_comparison_takes_turns(lab):
     assert "ratio" in comparison._repr_html_()
 
 
+def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
+    fine = lab.train("fine", task=TINY, measure=("memory",), per_device_train_batch_size=2)
+    gone = lab.run(lambda task: 1 / 0, "gone", measure=("memory",))
+    comparison = lab.compare(fine, gone)
+    assert not comparison.speed_ratio.known and isinstance(comparison.memory_ratio, Unknown)
+    assert comparison.speed_ratio.value.why.startswith("speed not measured: gone crashed, ZeroDivisionError")
+    assert comparison.memory_ratio.why.startswith("memory not measured: gone crashed")
+    assert lab.compare(gone, fine).speed_ratio.value.why == comparison.speed_ratio.value.why
+
+
+def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch, capsys):
+    run = lab.train("alone", task=TINY, measure=("memory",), per_device_train_batch_size=2)
+    outcome = {"first": [], "second": [], "status": "timed out", "message": "no result within 1 s"}
+    monkeypatch.setattr("perf_helpers.lab.processes.alternate", lambda *_: outcome)
+    comparison = lab.compare(run, run)
+    assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
+    assert comparison.memory_ratio == 1 and "Speed not measured: timed out" in capsys.readouterr().err
+    nobody = lab.run(lambda task: 1, "nobody asked", measure=("none",))
+    assert lab.compare(nobody, nobody).memory_ratio.why == "memory not measured: nobody asked for it"
+
+
+@pytest.fixture
+def with_gpus(tmp_path):
+    """A function: a lab on a machine that says it has GPUs, and what its processes were asked, for none is started."""
+
+    def make(count=1, free_bytes=20e9, reserved_bytes=6e9):
+        lab = Lab("cpu", out=tmp_path)
+        gpus = tuple(Gpu(n, memory_bytes=80 * 2**30, free_bytes=free_bytes) for n in range(count))
+        lab.machine, asked = Machine("rehearsed", "cuda", gpus=gpus), []
+
+        def perform(function, *arguments):
+            asked.append((function.__name__, *arguments))
+            if function.__name__ == "alternate":
+                turns = arguments[2]
+                return {"first": [1.0] * turns, "second": [1.0] * turns, "status": "ok", "message": ""}
+            memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes)).to_dict()
+            return {"status": "ok", "message": "", "memory": memory if arguments[1] == "memory" else None}
+
+        lab._perform = perform
+        return lab, asked
+
+    return make
+
+
+def turns_taken(lab, asked, *runs):
+    """(threads of each, do both live at once?) of the comparison of two runs, and how many memory runs it took."""
+    asked.clear()
+    lab.compare(*runs, turns=3)
+    *sizes, (name, first, second, _, _, _, together, _) = asked
+    assert name == "alternate" and {size[0] for size in sizes} <= {"execute"}
+    return (first.threads, second.threads), together, len(sizes)
+
+
+def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the_machine_has(with_gpus):
+    lab, asked = with_gpus(count=2)
+    on_gpu, on_cpu = (lab.train(str(cpu), task=TINY, use_cpu=cpu) for cpu in (False, True))
+    two, three = (lab.run(lambda task: 1, f"{n} ranks", processes=n) for n in (2, 3))
+    assert [lab.noise_floor(run) for run in (on_gpu, two, on_cpu, three)] == [1.02, 1.02, 1.3, 1.3]
+    assert lab.noise_floor() == 1.02 and lab.noise_floor(on_gpu, on_cpu) == 1.3
+    assert lab.ratio([2.0] * 3, on_cpu).low == 2 / 1.3 and lab.ratio([2.0] * 3).low == 2 / 1.02
+    assert lab.compare(on_cpu, on_cpu).speed_ratio.high == 1.3 and lab.compare(on_gpu, on_gpu).speed_ratio.high == 1.02
+    assert turns_taken(lab, asked, on_cpu, on_cpu)[0] == (1, 1) == turns_taken(lab, asked, on_gpu, three)[0]
+    assert turns_taken(lab, asked, on_gpu, two)[0] == (None, None)
+
+
+def test_on_a_cpu_every_run_has_the_floor_of_a_cpu(lab):
+    assert lab.noise_floor() == 1.3 == lab.noise_floor(lab.run(lambda task: 1, measure=("none",)))
+
+
+@pytest.mark.parametrize(("free", "together"), [(20e9, True), (15e9, False), (None, False)])
+def test_runs_that_were_only_timed_take_turns_at_once_where_both_fit(with_gpus, free, together):
+    lab, asked = with_gpus(free_bytes=free)
+    four, one = (lab.train(f"{n}", task=TINY, measure=("time",), per_device_train_batch_size=n) for n in (4, 1))
+    assert turns_taken(lab, asked, four, one)[1:] == (together, 2), "one memory run of each"
+    assert turns_taken(lab, asked, one, four)[1:] == (together, 0), "and no more of them"
+    assert lab.runs == [four, one] and not any(run.memory for run in lab.runs)
+
+
+def test_the_memory_of_an_equal_run_is_taken_rather_than_measured_again(with_gpus):
+    lab, asked = with_gpus()
+    lab.train("measured", task=TINY, measure=("memory",), steps=9, per_device_train_batch_size=4, max_steps=2)
+    equal = lab.train("timed", task=TINY, measure=("time",), per_device_train_batch_size=4)
+    others = [
+        lab.train("batch", task=TINY, measure=("time",), per_device_train_batch_size=2),
+        lab.train("task", task=TINY.replace(seq_len=8), measure=("time",), per_device_train_batch_size=4),
+        lab.run(lambda task: 1, "function", task=TINY, measure=("time",)),
+    ]
+    assert turns_taken(lab, asked, equal, equal)[1:] == (True, 0)
+    for other in others:
+        assert turns_taken(lab, asked, equal, other)[1:] == (True, 1), other.name
+
+
+def test_runs_whose_size_cannot_be_had_take_turns_one_at_a_time(with_gpus):
+    lab, asked = with_gpus()
+    run, perform = lab.train("timed", task=TINY, measure=("time",)), lab._perform
+
+    def fails(function, *arguments):
+        outcome = perform(function, *arguments)
+        return {"status": "crashed", "message": "x"} if function.__name__ == "execute" else outcome
+
+    lab._perform = fails
+    assert turns_taken(lab, asked, run, run)[1:] == (False, 1)
+
+
 def test_a_comparison_of_runs_of_another_lab_is_refused(lab, tmp_path):
     run = Lab("cpu", out=tmp_path).run(lambda task: 1, measure=("none",))
     with pytest.raises(ValueError, match="not run by this lab"):
@@ -351,6 +457,11 @@ def test_an_interval_is_no_narrower_than_the_machines_noise(lab):
     assert wide.low < 2.0 / 1.3 and wide.high > 2.0 * 1.3
     with pytest.raises(ValueError, match="at least 3"):
         lab.ratio([1.0])
+
+
+def test_a_ratio_of_pairs_that_are_unknown_is_unknown(lab):
+    ratio = lab.ratio([1.0, Unknown("no time"), 2.0])
+    assert isinstance(ratio, Ratio) and ratio.value.why == "no time" and ratio.pairs == ()
 
 
 def test_runs_are_kept_with_machine_versions_and_date(lab):

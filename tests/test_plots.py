@@ -5,18 +5,21 @@ import pytest
 
 from perf_helpers import exercises, plots, widgets
 from perf_helpers.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
+from perf_helpers.unknown import Unknown
 
 SERIES = {"phase": ["forward", "backward", "step"]} | {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}
 MEMORY = Memory(24 * 10**6, "counted", "backward", breakdown=dict.fromkeys(CATEGORIES, 3 * 10**6), timeline=SERIES)
 RUN = Run("vanilla", "ok", memory=MEMORY, timing=Timing(0.5, 0.1, 2, 1, 8.0))
 COMPARISON = Comparison(RUN, RUN, 1.0, Ratio(1.2, 0.9, 1.5, (1.1, 1.2, 1.3)))
+FAILED = Comparison(RUN, RUN, Unknown("gone"), Ratio.unknown("gone"))
 PICTURES = {
     "memory": lambda: plots.memory([RUN, RUN]),
     "timeline": lambda: plots.timeline(RUN),
     "speed": lambda: plots.speed([COMPARISON]),
+    "speed that was not measured": lambda: plots.speed([FAILED, COMPARISON]),
     "tradeoff": lambda: plots.tradeoff([RUN]),
-    "lines": lambda: plots.lines([1, 2], {"a": [1, 2], "b": [2, 1]}, "batch", "memory (MB)"),
-    "losses": lambda: plots.losses({"adam": [[1.0, 0.5], [1.1, 0.6]]}),
+    "lines": lambda: plots.lines([1, 2], {"a": [1, 2], "b": [2, Unknown()]}, "batch", "memory (MB)"),
+    "losses": lambda: plots.losses({"adam": [[1.0, 0.5], [1.1, 0.6]], "unknown": [[Unknown()] * 2]}),
 }
 
 
@@ -63,7 +66,14 @@ def test_a_picture_of_nothing_says_what_to_do(draw):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(None, "not measured"), (0, "0 B"), (1536, "1.5 kB"), (198_395_296, "198.4 MB"), (14_949_000_000, "14.95 GB")],
+    [
+        (None, "not measured"),
+        (Unknown(), "not measured"),
+        (0, "0 B"),
+        (1536, "1.5 kB"),
+        (198_395_296, "198.4 MB"),
+        (14_949_000_000, "14.95 GB"),
+    ],
 )
 def test_bytes_are_shown_in_a_persons_unit(size, text):
     assert plots.bytes_text(size) == text
@@ -78,6 +88,19 @@ def test_a_comparison_shows_a_table_and_a_picture_with_its_text():
 def test_a_table_shows_unknown_as_not_measured():
     shown = plots.table([Run("x", "killed", "gone")])
     assert "not measured" in repr(shown) and "<td" in shown._repr_html_()
+
+
+def test_what_is_unknown_is_shown_as_not_measured_and_never_as_a_number():
+    timed = Run("timed", "ok", memory=MEMORY, timing=Timing(*[Unknown()] * 5))
+    (row,) = plots.table([timed]).rows
+    assert row[4:] == ["not measured", "not measured"] and plots.Table(["x"], [[Unknown()]]).rows == [["not measured"]]
+    assert plots.comparison(FAILED).rows[-1] == ["ratio", "", "not measured", "", "", "not measured"]
+    assert "not measured" in FAILED._repr_html_() and "nan" not in FAILED._repr_html_().split("<img")[0]
+    assert "not measured" in plots.words(plots.speed([FAILED]).figure)
+    with pytest.raises(ValueError, match="measured"):
+        plots.tradeoff([timed])
+    with pytest.raises(ValueError, match=r"lab\.compare"):
+        plots.speed([])
 
 
 def test_a_guess_is_scored_and_none_is_no_guess():

@@ -1,10 +1,12 @@
 """Runs in their file: several writers, damaged lines, disks that are full or read-only."""
 
+import json
 import multiprocessing
 
 import pytest
 
 from perf_helpers.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Store, Timing, explain
+from perf_helpers.unknown import NeedsValues, Unknown
 
 RUN = Run(
     name="vanilla",
@@ -27,6 +29,36 @@ def test_a_run_comes_back_as_it_was(tmp_path):
 def test_a_comparison_comes_back_as_it_was():
     comparison = Comparison(RUN, RUN, 1.0, Ratio(1.0, 0.9, 1.1, (1.0,)))
     assert Comparison.from_dict(comparison.to_dict()).speed_ratio == comparison.speed_ratio
+
+
+def test_what_is_unknown_is_null_in_a_file_and_unknown_again():
+    run = Run("rehearsed", "ok", losses=(Unknown(), 0.5), value={"share": [Unknown()]}, timing=Timing(*[Unknown()] * 5))
+    plain = json.loads(json.dumps(run.to_dict(), allow_nan=False))
+    assert (plain["losses"], plain["value"], plain["timing"]["step_seconds"]) == ([None, 0.5], {"share": [None]}, None)
+    assert Run.from_dict(plain).losses == (None, 0.5)
+    failed = Comparison(run, run, Unknown("gone"), Ratio.unknown("gone"))
+    for content in (failed.to_dict(), failed.to_dict() | {"speed_ratio": None}):  # the older way to write it
+        read = Comparison.from_dict(json.loads(json.dumps(content, allow_nan=False)))
+        assert not read.speed_ratio.known and isinstance(read.memory_ratio, Unknown)
+
+
+def test_an_unknown_ratio_is_carried_along_and_decides_nothing():
+    ratio = Ratio.unknown("timed out") / 2
+    assert str(ratio) == "not measured" and not ratio.known and ratio.pairs == ()
+    assert (ratio.value.why, ratio.low.why, ratio.high.why) == ("timed out",) * 3
+    with pytest.raises(NeedsValues, match="timed out"):
+        assert ratio.low > 1
+    assert not (Ratio(1.0, 0.9, 1.1, (1.0,)) / Unknown("gone")).known
+
+
+def test_a_ratio_over_a_number_is_one():
+    assert Ratio(1.0, 0.5, 2.0, (1.0, 3.0)) / 0.5 == Ratio(2.0, 1.0, 4.0, (2.0, 6.0))
+
+
+def test_a_comparison_that_failed_says_so_and_shows_no_number():
+    shown = repr(Comparison(RUN, RUN, Unknown("gone"), Ratio.unknown("gone")))
+    assert shown == "vanilla against vanilla: memory not measured, speed not measured"
+    assert "speed not known" in repr(Run("x", "ok", timing=Timing(*[Unknown()] * 5)))
 
 
 def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
