@@ -3,7 +3,8 @@
 A claim is written once, in claims.toml: what the guides say, which number decides it, and from where on it holds. A
 lesson measures that number and calls `check`; the verdict follows from the ledger and the number alone. Notable: a
 refuted claim is a finding, not an error. What fails a strict run is a verdict that the ledger does not expect, or a
-claim that nobody checked.
+claim that nobody checked. In a rehearsal (see `Machine.rehearsed`) only memory is as it would be on the machine that is
+rehearsed, so only claims about memory are decided, and marked.
 """
 
 import difflib
@@ -12,17 +13,21 @@ import math
 import re
 import tomllib
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from html import escape
 from pathlib import Path
 
-from perf_helpers import journal
+from perf_helpers import hardware, journal
 from perf_helpers.runs import write_whole
+from perf_helpers.task import PROFILES, choose_profile
+from perf_helpers.unknown import Unknown
 
 LEDGER = Path(__file__).with_name("claims.toml")
 WHERE = ("any", "cuda", "sm80", "gpus2", "cpu-bf16", "cuda-or-cpu-bf16", "text")
+DECIDED_BY = ("memory", "time", "values")
+GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
 LESSONS_WITHOUT_CLAIMS = ("20",)  # the only ones that may finish without having checked anything
 
 
@@ -49,7 +54,10 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger; claims.toml explains the fields. `expected` maps "cpu" and "cuda" to accepted verdicts."""
+    """One row of the ledger; claims.toml explains the fields.
+
+    `expected` maps "cpu", "cuda", and the profiles of GPUs that differ from "cuda", to accepted verdicts.
+    """
 
     id: str
     section: str
@@ -58,6 +66,7 @@ class Claim:
     where: str
     guide: Guide
     quantity: str | None = None
+    decided_by: str | None = None
     direction: str | None = None
     threshold: float | tuple[float, float] | None = None
     tolerance: float | None = None
@@ -118,10 +127,11 @@ def _claim(table: dict) -> Claim:
     need_fields(guide, Guide, ["source", *["text", "hardware"] * ("value" in guide)], "guide.")
     need(_is_number(guide.get("value", 0)), "guide.value", "a finite number is needed, or none at all")
     if where == "text":
-        for name in ("quantity", "direction", "threshold", "tolerance", "refuted_from", "expected"):
+        for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "refuted_from", "expected"):
             need(name not in table, name, "a text claim has nothing to measure; leave it out")
         return Claim(**table | {"guide": Guide(**guide)})
 
+    need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")
     direction, threshold, limit = (table.get(name) for name in ("direction", "threshold", "refuted_from"))
     need(direction in ("below", "above", "between", "equal"), "direction", "below, above, between or equal is needed")
     if direction == "between":
@@ -139,7 +149,8 @@ def _claim(table: dict) -> Claim:
 
     expected = table.get("expected")
     kinds = ["cuda"] if where in ("cuda", "sm80", "gpus2") else ["cpu", "cuda"]
-    need(isinstance(expected, dict) and sorted(expected) == kinds, "expected", f"exactly {kinds} are needed")
+    given = isinstance(expected, dict) and set(expected) - set(GPU_PROFILES) == set(kinds)
+    need(given, "expected", f"exactly {kinds} are needed; {', '.join(GPU_PROFILES)} may say otherwise for a GPU")
     for kind, verdicts in expected.items():
         known = isinstance(verdicts, list) and verdicts and all(verdict in list(Verdict) for verdict in verdicts)
         need(known, f"expected.{kind}", f"a list is needed, out of: {', '.join(Verdict)}")
@@ -207,6 +218,7 @@ class Decision:
     reason: str | None
     missing: str | None
     note: str
+    rehearsed: bool = False
 
     def to_dict(self) -> dict:
         """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
@@ -216,7 +228,10 @@ class Decision:
     def headline(self) -> str:
         """The verdict with its sign, and what the ledger expected where that differs."""
         words = f"{_SIGNS[self.verdict][0]} {self.verdict}"
-        words += ": not reproduced on this machine" * (self.verdict is Verdict.REFUTED)
+        if self.rehearsed:
+            words += " (rehearsed)" * (self.verdict is not Verdict.NOT_TESTABLE)
+        elif self.verdict is Verdict.REFUTED:
+            words += ": not reproduced on this machine"
         return words if self.as_expected else f"{words} (unexpected, the ledger expects: {' or '.join(self.expected)})"
 
     def measured(self) -> str:
@@ -265,7 +280,8 @@ class Scoreboard:
     def _counts(self) -> str:
         counts = Counter(decision.verdict for decision in self.decisions)
         found = (f"{_SIGNS[verdict][0]} {counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-        return " · ".join(found) or "no claim was checked"
+        counts = " · ".join(found) or "no claim was checked"
+        return counts + " · a rehearsal: no kernel computed" * any(decision.rehearsed for decision in self.decisions)
 
     def __repr__(self) -> str:
         rows = [f"  {d.headline()} [{d.id}] {d.measured()}" for d in self.decisions]
@@ -286,49 +302,80 @@ class Scoreboard:
 _decisions: dict[str, Decision] = {}  # of this kernel, by id: running a notebook twice replaces, never doubles
 
 
+# Where no kernel computes, a claim is decided by what needs none.
+_NOT_IN_A_REHEARSAL = {
+    "time": "a rehearsal: no kernel computes, so there is no time",
+    "values": "a rehearsal: no kernel computes, so there are no values",
+}
+
+
 def check(id: str, value=None, *, missing: str | None = None, note: str = "") -> Decision:
     """Decide a claim of the ledger by what was measured here.
 
-    id: the claim. value: its quantity, a number or a Ratio (value, low, high). missing: what is lacking here to measure
-    it, e.g. "needs root to shape a link". note: whatever else the reader should see.
+    id: the claim. value: its quantity, a number or a Ratio (value, low, high). Where it is unknown, as after a run that
+    failed, the claim is "not testable here". missing: what is lacking here to measure it, e.g. "needs root to shape a
+    link". note: whatever else the reader should see.
 
     Raises ValueError for an unknown id, for no value where one can be measured, and for a value that is no number.
     """
-    from perf_helpers import hardware
-
     ledger = load()
     if id not in ledger:
         nearest = difflib.get_close_matches(str(id), ledger, n=1, cutoff=0)[0]
         raise ValueError(f"no claim {id!r} in the ledger; the nearest is {nearest!r}")
-    claim = ledger[id]
+    claim, rehearsed = ledger[id], _rehearsed()
     met, lacking = hardware.supports(claim.where)
-    number, interval = _measured(id, value)
+    if met and rehearsed and claim.decided_by in _NOT_IN_A_REHEARSAL:
+        value, missing = None, _NOT_IN_A_REHEARSAL[claim.decided_by]
+    number, interval, why = _measured(id, value)
+    missing = missing or why
     if met and not missing and number is None:
-        raise ValueError(f"claim {id!r} can be measured here: pass {claim.quantity}; or missing='needs ...' and why")
-    verdict = decide(claim, interval or number, met and not missing)
-    kind = "cuda" if hardware.supports("cuda")[0] else "cpu"
-    expected = claim.expected.get(kind, (Verdict.NOT_TESTABLE,))
+        if not rehearsed:
+            hint = f"pass {claim.quantity}; or missing='needs ...' and why"
+            raise ValueError(f"claim {id!r} can be measured here: {hint}")
+        missing = "a rehearsal, and it was not measured"
     reasons = (claim.reason, claim.since and f"since: {claim.since}", claim.thread)
-    _decisions[id] = Decision(
+    decision = Decision(
         **{name: getattr(claim, name) for name in ("id", "lesson", "says", "quantity", "where", "guide")},
-        verdict=verdict,
-        expected=expected,
-        as_expected=not met or verdict in expected,
+        verdict=decide(claim, interval or number, met and not missing),
+        expected=(),
+        as_expected=False,
         value=number,
         interval=interval,
         threshold=claim.threshold_text(),
         reason=" · ".join(filter(None, reasons)) or None,
         missing=(missing or None) if met else lacking,
         note=note,
+        rehearsed=rehearsed,
     )
+    _decisions[id] = _judged(decision, claim, choose_profile("auto", hardware.this_machine()).name)
     return _decisions[id]
 
 
-def _measured(id: str, value) -> tuple[float | None, tuple[float, float] | None]:
-    """The value as (number, interval): no interval for a plain number, neither for None."""
+def _rehearsed() -> bool:
+    """Whether this machine only rehearses another one: torch's CUDA build without a GPU, on which nothing computes."""
+    return getattr(hardware.this_machine(), "rehearsed", False)
+
+
+def _judged(decision: Decision, claim: Claim, profile: str) -> Decision:
+    """The decision held against what the ledger expects of this kind of machine, under this profile."""
+    nothing = (Verdict.NOT_TESTABLE,)
+    if hardware.supports("cuda")[0]:
+        expected = claim.expected.get(profile if profile in GPU_PROFILES else "cuda") or claim.expected.get("cuda")
+    else:
+        expected = claim.expected.get("cpu")
+    excused = not hardware.supports(claim.where)[0] or (decision.rehearsed and decision.verdict in nothing)
+    as_expected = excused or decision.verdict in (expected or nothing)
+    return replace(decision, expected=expected or nothing, as_expected=as_expected)
+
+
+def _measured(id: str, value) -> tuple[float | None, tuple[float, float] | None, str | None]:
+    """The value as (number, interval, why it is unknown): no interval for a plain number, nothing for None."""
     if value is None:
-        return None, None
+        return None, None, None
     given = [value.value, value.low, value.high] if hasattr(value, "low") else [value]
+    for number in given:
+        if isinstance(number, Unknown):
+            return None, None, number.why
     try:
         numbers = [math.nan if isinstance(number, bool | str) else float(number) for number in given]
     except (TypeError, ValueError, RuntimeError):  # what None, an array and a tensor raise
@@ -336,7 +383,7 @@ def _measured(id: str, value) -> tuple[float | None, tuple[float, float] | None]
     if any(map(math.isnan, numbers)) or (len(numbers) == 3 and numbers[1] > numbers[2]):
         hint = "pass a number or a Ratio with its interval; if it cannot be measured here, missing='needs ...'"
         raise ValueError(f"claim {id!r}: {value!r} is no measurement; {hint}")
-    return numbers[0], tuple(numbers[1:]) or None
+    return numbers[0], tuple(numbers[1:]) or None, None
 
 
 def decisions() -> list[Decision]:
@@ -352,6 +399,8 @@ def reset() -> None:
 def finish(lab) -> None:
     """Close a lesson: show its scoreboard, write `<lab.out>/<lab.lesson>.json` if asked for, judge it if strict.
 
+    Judged is by the lab's profile: a lesson may run a smaller one than its machine could hold.
+
     Raises NotReproduced if lab.strict and a verdict is not an expected one, a claim of the lesson was not checked, one
     of another lesson was, or nothing was checked. The file is written all the same: a failed lesson has its results.
     """
@@ -359,17 +408,20 @@ def finish(lab) -> None:
 
     if lab.out and not lab.lesson:
         raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
+    profile, ledger = getattr(lab.profile, "name", lab.profile), load()
+    _decisions.update({id: _judged(decision, ledger[id], profile) for id, decision in _decisions.items()})
     made, date = decisions(), datetime.now(UTC).isoformat(timespec="seconds")
     problems = _problems((lab.lesson or "")[:2], made)
     versions = ", ".join(f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name))
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, versions, date)))
     display(Scoreboard(title, tuple(made), tuple(problems)))
-    journal.finished(lab, {decision.id: decision.verdict for decision in made})
+    if not _rehearsed():  # the journal is the learner's, of what was measured
+        journal.finished(lab, {decision.id: decision.verdict for decision in made})
     if lab.out:
         content = {
             "schema": 1,
             "lesson": lab.lesson,
-            "profile": getattr(lab.profile, "name", lab.profile),
+            "profile": profile,
             "machine": lab.machine.to_dict(),
         }
         content |= {"versions": dict(lab.versions), "date": date, "claims": [decision.to_dict() for decision in made]}
@@ -383,7 +435,11 @@ def _problems(lesson: str, made: list[Decision]) -> list[str]:
     """What keeps a lesson (its two digits) from passing, one line each."""
     checked = {decision.id for decision in made}
     owned = [claim.id for claim in load().values() if claim.lesson == lesson]
-    problems = [f"{d.id}: {d.verdict}, expected {' or '.join(d.expected)}" for d in made if not d.as_expected]
+    unexpected = [decision for decision in made if not decision.as_expected]
+    problems = [
+        f"{d.id}: {d.verdict}, expected {' or '.join(d.expected)}" + f" ({d.missing})" * bool(d.missing)
+        for d in unexpected
+    ]
     problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in checked]
     problems += [f"{d.id}: belongs to lesson {d.lesson}, not to this one" for d in made if d.lesson != lesson]
     if not made and lesson not in LESSONS_WITHOUT_CLAIMS:

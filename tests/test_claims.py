@@ -12,6 +12,8 @@ import pytest
 
 from perf_helpers import claims, hardware
 from perf_helpers.claims import Verdict
+from perf_helpers.runs import Ratio
+from perf_helpers.unknown import Unknown
 
 HOLDS, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 
@@ -221,7 +223,7 @@ UNCERTAIN = (
     "backward-twice-forward larger-batch-faster accumulation-cost accumulation-fill-first accumulation-fewer-updates "
     "checkpointing-cost half-precision-faster-cpu half-inference adafactor-cost adafactor-convergence "
     "adam8bit-convergence multi-tensor workers-help sdpa compile zero-slows-if-fits moe-faster link-matters many-cpus "
-    "gpu-choice hpo topology-legend"
+    "gpu-choice hpo topology-legend adam8bit-cost combined-half-memory all-three-x"
 )
 LEDGER = claims.load()
 MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
@@ -293,6 +295,18 @@ class TestLedger:
         assert findings
         assert all(len(claim.reason) > 40 and claim.since for claim in findings)
 
+    @pytest.mark.parametrize("id", MEASURED)
+    def test_what_decides_it_is_what_its_quantity_names(self, id):
+        words = {
+            "memory": r"\b(bytes|memory|peak|parameters)\b",
+            "time": r"\b(seconds|throughput|FLOP/s|GB/s|samples/s|gain|cost)\b",
+        }
+        claim = LEDGER[id]
+        if claim.decided_by != "values":
+            assert re.search(words[claim.decided_by], claim.quantity)
+        if claim.decided_by != "time":
+            assert not re.search(words["time"].replace("|gain|cost", ""), claim.quantity)
+
     @pytest.mark.parametrize("id", LEDGER)
     def test_its_texts_are_short(self, id):
         claim = LEDGER[id]
@@ -309,6 +323,7 @@ lesson = "05"
 says = "Something gets smaller"
 quantity = "peak with / without"
 where = "any"
+decided_by = "memory"
 direction = "below"
 threshold = 0.9
 refuted_from = 1.0
@@ -349,6 +364,9 @@ class TestLoad:
             ('lesson = "05"', 'lesson = "05"\nthread = 5', "thread"),
             ('where = "any"', 'where = "gpu"', "where"),
             ('where = "any"', 'where = "text"', "quantity"),
+            ('decided_by = "memory"', "", "decided_by"),
+            ('decided_by = "memory"', 'decided_by = "space"', "decided_by"),
+            ('decided_by = "memory"', 'decided_by = ["memory"]', "decided_by"),
             ('where = "any"', 'where = "sm80"', "expected"),
             ('direction = "below"', 'direction = "under"', "direction"),
             ('direction = "below"', 'direction = "above"', "refuted_from"),
@@ -368,6 +386,10 @@ class TestLoad:
             ('guide.source = "2023 guide"', 'guide.source = "2023 guide"\nguide.value = 0.5', "guide.text"),
             ('guide.source = "2023 guide"', 'guide.source = "2023 guide"\nguide.page = 5', "guide.page"),
             ('expected.cpu = ["holds"]', "", "expected"),
+            ('expected.cpu = ["holds"]', 'expected.gpu = ["holds"]', "expected"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.h100 = ["holds"]', "expected"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.t4 = ["hold"]', "expected.t4"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.gpu = ["refuted"]', "reason"),
             ('expected.cpu = ["holds"]', "expected.cpu = []", "expected.cpu"),
             ('expected.cpu = ["holds"]', 'expected.cpu = "holds"', "expected.cpu"),
             ('expected.cpu = ["holds"]', 'expected.cpu = ["hold"]', "expected.cpu"),
@@ -534,11 +556,84 @@ class TestCheck:
         claims.reset()
         assert claims.decisions() == []
 
+    @pytest.mark.parametrize(
+        "value", [Ratio.unknown("timed out"), Unknown("timed out"), Ratio.unknown("timed out") / 2]
+    )
+    def test_what_is_unknown_is_not_testable_and_not_expected(self, machine, value):
+        decision = claims.check("accumulation-cost", value)
+        assert (decision.verdict, decision.value, decision.interval) == (NOT_TESTABLE, None, None)
+        assert decision.missing == "timed out" and not decision.as_expected
+        assert claims.check("link-matters", value).as_expected, "the ledger lists that it may not be testable"
+        assert json.loads(json.dumps(decision.to_dict(), allow_nan=False))["value"] is None
+
+    def test_what_is_unknown_does_not_hide_what_the_machine_lacks(self, machine):
+        decision = claims.check("tf32-faster", Ratio.unknown("timed out"))
+        assert (decision.missing, decision.as_expected) == ("needs sm80", True)
+
+    def test_a_profile_of_gpus_may_expect_another_verdict(self, machine, monkeypatch):
+        machine.features.add("cuda")
+        expected = {"cpu": (HOLDS,), "t4": (TOO_SMALL,), "gpu": (HOLDS,)}  # cpu: of a GPU that is given a CPU's sizes
+        for name, verdicts in expected.items():
+            monkeypatch.setattr(claims, "choose_profile", lambda *_, name=name: SimpleNamespace(name=name))
+            decision = claims.check("all-three-memory", 0.581)
+            assert (decision.expected, decision.as_expected) == (verdicts, verdicts == (TOO_SMALL,)), name
+        machine.features.remove("cuda")
+        monkeypatch.setattr(claims, "choose_profile", lambda *_: SimpleNamespace(name="t4"))
+        assert claims.check("all-three-memory", 0.581).expected == LEDGER["all-three-memory"].expected["cpu"]
+
     @pytest.mark.parametrize("where", claims.WHERE)
     def test_this_machine_answers_for_every_kind_of_need(self, where):
         met, lacking = hardware.supports(where)
         assert met is (lacking == "")
         assert not (where == "text" and met)
+
+
+@pytest.fixture
+def rehearsal(machine, monkeypatch):
+    """A rehearsal of a GPU: as far as a claim can tell it is there."""
+    machine.features |= {"cuda", "sm80"}
+    monkeypatch.setattr(claims, "_rehearsed", lambda: True)
+
+
+class TestRehearsal:
+    def test_memory_is_decided_and_marked(self, rehearsal):
+        decision = claims.check("accumulation-memory", 0.5)
+        assert (decision.verdict, decision.as_expected, decision.rehearsed) == (HOLDS, True, True)
+        assert decision.headline() == "✓ holds (rehearsed)" and decision.to_dict()["rehearsed"] is True
+        unexpected = claims.check("accumulation-memory", 1.5)
+        assert not unexpected.as_expected and unexpected.headline().startswith("✗ refuted (rehearsed) (unexpected")
+
+    @pytest.mark.parametrize("value", [0.9, Ratio(0.9, 0.8, 1.0), Unknown(), Ratio.unknown("x"), None, math.nan, "odd"])
+    @pytest.mark.parametrize("id", ["accumulation-cost", "fp16-range"])
+    def test_nothing_else_is_whatever_was_passed(self, rehearsal, id, value):
+        decision = claims.check(id, value)
+        assert (decision.verdict, decision.as_expected, decision.value) == (NOT_TESTABLE, True, None)
+        assert decision.missing.startswith("a rehearsal: no kernel computes, so there")
+        assert decision.headline() == "– not testable here"
+
+    @pytest.mark.parametrize("value", [Unknown("nothing was computed"), None])
+    def test_memory_that_is_not_known_is_not_testable(self, rehearsal, value):
+        decision = claims.check("accumulation-memory", value)
+        assert (decision.verdict, decision.as_expected) == (NOT_TESTABLE, True) and decision.missing
+
+    def test_what_the_rehearsed_machine_lacks_comes_first(self, rehearsal):
+        assert claims.check("ddp-beats-dp", 2.0).missing == "needs gpus2"
+
+    def test_a_lesson_of_it_passes_and_says_so_and_is_not_in_the_journal(self, rehearsal, tmp_path, capsys):
+        claims.check("workers-help", Ratio(0.5, 0.4, 0.6))
+        claims.check("pinned-memory", 0.1)
+        claims.finish(a_lab(tmp_path, strict=True))
+        shown = capsys.readouterr().out
+        assert "– 2 not testable here · a rehearsal: no kernel computed" in shown
+        content = json.loads((tmp_path / "out/12_dataloader.json").read_text())
+        assert all(claim["rehearsed"] for claim in content["claims"])
+        assert not (tmp_path / "kept").exists()
+
+    def test_only_a_machine_that_says_so_rehearses(self, monkeypatch):
+        monkeypatch.setattr(hardware, "this_machine", lambda: SimpleNamespace())
+        assert not claims._rehearsed()
+        monkeypatch.setattr(hardware, "this_machine", lambda: SimpleNamespace(rehearsed=True))
+        assert claims._rehearsed()
 
 
 class TestDisplay:
@@ -622,6 +717,26 @@ class TestFinish:
         first = content["claims"][0]
         assert (first["verdict"], first["expected"]) == ("holds", ["holds", "too small to tell"])
         assert (first["value"], first["interval"], first["guide"]["source"]) == (2.0, [1.5, 2.6], "2023 guide")
+
+    def test_a_lesson_is_judged_by_the_profile_that_it_ran(self, machine, tmp_path, capsys):
+        machine.features.add("cuda")
+        others = {claim.id: 2.0 for claim in LEDGER.values() if claim.lesson == "14" and claim.where == "cuda"}
+        for id, value in (others | {"all-three-memory": 0.581}).items():
+            claims.check(id, value)
+        lesson = {"lesson": "14_all_together", "strict": True}
+        with pytest.raises(claims.NotReproduced, match="all-three-memory: too small to tell, expected holds"):
+            claims.finish(a_lab(tmp_path, profile="gpu", **lesson))
+        claims.finish(a_lab(tmp_path, profile=SimpleNamespace(name="t4"), **lesson))
+        content = json.loads((tmp_path / "out/14_all_together.json").read_text())
+        assert content["profile"] == "t4"
+        assert [claim["as_expected"] for claim in content["claims"]] == [True] * 3
+
+    def test_a_comparison_that_failed_fails_a_strict_lesson_with_its_reason(self, machine, tmp_path):
+        claims.check("workers-help", Ratio.unknown("speed not measured: timed out"))
+        claims.check("pinned-memory")
+        claims.finish(a_lab(tmp_path))
+        with pytest.raises(claims.NotReproduced, match=r"not testable here, expected holds .*timed out"):
+            claims.finish(a_lab(tmp_path, strict=True))
 
     def test_without_out_nothing_is_written(self, passed, tmp_path):
         claims.finish(a_lab(tmp_path, out=""))
