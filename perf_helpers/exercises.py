@@ -1,7 +1,8 @@
 """Guesses, exercises, challenges and questions: what a learner answers, and the feedback on it.
 
-Nothing that a learner answers stops Run All. What an author got wrong does: a check that fails by itself, a question
-whose right answer is none of its options.
+Nothing that a learner answers stops Run All, and no measurement that failed does: an answer that needs it is neither
+right nor wrong. What an author got wrong stops it: a check that fails by itself, a question whose right answer is none
+of its options.
 """
 
 import contextlib
@@ -17,11 +18,13 @@ from perf_helpers import arguments as training_arguments
 from perf_helpers import journal, plots
 from perf_helpers.runs import Run
 from perf_helpers.task import Task
+from perf_helpers.unknown import NeedsValues, Unknown
 
 _SIGNS = {  # told by sign and words as well as by colour, which is the theme's
     "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
     "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
     "right": ("✓", "var(--jp-success-color1, #388e3c)"),
+    "not measured": ("–", "var(--jp-border-color1, #8a8a8a)"),
     "no guess": ("○", "var(--jp-border-color1, #8a8a8a)"),
     "guess": ("●", "var(--jp-brand-color1, #1976d2)"),
 }
@@ -29,7 +32,8 @@ _SIGNS = {  # told by sign and words as well as by colour, which is the theme's
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """`status` is "not attempted", "wrong" or "right" for an exercise, "no guess" or "guess" for a prediction.
+    """`status` is "not attempted", "wrong", "right" or "not measured" for an exercise, "no guess" or "guess" for a
+    prediction.
 
     In `text`, words between backticks are code. `picture` is HTML to show under it, if any.
     """
@@ -59,6 +63,11 @@ def right(text: str) -> Feedback:
     return Feedback("right", text)
 
 
+def not_measured(why: str) -> Feedback:
+    """An answer that cannot be judged, because what it is held against is unknown. It is not kept in the journal."""
+    return Feedback("not measured", why)
+
+
 def prose_html(text: str) -> str:
     """Plain text as HTML; words between backticks become code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
@@ -76,7 +85,7 @@ def score(guess: float | None, measured: float | None, unit: str = "") -> Feedba
     Raises:
         ValueError: the guess is no number.
     """
-    if measured is None:
+    if measured is None or isinstance(measured, Unknown):
         return Feedback("no guess", "nothing was measured to hold a guess against")
     shown = f"measured {amount_text(measured, unit)}"
     if guess is None:
@@ -93,7 +102,8 @@ _learners: ContextVar[bool] = ContextVar("learners", default=True)
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
 
-    Nothing of it goes into the learner's journal or onto the board.
+    Nothing of it goes into the learner's journal or onto the board. Where what they are held against is unknown here,
+    neither is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -102,14 +112,22 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
         RuntimeError: the check takes the mistake for right, the solution for wrong, or None for an attempt.
     """
     with _on_behalf_of_the_author():
-        verdict = check(solution)
+        verdict = _judgement(check, solution)
         for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
-            found = verdict if answer is solution else check(answer)
-            if found.status != expected:
+            found = verdict if answer is solution else _judgement(check, answer)
+            unknown = found.status == "not measured" and answer is not None
+            if found.status != expected and not unknown:
                 raise RuntimeError(
                     f"this exercise's check calls {answer!r} {found.status}, not {expected}: {found.text}"
                 )
     return verdict
+
+
+def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
+    try:
+        return judge(answer)
+    except NeedsValues as reason:
+        return not_measured(str(reason))
 
 
 @contextlib.contextmanager
@@ -122,7 +140,7 @@ def _on_behalf_of_the_author() -> Iterator[None]:
 
 
 def _keep(lab, kind: str, key: str, **content) -> None:
-    if _learners.get():
+    if _learners.get() and content.get("status") != "not measured":
         journal.keep(lab, kind, key, **content)
 
 
@@ -138,7 +156,7 @@ def check(lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedb
         TypeError: the check returned something else than a Feedback.
     """
     try:
-        feedback = judge(answer)
+        feedback = _judgement(judge, answer)
     except Exception as error:
         if answer is None:
             raise
@@ -283,8 +301,8 @@ def _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed) 
     speed = None
     if at_least_speed is not None:
         ratio = lab.compare(baseline, run).speed_ratio
-        if ratio is None:
-            return wrong(f"{said}, but its speed could not be measured")
+        if not ratio.known:
+            return not_measured(f"{said}; {ratio.value.why}")
         speed = ratio.value
         said += f"; {ratio} x the speed of {baseline.name}, where {at_least_speed:g} x is wanted"
         if ratio.high < at_least_speed:

@@ -8,6 +8,7 @@ import pytest
 
 from perf_helpers import Lab, Task, exercises, journal
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store
+from perf_helpers.unknown import Unknown
 
 LESSON = "14_all_together"
 VANILLA = {"per_device_train_batch_size": 4}
@@ -62,7 +63,7 @@ def test_feedback_shows_code_and_escapes_the_rest():
 
 
 def test_feedback_takes_its_colours_from_the_theme():
-    for status in ("not attempted", "wrong", "right", "no guess", "guess"):
+    for status in ("not attempted", "wrong", "right", "not measured", "no guess", "guess"):
         shown = exercises.Feedback(status, "x")._repr_html_()
         assert "var(--jp-" in shown and "background" not in shown and f" {status}</b>" in shown
 
@@ -150,6 +151,31 @@ def test_an_empty_hint_is_refused(steps):
         exercises.hint(*steps)
 
 
+# ---- what is not known
+
+
+def needs_a_value(answer):
+    return exercises.not_attempted() if answer is None else exercises.right("x") if Unknown("gone") > 1 else None
+
+
+def test_an_answer_held_against_the_unknown_is_neither_right_nor_wrong_and_not_kept(lab):
+    assert exercises.check(lab, "unknown", needs_a_value, 4) == exercises.not_measured("gone")
+    assert kept(lab, "exercise") == []
+
+
+def test_a_proof_against_the_unknown_stops_no_lesson_but_one_that_can_be_made_does():
+    assert exercises.prove(needs_a_value, solution=4, mistake=5).status == "not measured"
+    with pytest.raises(RuntimeError, match="not attempted"):
+        exercises.prove(lambda answer: exercises.not_measured("always"), solution=4, mistake=5)
+    half = {None: exercises.not_attempted(), 4: exercises.not_measured("gone"), 5: exercises.right("it is not")}
+    with pytest.raises(RuntimeError, match="calls 5 right"):
+        exercises.prove(half.get, solution=4, mistake=5)
+
+
+def test_a_guess_is_not_scored_against_the_unknown():
+    assert exercises.score(5, Unknown()).status == "no guess"
+
+
 # ---- challenge
 
 
@@ -208,7 +234,11 @@ def test_no_answer_states_the_target(lab, vanilla):
         (Ratio(0.5, 0.4, 0.6), "wrong", "too slow by 38%"),
         (Ratio(0.7, 0.5, 0.9), "right", "within the noise"),
         (Ratio(1.2, 0.9, 1.5), "right", "1.20 (0.90 to 1.50)"),
-        (None, "wrong", "could not be measured"),
+        (
+            Ratio.unknown("speed not measured: timed out"),
+            "not measured",
+            "the limit 60.0 MB; speed not measured: timed out",
+        ),
     ],
 )
 def test_speed_is_held_against_the_target_with_its_interval(lab, vanilla, ratio, status, words):
@@ -217,6 +247,7 @@ def test_speed_is_held_against_the_target_with_its_interval(lab, vanilla, ratio,
     assert feedback.status == status and words in feedback.text
     assert [content["speed"] for content in kept(lab, "board")] == ([ratio.value] if status == "right" else [])
     assert ("noise" in feedback.text) == (words == "within the noise")
+    assert len(kept(lab, "exercise")) == (status != "not measured")
 
 
 def test_a_recipe_that_fails_or_trains_elsewhere_is_wrong(lab, vanilla):
