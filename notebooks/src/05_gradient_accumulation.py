@@ -313,6 +313,7 @@ def trainer_gradient(task, micro_batch, steps, prepare=None):
     options = prepare(model) if prepare else {}
     with tempfile.TemporaryDirectory() as folder:
         training = arguments.build(settings | {"max_grad_norm": 0.0}, folder)
+        training._n_gpu = min(1, training.n_gpu)  # with several GPUs the Trainer would make a batch for each
         trainer = Trainer(model=model, args=training, train_dataset=task.dataset(), **options)
         trainer.remove_callback(PrinterCallback)
         hook = register_optimizer_step_pre_hook(keep)
