@@ -68,9 +68,9 @@ def problems(data) -> list[str]:
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
     for claim in data["claims"]:
         if not claim["as_expected"]:
-            lines.append(
-                f"{claim['id']}: {claim['verdict']}, expected {' or '.join(claim.get('expected') or ['nothing'])}"
-            )
+            line = f"{claim['id']}: {claim['verdict']}, expected {' or '.join(claim.get('expected') or ['nothing'])}"
+            why = claim["verdict"] == UNDECIDED and claim.get("reason")
+            lines.append(f"{line} ({why})" if why else line)
     if all(claim["verdict"] == UNDECIDED for claim in data["claims"]):
         lines.append("no claim was decided")
     return lines

@@ -47,6 +47,20 @@ def test_what_recorded_runs_measured_stands_before_the_last_cell():
         assert "transformers" in cells[-2].source and "20" in cells[-2].source  # versions and date
 
 
+def gpus_taken_unasked(text):
+    """Cells that would take every GPU there is: a Trainer of one's own left to itself, DataParallel without a list."""
+    cells = [cell for cell in text.split("# %%") if not cell.startswith(" [markdown]")]
+    wraps = [cell for cell in cells if "trainer.train()" in cell and "_n_gpu = min(1" not in cell]
+    return wraps + [cell for cell in cells if cell.count("nn.DataParallel") > cell.count("device_ids=")]
+
+
+def test_no_lesson_takes_more_gpus_than_it_speaks_of():
+    found = {path.stem: gpus_taken_unasked(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert sum("trainer.train()" in path.read_text(encoding="utf-8") for path in SOURCES) >= 2
+    assert not any(found.values()), found
+    assert gpus_taken_unasked("# %%\ntrainer.train()") and gpus_taken_unasked("# %%\ntorch.nn.DataParallel(model)")
+
+
 def test_without_recorded_runs_there_is_no_such_cell(tmp_path):
     assert build.recorded_text("05_gradient_accumulation", tmp_path) == ""
 

@@ -611,7 +611,7 @@ if on_gpu and hardware.supports("cpu-bf16")[0]:
     on_cpu = [timed(f"CPU, {recipe}", recipe | {"use_cpu": True}, cpu_task) for recipe in ({}, {"bf16": True})]
     cpu_speed = lab.compare(*on_cpu).speed_ratio
 display(claims.check("half-precision-faster-cpu", cpu_speed))
-per_byte = lab.ratio([pair / smaller for pair in pairs]) if native else 1 / smaller
+per_byte = faster / smaller if native else 1 / smaller
 display(claims.check("half-inference", per_byte, note=f"peak {smaller:.3f} x, speed {faster} x"))
 display(claims.check("tf32-layout", digits, note=tf32_note))
 claims.check("tf32-faster", tf32_speed, note=tf32_note)
@@ -663,8 +663,8 @@ exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 # ## Exercise 2: the challenge
 #
 # Give the fastest recipe on this machine whose loss stays in the band: training arguments such as `{"bf16": True}`,
-# `{"dtype": "float16"}`, or `{}` for fp32. Target: a final loss no higher than the worst fp32 seed's, at 0.8 of the speed
-# of the faster of fp32 and mixed precision or more.
+# `{"dtype": "float16"}`, or `{}` for fp32. Target: a final loss at most a tenth above the worst fp32 seed's, at 0.8 of the
+# speed of the faster of fp32 and mixed precision or more.
 
 # %%
 exercises.hint(
@@ -684,11 +684,11 @@ def check_recipe(answer):
     yours = learn("yours", answer)
     if not yours.ok:
         return exercises.wrong(yours.message)
-    if not final(yours) <= max(map(final, seeds["fp32"])):  # nan is no loss either
+    if not final(yours) <= 1.1 * max(map(final, seeds["fp32"])):  # nan is no loss either
         return exercises.wrong(f"final loss {final(yours):.3g}, outside of the fp32 seeds' {finals['fp32']}")
     ratio = lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio
     target = 0.8 * max(1, speed.value)
-    if ratio is None or ratio.high < target:
+    if ratio.high < target:
         return exercises.wrong(f"it learns, at {ratio} of the speed of fp32; the target is {target:.2f}")
     return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")
 
@@ -696,8 +696,10 @@ def check_recipe(answer):
 exercises.check(lab, "fastest recipe", check_recipe, my_recipe)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-# Pure fp16 fails: Adam's second moment, a squared gradient, is 0 in fp16, and the step divides by it.
-exercises.prove(check_recipe, solution=mixed if speed.value > 1 else {}, mistake={"dtype": "float16"})
+# Pure fp16 with AdamW fails on a CPU: its second moment, a squared gradient, is 0 in fp16, and the step divides by it.
+# (A GPU's fused kernel computes in fp32 inside.) SGD keeps no such moment, and at this rate hardly moves.
+solution = mixed if speed.known and speed.value > 1 else {}
+exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim": "sgd"})
 
 # %% [markdown]
 # ## Recap

@@ -230,7 +230,8 @@ for phase in trainer.memory.phases:
     live = [plots.bytes_text(run.memory.phases[phase]) for run in (trainer, loop)]
     print(f"live after {phase}: {live[0]} with the Trainer, {live[1]} in the loop")
 print(f"largest difference between the losses of a step: {difference:.2g}")
-torch.testing.assert_close(loop.value, list(trainer.losses), rtol=1e-3, atol=0)
+close = 1e-3 if lab.machine.kind == "cpu" else 1e-2  # a GPU adds in varying order, and 16 bits make more of it
+torch.testing.assert_close(loop.value, list(trainer.losses), rtol=close, atol=0)
 widgets.revealed(lab, "peak", 100 * loop.peak_bytes / trainer.peak_bytes)
 
 # %%
