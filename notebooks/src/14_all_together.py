@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, journal, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, journal, plots, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
 
@@ -176,7 +176,7 @@ ax.spines[["top", "right"]].set_visible(False)
 _ = ax.legend(frameon=False)
 
 # %% [markdown]
-# Accumulation saves the most, because it comes first. Half precision saves little on its rung, or costs (on the V100 that rung
+# Accumulation comes first, and saves the most where activations are most of vanilla's peak. Half precision saves little on its rung, or costs (on the V100 that rung
 # goes *up*): the activations it would halve are mostly gone already, and it adds copies of the weights. The dashed
 # line is the floor: 8 bytes a parameter, for fp32 weights and the gradients that accumulation keeps. No rung goes
 # under it.
@@ -200,12 +200,8 @@ claims.check("all-three-memory", share["all + Adafactor"], note=f"with 8-bit Ada
 # %% tags=["claim"]
 def check_speed_for_memory(id, name):
     """Decide a claim by samples/s for each byte of peak, over vanilla's, from turns taken."""
-    if not cuda:
-        return claims.check(id)
-    compared = lab.compare(vanilla, runs[name])
-    if compared.speed_ratio is None:
-        return claims.check(id, missing="needs both recipes to be timed, and one failed")
-    return claims.check(id, lab.ratio([pair / compared.memory_ratio for pair in compared.speed_ratio.pairs]))
+    compared = lab.compare(vanilla, runs[name]) if cuda else None
+    return claims.check(id, compared and compared.speed_ratio / compared.memory_ratio)
 
 
 display(check_speed_for_memory("combined-half-memory", "accumulation + checkpointing + half"))
@@ -252,14 +248,16 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # (a preset, a config.json, a model folder), and your card in the place of `memory`, as in `memory="16GB"`.
 
 # %%
-advice = lab.foresee(advise, task, memory=vanilla.peak_bytes // 2, effective_batch=16, seconds=120)
+used = max(vanilla.peak_bytes, vanilla.memory.reserved_bytes or 0) + (vanilla.memory.context_bytes or 0)
+room = int(used * (0.8 if cuda else 0.5))  # of a GPU the context takes its part, whatever the recipe
+advice = lab.foresee(advise, task, memory=room, effective_batch=16, seconds=120)
 advice
 
 # %% [markdown]
 # Is it true? The first recipe is trained for two steps, and the peak held against what was said.
 
 # %%
-advice and lab.foresee(verify, advice, lab)
+advice and advice.recipes and lab.foresee(verify, advice, lab)
 
 # %% [markdown]
 # ## Your guesses
@@ -292,22 +290,25 @@ else:
 # %% [markdown]
 # ## Exercise
 #
-# Your card holds half of vanilla's peak. Which recipe of the ten fits and has the most samples/s? (On a CPU, go by the
-# V100's samples/s.)
+# Your card holds the share of vanilla's peak that is printed below. Which recipe of the ten fits and has the most
+# samples/s? (On a CPU, go by the V100's samples/s.)
 
 # %%
 exercises.hint(
-    "Only recipes with a share of at most 50 % fit: read them off the table.",
+    "Only recipes with a share of at most the limit fit: read them off the table.",
     "Among those, look for the highest samples per second. `speed_of` below tells it.",
 )
 
 # %% tags=["exercise"]
+limit = sorted(share.values())[3]  # the four smallest fit
+print(f"The card holds {limit:.1%} of vanilla's peak.")
 answer = None  # the name of a recipe, as in the table
 
 
 # %% tags=["check"]
 def speed_of(name):
-    return (runs[name].samples_per_second if cuda else v100[name][2]) or 0.0
+    speed = runs[name].samples_per_second if cuda else v100[name][2]
+    return speed if plots.is_measured(speed) else 0.0  # the loop by hand was not timed
 
 
 def check(answer):
@@ -315,9 +316,11 @@ def check(answer):
         return exercises.not_attempted()
     if answer not in share:
         return exercises.wrong(f"no recipe is called {answer!r}; there are: {', '.join(share)}")
-    if share[answer] > 0.5:
+    if share[answer] > limit:
         return exercises.wrong(f"{answer} takes {share[answer]:.0%} of vanilla's peak: it does not fit")
-    faster = [name for name in share if share[name] <= 0.5 and speed_of(name) > speed_of(answer)]
+    if not any(map(speed_of, share)):
+        return exercises.not_measured("no recipe was timed here")
+    faster = [name for name in share if share[name] <= limit and speed_of(name) > speed_of(answer)]
     if faster:
         return exercises.wrong(f"{answer} fits, but so does one with more than {speed_of(answer):.4g} samples/s")
     return exercises.right(f"{answer}: {share[answer]:.0%} of the peak, {speed_of(answer):.4g} samples/s")
@@ -326,7 +329,7 @@ def check(answer):
 exercises.check(lab, "half the memory", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-fitting = [name for name in share if share[name] <= 0.5]
+fitting = [name for name in share if share[name] <= limit]
 exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precision")
 
 # %% [markdown]
@@ -350,7 +353,7 @@ answer = None  # {"per_device_train_batch_size": ..., ...}
 # %% tags=["check"]
 target = {
     "limit_bytes": 0.75 * min(run.peak_bytes for run in runs.values() if run.ok),
-    "at_least_speed": 0.5 if cuda else 0.05,  # a CPU may have to emulate half precision
+    "at_least_speed": 0.2 if cuda else 0.05,  # a slow host, a CPU that emulates half precision
 }
 
 
@@ -364,7 +367,8 @@ exercises.board(lab, "smallest")
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # What is left is weights and gradients. Half-precision weights have half-precision gradients, and need no copies.
 # Whether it learns is another question: small updates are lost in bf16 weights (lesson 07).
-smallest = saving | {"optim": "adafactor", "dtype": "bfloat16"}
+emulated = cuda and not hardware.supports("sm80")[0]  # an older GPU has 16-bit products for fp16 alone
+smallest = saving | {"optim": "adafactor", "dtype": "float16" if emulated else "bfloat16"}
 exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 
 # %% [markdown]

@@ -512,7 +512,7 @@ def count_dp(task):
 
     for name in kinds:
         setattr(comm, name, partial(counted, name, getattr(comm, name)))
-    loss = torch.nn.DataParallel(task.build_model().cuda())(**task.batch(8)).loss.mean()
+    loss = torch.nn.DataParallel(task.build_model().cuda(), device_ids=[0, 1])(**task.batch(8)).loss.mean()
     backward.append(True)
     loss.backward()
     peaks = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
@@ -522,7 +522,7 @@ def count_dp(task):
 beats = crossing = None
 if gpus2:
     crossing = lab.run(count_dp, task=timed, measure=("none",)).value
-    each = partial(loop, samples=8, wrap=torch.nn.DataParallel, turns=4)
+    each = partial(loop, samples=8, wrap=partial(torch.nn.DataParallel, device_ids=[0, 1]), turns=4)
     dp = lab.run(each, "DP", task=timed, measure=("time",), samples_per_step=8)
     beats = lab.compare(dp, over["fast"], turns=4).speed_ratio
 
