@@ -23,6 +23,7 @@ help:
 	@echo "make check     ruff, structure, generated files up to date: seconds"
 	@echo "make test      check, then every test and every lesson"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
+	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
 	@echo "make wheel     the estimate, the advisor, the explorers and the command line, tested with torch's CUDA build"
 
 course: $(STAMP)
@@ -55,8 +56,15 @@ levels: $(STAMP)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
 WHEEL_TESTS := $(foreach name,cuda probe estimate fits explorers advise cli hardware,$(wildcard tests/test_$(name).py))
+CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
-	$(MAKE) VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)" ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
+	$(MAKE) $(CUDA) ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
+
+# On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those.
+LESSONS ?= all
+rehearse:
+	$(MAKE) $(CUDA) .venv-cuda/.stamp
+	.venv-cuda/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
 
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)
@@ -72,5 +80,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: help course lab lessons check test levels wheel fresh
+.PHONY: help course lab lessons check test levels rehearse wheel fresh
 fresh: ;

@@ -12,7 +12,6 @@ import functools
 import html
 import itertools
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +38,6 @@ from perf_helpers.techniques import (
     techniques,
 )
 
-_UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
-_UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
-_UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
 _FAR = 1.2  # beyond the limit by this factor, an optimizer's difference seen elsewhere is believed
 
 
@@ -206,27 +202,6 @@ class Verification:
 # -------------------------------------------------------------------------------------------------------- the questions
 
 
-def parse_bytes(memory: int | float | str) -> int:
-    """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
-
-    Raises:
-        ValueError: anything else, and less than 1 MB.
-    """
-    example = "give bytes, or a text such as '16GB', '16GiB' or '300MB'"
-    if isinstance(memory, str):
-        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())
-        if not found:
-            raise ValueError(f"memory={memory!r}: {example}")
-        size = float(found[1]) * _UNITS[found[2]]
-    elif isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
-        raise ValueError(f"memory={memory!r}: {example}")
-    else:
-        size = memory
-    if size < 1e6:
-        raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
-    return int(size)
-
-
 def advise(
     task: Task,
     *,
@@ -266,7 +241,7 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
             estimate within `timeout`.
     """
-    limit = parse_bytes(memory)
+    limit = hardware.parse_bytes(memory)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
@@ -328,7 +303,7 @@ def largest_micro_batch(
     Raises:
         ValueError: as `advise`; to confirm what this machine cannot run; two real runs that both need too much.
     """
-    limit = parse_bytes(memory)
+    limit = hardware.parse_bytes(memory)
     training_arguments.check(arguments)
     if "per_device_train_batch_size" in training_arguments.current(arguments):
         raise ValueError("per_device_train_batch_size is what is looked for: leave it out")

@@ -27,8 +27,10 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command()
 def doctor(json_output: Json = False) -> None:
     """What this machine is and can do, what is wrong, and the remedy."""
+    from perf_helpers.rehearsal import build
+
     machine, versions = hardware.describe(), hardware.versions()
-    findings = hardware.diagnose(machine, versions)
+    findings = [*hardware.diagnose(machine, versions), build.finding()]
     if json_output:
         found = [{"level": f.level, "subject": f.subject, "text": f.text, "remedy": f.remedy} for f in findings]
         _print_json({"machine": machine.to_dict(), "versions": versions, "findings": found})
@@ -149,6 +151,60 @@ def estimate(
         typer.echo(f"- {assumption}")
 
 
+@app.command(context_settings=TRAINING_ARGUMENTS)
+def rehearse(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="As in `measure`.")] = None,
+    function: Annotated[str | None, typer.Option(help="Your own, called with the task: file.py:function.")] = None,
+    card: Annotated[str | None, typer.Option(help="t4, v100, a10g, 4090, a100-40, a100, h100; or:")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 8.0.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 16GB or 16GiB.")] = None,
+    seq_len: SeqLen = None,
+    architecture: Architecture = None,
+    dataset_size: DatasetSize = 512,
+    processes: Processes = 1,
+    inference: Inference = False,
+    lessons: Annotated[str | None, typer.Option(help="Rehearse the course: all, core, or numbers as 05,06.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the course's rehearsal.")] = Path("build/rehearsal"),
+    json_output: Json = False,
+) -> None:
+    """What a training takes on a GPU that is not here: torch's own CUDA allocator decides, and nothing is computed.
+
+    Takes the same training arguments as `measure`. Exit code 1 where it does not fit: with torch's own message.
+    After `--`, a command of yours is run on such a GPU instead: perf-helpers rehearse --card t4 -- python train.py
+    """
+    from perf_helpers import plots, rehearsal
+
+    if lessons is not None:
+        raise typer.Exit(_rehearse_lessons(lessons, out))
+    on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
+    if "--" in sys.argv:
+        raise typer.Exit(rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on))
+    given = _training_arguments(context.args)
+    if function is None and model is None:
+        raise ValueError("name a model with --model, a function with --function, or a command after --")
+    task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
+    what = task if function is None else _function(function)
+    try:
+        run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
+    except RuntimeError as error:  # nothing to rehearse with, or a function that needs values
+        raise ValueError(f"cannot be rehearsed: {error}") from error
+    assumed = f"assumed: the CUDA context takes {plots.bytes_text(on.context_bytes)} of the card"
+    if json_output:
+        _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_flat(run)})
+    else:
+        memory = run.memory
+        typer.echo(f"{function or model} on {on.name}, rehearsed: {run.status}")
+        if memory:
+            typer.echo(f"  allocated at the peak {plots.bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
+            _print_breakdown(memory)
+            typer.echo(f"  reserved by the allocator {plots.bytes_text(memory.reserved_bytes)}")
+        typer.echo(f"- {assumed}")
+    if not run.ok:
+        typer.echo(f"{run.status}: {run.message}", err=True)
+        raise typer.Exit(1)
+
+
 @app.command()
 def compare(old: Path, new: Path, json_output: Json = False) -> None:
     """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
@@ -227,6 +283,32 @@ def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str 
     task.family()  # so that a model nobody knows is refused before anything runs
     task.length()
     return task
+
+
+def _rehearse_lessons(lessons: str, out: Path) -> int:
+    from perf_helpers.rehearsal.lessons import rehearse_lessons
+
+    try:
+        failed = rehearse_lessons(lessons, out)
+    except RuntimeError as error:
+        raise ValueError(f"cannot be rehearsed: {error}") from error
+    for line in failed:
+        typer.echo(line)
+    typer.echo(f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}")
+    return bool(failed)
+
+
+def _function(text: str):
+    """The function that "file.py:name" names."""
+    import runpy
+
+    file, colon, name = text.rpartition(":")
+    if not colon or not Path(file).is_file():
+        raise ValueError(f"--function {text}: write it as file.py:name, of a file that is there")
+    found = runpy.run_path(file).get(name)
+    if not callable(found):
+        raise ValueError(f"{file} has no function {name!r}")
+    return found
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -33,6 +34,9 @@ CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 LITTLE_BYTES, SMALL_SHM_BYTES = 4_000_000_000, 500_000_000
+_UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
+_UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
+_UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
 
 # What to type or do, by words of a reason; the first that fits counts.
 REMEDIES = {
@@ -110,6 +114,7 @@ class Machine:
     cpu_quota: float | None = None  # cores' worth of time that a cgroup allows
     machine_cores: int | None = None
     visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
+    rehearsed: bool = False  # the GPU is a stand-in that computes nothing, see perf_helpers.rehearsal
 
     @property
     def slug(self) -> str:
@@ -156,10 +161,16 @@ def describe(root: str | Path = "/") -> Machine:
     shm = shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     host = (name, kind, system, python, model, cores, features, total, available, shm)
-    return Machine(*host, gpus, reason, nvml_reason, visible, build, quota, machine_cores, visible_reason)
+    about_gpus = (gpus, reason, nvml_reason, visible, build, quota, machine_cores, visible_reason)
+    return Machine(*host, *about_gpus, is_rehearsal())
 
 
 this_machine = functools.cache(describe)
+
+
+def is_rehearsal() -> bool:
+    """Whether this process runs in a rehearsal, see perf_helpers.rehearsal."""
+    return "REHEARSAL_CAPABILITY" in os.environ
 
 
 def versions() -> dict[str, str | None]:
@@ -224,6 +235,27 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
         free, total = torch.cuda.mem_get_info(gpu_index)
         return total - free
     return None
+
+
+def parse_bytes(memory: int | float | str) -> int:
+    """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
+
+    Raises:
+        ValueError: anything else, and less than 1 MB.
+    """
+    example = "give bytes, or a text such as '16GB', '16GiB' or '300MB'"
+    if isinstance(memory, str):
+        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())
+        if not found:
+            raise ValueError(f"memory={memory!r}: {example}")
+        size = float(found[1]) * _UNITS[found[2]]
+    elif isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+        raise ValueError(f"memory={memory!r}: {example}")
+    else:
+        size = memory
+    if size < 1e6:
+        raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
+    return int(size)
 
 
 # GPUs ----------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from perf_helpers import hardware, processes, progress
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.training import Experiment
-from perf_helpers.unknown import Unknown
+from perf_helpers.unknown import NeedsValues, Unknown
 
 Answer = TypeVar("Answer")
 
@@ -52,7 +52,8 @@ class Lab:
         executor: Executor | None = None,
         timeout: float | None = None,
     ):
-        self.machine = hardware.describe()
+        # An executor may say what machine its experiments see: a rehearsal's is not this one.
+        self.machine = getattr(executor, "machine", hardware.describe)()
         self.versions = hardware.versions()
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
@@ -256,6 +257,8 @@ class Lab:
             raise
         if merged["status"] == "invalid":
             raise ValueError(merged["message"])
+        if merged["status"] == "needs values":
+            raise NeedsValues(merged["message"])
         if experiment.function and merged.get("output"):
             print(merged["output"], end="")
         return self._keep(experiment, merged)

@@ -24,11 +24,14 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers import worker
+from perf_helpers import hardware, worker
 from perf_helpers.training import Experiment
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 _INT = struct.Struct("q")
+# Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
+# server's, nor the ranks that a clean process forks (torch's launcher looks).
+_NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Ended(Exception):
@@ -54,8 +57,7 @@ class _Server:
             {"GOMP_SPINCOUNT": "3000"}
             | os.environ
             | {
-                # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more.
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                **_NO_DEVICE_BEFORE_FORKS,
                 "TOKENIZERS_PARALLELISM": "false",
             }
         )
@@ -189,7 +191,7 @@ def _main(channel: connection.Connection) -> None:
     place, payload, measure, turn = channel.recv()
     os.chdir(place["folder"])
     os.environ.clear()
-    os.environ.update(place["environment"])
+    os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
     sys.path[:] = place["path"]
     on_step = _turns(channel, *turn) if turn else _reporter(channel)
     try:
@@ -416,6 +418,11 @@ def alternate(
         {"first": seconds of each turn, "second": ..., "status", "message"}: a list is shorter than `turns` where an
         experiment ended early.
     """
+    if hardware.is_rehearsal() and turns > 1:  # one turn shows all that can be seen
+        found = alternate(first, second, 1, 1, timeout, together, on_turn)
+        return found | {name: turns * found[name] for name in ("first", "second")}
+    if hardware.is_rehearsal():
+        first, second = (experiment.replace(warmup_steps=1) for experiment in (first, second))
     seconds: dict[str, list[float]] = {"first": [], "second": []}
     experiments = {"first": first, "second": second}
     deadline, on_turn = time.monotonic() + seconds_left(timeout), on_turn or (lambda: None)
@@ -453,7 +460,9 @@ def alternate(
                     if outcome["status"] != "ok":
                         return _early(name, outcome)
                     every = outcome["timing"]["all_seconds"][: turns * steps_per_turn]
-                    seconds[name] = [min(every[i : i + steps_per_turn]) for i in range(0, len(every), steps_per_turn)]
+                    seconds[name] = [
+                        min(every[i : i + steps_per_turn], key=float) for i in range(0, len(every), steps_per_turn)
+                    ]
         else:
             for number in range(turns):
                 for name in ("first", "second") if number % 2 == 0 else ("second", "first"):
@@ -462,7 +471,7 @@ def alternate(
                     )
                     if outcome["status"] != "ok":
                         return _early(name, outcome)
-                    seconds[name].append(min(outcome["timing"]["all_seconds"]))
+                    seconds[name].append(min(outcome["timing"]["all_seconds"], key=float))
                     on_turn()
     except TimeoutError:
         status = _timed_out(timeout)

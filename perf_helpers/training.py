@@ -77,7 +77,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     trainer = kind(model=model, args=args, train_dataset=dataset, optimizers=(optimizer, None))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return [sum(float(loss) for loss in step) for step in losses]
+    return [sum(loss.item() for loss in step) for step in losses]
 
 
 def infer(experiment: Experiment, passes: int = 2) -> None:

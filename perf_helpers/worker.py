@@ -4,6 +4,7 @@ The process that calls `perform` is fresh and will end after it: nothing needs t
 """
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import signal
@@ -16,7 +17,11 @@ from typing import Any
 
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
+from perf_helpers.runs import Timing
 from perf_helpers.training import Experiment, Invalid, infer, train
+from perf_helpers.unknown import NeedsValues, Unknown
+
+NO_TIME = "a rehearsal: no kernel computes, so there is no time"
 
 # Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is among them
 # only where there is no device: importing it touches one.
@@ -68,6 +73,8 @@ def failure(error: BaseException) -> dict[str, Any]:
     """The outcome of an experiment that an exception ended."""
     if isinstance(error, Invalid):
         return {"status": "invalid", "message": str(error)}
+    if isinstance(error, NeedsValues):
+        return {"status": "needs values", "message": str(error)}
     text = f"{type(error).__name__}: {error}".strip()
     lowered = text.lower()
     out_of_memory = (
@@ -102,6 +109,9 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
             with meters.MemoryMeter(categories, on_cpu=bool(experiment.arguments.get("use_cpu"))) as meter:
                 outcome |= _execute(experiment, folder, steps=2, keep_losses=False)
             outcome["memory"] = meter.result().to_dict()
+        elif hardware.is_rehearsal():
+            steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
+            outcome |= _rehearse(experiment, folder, steps, on_step)
         elif measure == "time":
             with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
                 outcome |= _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
@@ -112,6 +122,28 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
             outcome["timing"] = timing.to_dict() if timing else None
         else:
             outcome |= _execute(experiment, folder, experiment.steps, keep_losses=True)
+    return outcome
+
+
+def _rehearse(experiment: Experiment, folder: str, steps: int, on_step) -> dict[str, Any]:
+    """What an experiment yields in a rehearsal without the memory meter: nothing is known of its time.
+
+    It runs, two steps long where the Trainer makes the steps.
+    """
+    from perf_helpers import meters
+
+    unknown, short = Unknown(NO_TIME), experiment
+    if not experiment.function and "num_train_epochs" not in experiment.arguments:
+        steps = experiment.arguments.get("max_steps", steps)
+        short = experiment.replace(arguments=experiment.arguments | {"max_steps": min(steps, 2)})
+    with meters.TimeMeter(1, on_step) as meter:
+        outcome = _execute(short, folder, 2, keep_losses=True)
+    if outcome.get("losses") and short is not experiment:
+        outcome["losses"] = (outcome["losses"] * steps)[:steps]
+    if seen := meter.result():
+        every = (unknown,) * len(seen.all_seconds)
+        timing = Timing(unknown, unknown, experiment.steps, experiment.warmup_steps, unknown, every)
+        outcome["timing"] = dataclasses.asdict(timing)  # not to_dict, which writes null for what is unknown
     return outcome
 
 

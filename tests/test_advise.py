@@ -291,11 +291,11 @@ def test_a_shorter_sequence_is_the_longest_that_fits(followed):
 @pytest.mark.parametrize("memory", ["16", "16 gigs", "16gb", "-1GB", "", "GB", 0, True, None, 16, float("nan"), "1kB"])
 def test_memory_is_read_strictly(memory):
     with pytest.raises(ValueError, match=r"memory=.*'16GB'"):
-        advise.parse_bytes(memory)
+        hardware.parse_bytes(memory)
 
 
 def test_memory_in_its_units():
-    found = [advise.parse_bytes(text) for text in ("16GB", "16 GiB", "1.5MB", 2_000_000, 3e9)]
+    found = [hardware.parse_bytes(text) for text in ("16GB", "16 GiB", "1.5MB", 2_000_000, 3e9)]
     assert found == [16 * 10**9, 16 * 2**30, 1_500_000, 2_000_000, 3_000_000_000]
 
 

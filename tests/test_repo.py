@@ -61,7 +61,19 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "exercises": {"arguments", "journal", "plots", "runs", "task"},
     "results": {"claims", "hardware", "runs"},
     "course": {"claims", "hardware", "results", "runs", "task"},
-    "cli": {*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"},
+    "rehearsal.build": {"hardware"},
+    "rehearsal.cards": {"arguments", "hardware"},
+    "rehearsal.values": set(),
+    "rehearsal.notebook": set(),
+    "rehearsal.inside.sitecustomize": {"rehearsal.values"},
+    "rehearsal.native.nvidia_smi": set(),
+    "rehearsal.stage": {"hardware", "lab", "rehearsal.build", "rehearsal.cards", "runs", "task"},
+    "rehearsal.lessons": {"course", "rehearsal.cards", "rehearsal.notebook", "rehearsal.stage", "results"},
+    "rehearsal": {"rehearsal.cards", "rehearsal.stage"},
+    "cli": {
+        *(*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"),
+        *("rehearsal", "rehearsal.build", "rehearsal.lessons"),
+    },
     "__init__": set(),
 }
 # Inside a function only: what shows itself.
@@ -74,6 +86,7 @@ DRAWS = {
     "cli": {"plots"},
 }
 ALLOWED = {module: allowed | {"unknown"} for module, allowed in ALLOWED.items()} | {"unknown": set()}
+ROOMS = {module.split(".")[0] for module in ALLOWED if "." in module}  # folders of modules, each with a door
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")
@@ -136,8 +149,8 @@ def imports(source):
             base = node.module or ""
             if node.level:
                 base = f"{PACKAGE}.{base}".rstrip(".")
-            if base == PACKAGE:
-                found.extend((f"{PACKAGE}.{alias.name}", inside) for alias in node.names)
+            if base == PACKAGE or base in {f"{PACKAGE}.{room}" for room in ROOMS}:
+                found.extend((f"{base}.{alias.name}", inside) for alias in node.names)
             else:
                 found.append((base, inside))
         inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -156,7 +169,8 @@ def import_problems(module, source):
         head, _, tail = name.partition(".")
         if head != PACKAGE:
             continue
-        target = tail.split(".")[0] or "__init__"
+        parts = tail.split(".")
+        target = ".".join(parts[:2]) if ".".join(parts[:2]) in ALLOWED else parts[0] or "__init__"
         allowed = ALLOWED[module] | (DRAWS.get(module, set()) if inside else set())
         if target not in allowed | {"__version__"}:
             problems.append(f"{module} imports {target}: it may import {', '.join(sorted(allowed)) or 'nothing'}")
@@ -174,7 +188,12 @@ def undeclared(source, distributions, owners):
 
 
 def modules():
-    return {path.stem: path.read_text() for path in some(sorted((ROOT / PACKAGE).glob("*.py")), "modules")}
+    """{name: source}: "lab", "rehearsal.cards", and "rehearsal" for that room's door."""
+    found = {}
+    for path in some(sorted((ROOT / PACKAGE).rglob("*.py")), "modules"):
+        name = ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text()
+    return found
 
 
 def test_imports_run_one_way():

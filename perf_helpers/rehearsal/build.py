@@ -1,0 +1,178 @@
+"""What a rehearsal needs: torch's CUDA build in an environment of its own, and a library that stands in for the device.
+
+Nothing is installed into the environment that this runs in. If that has torch's CUDA build (the ordinary wheel for
+Linux is one), it is used as it is; else an environment is made in the user's cache folder.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+from perf_helpers import hardware
+
+SOURCES = Path(__file__).with_name("native")
+COMPILERS = ("g++", "clang++", "c++")
+# Functions that torch links and only launches work with, by the start of their names: what they return.
+SUCCEEDS = ("cublas",)
+REFUSES = {"cudnn": 3000, "nccl": 5, "cusparse": 10, "cusolver": 9, "cufft": 16, "nvrtc": 7}  # their "not supported"
+DRIVER_REFUSES, NVML_REFUSES = 801, 3  # CUDA_ERROR_NOT_SUPPORTED, NVML_ERROR_NOT_SUPPORTED
+
+
+def problem() -> str | None:
+    """Why no rehearsal is possible on this system, whatever is installed; None where one is."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"a rehearsal needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+    if not compiler():
+        return f"a rehearsal needs a C++ compiler ({', '.join(COMPILERS)}): there is none"
+    return None
+
+
+def finding() -> hardware.Finding:
+    """What the doctor says of rehearsals."""
+    if hardware.is_rehearsal():
+        return hardware.Finding("note", "rehearsal", "The GPU is a stand-in: memory is real, nothing is computed.")
+    if why := problem():
+        install = "" if compiler() else "`apt install g++`, or your system's C++ compiler."
+        return hardware.Finding("note", "rehearsal", f"No GPU can be rehearsed: {why}.", install)
+    if interpreter() is None:
+        text = "GPUs can be rehearsed once torch's CUDA build is there: 5 GB, in an environment of its own."
+        return hardware.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` makes it.")
+    return hardware.Finding("ok", "rehearsal", "`perf-helpers rehearse` tells what a training takes on other GPUs.")
+
+
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))), None)
+
+
+def interpreter() -> Path | None:
+    """The Python that has torch's CUDA build: this one, else that of the environment made earlier; None: neither."""
+    if hardware.torch_build()[1]:
+        return Path(sys.executable)
+    python = environment() / "bin" / "python"
+    return python if (environment() / "complete").exists() and python.exists() else None
+
+
+def environment() -> Path:
+    """The folder of a rehearsal's own environment: one for each Python and torch."""
+    return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
+
+
+def cache() -> Path:
+    home = os.environ.get("PERF_HELPERS_HOME")
+    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
+    return base / "rehearsal"
+
+
+def set_up() -> Path:
+    """Make the environment, if this one has no CUDA build: the same packages in the same versions (5 GB, minutes).
+
+    Raises:
+        RuntimeError: it cannot be made; with pip's last line.
+    """
+    if python := interpreter():
+        return python
+    if why := problem():
+        raise RuntimeError(why)
+    folder = environment()
+    print(f"Making an environment with torch's CUDA build in {folder}: 5 GB, some minutes.", file=sys.stderr)
+    venv.create(folder, clear=True, with_pip=True)
+    python = folder / "bin" / "python"
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *_packages()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
+        raise RuntimeError(f"torch's CUDA build could not be installed: {last}")
+    package = Path(__file__).resolve().parents[1]
+    (_site_packages(python) / package.name).symlink_to(package)
+    (folder / "complete").touch()
+    return python
+
+
+def library(python: Path) -> Path:
+    """The folder of the compiled stand-in for `python`'s torch; made on the first call, and when anything changed.
+
+    Raises:
+        RuntimeError: it cannot be compiled; with the compiler's message.
+    """
+    site = _site_packages(python)
+    headers = next(iter(sorted(site.glob("nvidia/*/include/cuda_runtime_api.h"), reverse=True)), None)
+    if headers is None:
+        raise RuntimeError(f"CUDA's headers are missing in {site}/nvidia: is torch its CUDA build?")
+    sources = sorted(path for path in SOURCES.rglob("*") if path.is_file())
+    state = hashlib.sha256("".join(path.read_text() for path in [Path(__file__), *sources]).encode())
+    state.update(f"{python} {(site / 'torch' / 'version.py').read_text()}".encode())
+    folder = cache() / f"library-{state.hexdigest()[:12]}"
+    if (folder / "libcuda.so.1").exists():
+        return folder
+    draft = folder.with_name(f"{folder.name}.{os.getpid()}")
+    draft.mkdir(parents=True, exist_ok=True)
+    (draft / "rest.c").write_text(_rest(site, headers.with_name("cuda.h")))
+    options = ["-O1", "-fPIC", "-w", f"-I{SOURCES}", f"-I{headers.parent}"]
+    units = [str(path) for path in sources if path.suffix == ".cpp"]
+    made = draft / "librehearsal.so"
+    for command in (
+        [compiler(), "-x", "c", *options, "-c", draft / "rest.c", "-o", draft / "rest.o"],
+        [compiler(), "-std=c++17", *options, "-shared", *units, draft / "rest.o", "-o", made, "-ldl", "-lpthread"],
+    ):
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
+    # One library under three names: preloaded, it answers whoever links CUDA; under the other two it is found by name.
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        (draft / name).symlink_to("librehearsal.so")
+    (draft / "bin").mkdir(exist_ok=True)
+    tool = draft / "bin" / "nvidia-smi"
+    tool.write_text(f"#!{python}\n{(SOURCES / 'nvidia_smi.py').read_text()}")
+    tool.chmod(0o755)
+    try:
+        draft.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(draft)
+    return folder
+
+
+def _rest(site: Path, header: Path) -> str:
+    """C source of the functions that nobody asks for an answer."""
+    written = set()
+    for source in SOURCES.glob("*.cpp"):
+        written |= set(re.findall(r"\b((?:cu|nccl|nvml)\w+) ?\(", source.read_text()))
+    needed = set()
+    for linked in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
+        done = subprocess.run(["nm", "-D", "--undefined-only", linked], capture_output=True, text=True)
+        needed |= {line.split()[-1].partition("@")[0] for line in done.stdout.splitlines() if line.strip()}
+    answers = dict.fromkeys(SUCCEEDS, 0) | REFUSES
+    functions = {name: code for name in needed - written for start, code in answers.items() if name.startswith(start)}
+    looked_up = set(re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes()))  # by dlsym
+    functions |= dict.fromkeys({name.decode() for name in looked_up} - written, NVML_REFUSES)
+    text = header.read_text(errors="replace")
+    driver = set(re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text))
+    driver |= {name for pair in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+)", text) for name in pair}
+    functions |= dict.fromkeys(driver - written, DRIVER_REFUSES)
+    return "\n".join(f"int {name}(void) {{ return {code}; }}" for name, code in sorted(functions.items())) + "\n"
+
+
+def _packages() -> list[str]:
+    """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
+    pins = []
+    for text in importlib.metadata.requires(hardware.DISTRIBUTION) or ():
+        name = re.match(r"[\w.-]+", text)[0]
+        if "extra ==" not in text and name != "torch":
+            pins.append(f"{name}=={importlib.metadata.version(name)}")
+    return [f"torch==={_torch_version()}", *pins]
+
+
+def _torch_version() -> str:
+    return importlib.metadata.version("torch").partition("+")[0]
+
+
+def _site_packages(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())

@@ -1,0 +1,102 @@
+"""The course, rehearsed: its lessons on cards that are not here, several machines at a time."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from perf_helpers.course import find_lessons
+from perf_helpers.rehearsal.cards import CARDS, Card
+from perf_helpers.rehearsal.notebook import TOLD
+from perf_helpers.rehearsal.stage import command
+from perf_helpers.results import load_results, problems
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine that the course is rehearsed on: its card, the profile, and the lessons; None: all of them."""
+
+    name: str
+    card: Card
+    profile: str
+    lessons: tuple[str, ...] | None = None
+    core: tuple[str, ...] = ()  # the lessons that CI rehearses: each branch for CUDA at least once, in a few minutes
+
+
+MACHINES = (
+    Machine("gpu-9.0", CARDS["h100"], "gpu", core=("00", "01", "05", "07")),
+    Machine("gpu-8.0", CARDS["a100"], "gpu", core=("06", "08", "14")),
+    Machine("t4", CARDS["t4"], "t4", core=("03", "09", "13")),
+    Machine("two-gpus", CARDS["a100"].replace(devices=2), "gpu", lessons=("15",), core=("15",)),
+)
+
+
+def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", at_once: int = 2) -> list[str]:
+    """Run lessons on every machine of `MACHINES`, and say what happened.
+
+    Args:
+        wanted: "all", "core", or the lessons' numbers ("05,06").
+        out: folder; each machine has one in it, as `perf-helpers course` leaves it.
+        at_once: machines that are rehearsed at the same time.
+
+    Returns:
+        What failed, one line each: an exception other than for want of values (with lesson, cell and line), a verdict
+        that the ledger does not expect, a machine on which nothing ran.
+
+    Raises:
+        ValueError: a lesson that does not exist.
+        RuntimeError: no rehearsal is possible here; with what is missing.
+    """
+    if wanted not in ("all", "core"):
+        find_lessons(wanted.split(","))
+    speaking = threading.Lock()
+
+    def say(name: str, text: str) -> None:
+        with speaking:
+            print(f"{name:>8}  {text.rstrip()}", file=sys.stderr, flush=True)
+
+    def perform(machine: Machine) -> list[str]:
+        lessons = machine.lessons if wanted == "all" else machine.core if wanted == "core" else wanted.split(",")
+        if machine.lessons and lessons and wanted not in ("all", "core"):
+            lessons = [lesson for lesson in lessons if lesson in machine.lessons]
+        if lessons is not None and not lessons:
+            return []
+        folder = Path(out) / machine.name
+        with command(machine.card) as (python, environment):
+            words = [python, "-m", "perf_helpers.cli", "course", *(lessons or ())]
+            words += ["--profile", machine.profile, "--out", folder]
+            options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            with subprocess.Popen(list(map(str, words)), env=environment, **options) as process:
+                for line in process.stderr:
+                    say(machine.name, line)
+        try:
+            data = load_results(folder)
+        except ValueError as error:
+            return [f"{machine.name}: {error}"]
+        for lesson in data["lessons"]:
+            left_out = not_rehearsed(folder / f"{lesson['name']}.ipynb")
+            if left_out:
+                say(machine.name, f"{lesson['name']}: {len(left_out)} statements need values")
+        return [f"{machine.name}: {problem}" for problem in problems(data)]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return [line for lines in pool.map(perform, MACHINES) for line in lines]
+
+
+def not_rehearsed(notebook: Path) -> list[str]:
+    """The statements of an executed notebook that need values, one line each; nothing for one that is not there."""
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    except (OSError, ValueError, LookupError):
+        return []
+    found = []
+    for cell in cells:
+        for output in cell.get("outputs", ()):
+            for line in "".join(output.get("text", ())).splitlines():
+                if match := re.match(rf"{re.escape(TOLD)} \(line (\d+) of this cell: (.*)\)$", line):
+                    found.append(f"In [{cell['execution_count']}], line {match[1]}: {match[2]}")
+    return found

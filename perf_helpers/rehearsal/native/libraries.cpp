@@ -1,0 +1,187 @@
+// cuBLAS, cuDNN and NCCL, as far as torch and bitsandbytes look at an answer. What only launches work is not written
+// here: build.py writes those functions, by name, as ones that succeed (cuBLAS) or say "not supported" (the others).
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "device.h"
+using namespace rehearsal;
+
+template <class T> static void scale(T* numbers, size_t count, int by) {
+    for (size_t i = 0; i < count; i++) numbers[i] *= (T)by;
+}
+
+extern "C" {
+
+// --- cuBLAS and cuBLASLt: handles, and one algorithm that needs no workspace (torch asks for its own workspace before)
+
+int cublasCreate_v2(void** made) { *made = handle(); return 0; }
+int cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
+int cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
+int cublasGetVersion_v2(void*, int* version) { *version = 130101; return 0; }
+size_t cublasLtGetVersion() { return 130101; }
+int cublasLtCreate(void** made) { *made = handle(); return 0; }
+int cublasLtMatmulDescCreate(void** made, int, int) { *made = handle(); return 0; }
+int cublasLtMatmulPreferenceCreate(void** made) { *made = handle(); return 0; }
+int cublasLtMatrixLayoutCreate(void** made, int, uint64_t, uint64_t, int64_t) { *made = handle(); return 0; }
+struct Heuristic { uint64_t algorithm[8]; size_t workspace; int state; float waves; int reserved[4]; };
+int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, Heuristic* found, int* count) {
+    *found = {};
+    *count = 1;
+    return 0;
+}
+
+// --- cuDNN's graph interface: descriptors that remember what they are told. A search for engines finds one, which needs
+// no workspace of its own; what torch's front end allocates for its own intermediate results is its own arithmetic.
+
+struct Attribute { int type; int64_t count; std::vector<char> bytes; };
+struct Descriptor { int kind; std::map<int, Attribute> told; };
+enum { ENGINEHEUR_RESULTS = 202, GRAPH_ENGINES = 802 };
+enum { TYPE_INT64 = 3, TYPE_INT32 = 23 };
+static size_t width(int type) {  // bytes of an element, by cudnnBackendAttributeType_t
+    switch (type) {
+        case 2: case 24: return 1;                                   // boolean, char
+        case 0: case 3: case 5: case 6: case 15: case 26: return 8;  // handle, int64, double, pointer, descriptor, fraction
+        default: return 4;
+    }
+}
+int cudnnBackendCreateDescriptor(int kind, Descriptor** made) { *made = new Descriptor{kind, {}}; return 0; }
+int cudnnBackendDestroyDescriptor(Descriptor* descriptor) { delete descriptor; return 0; }
+int cudnnBackendFinalize(Descriptor*) { return 0; }
+int cudnnBackendExecute(void*, Descriptor*, Descriptor*) { return 0; }
+int cudnnBackendSetAttribute(Descriptor* to, int name, int type, int64_t count, const void* from) {
+    const char* bytes = (const char*)from;
+    to->told[name] = {type, count, bytes ? std::vector<char>(bytes, bytes + count * width(type)) : std::vector<char>()};
+    return 0;
+}
+int cudnnBackendGetAttribute(const Descriptor* from, int name, int type, int64_t room, int64_t* count, void* to) {
+    auto told = from->told.find(name);
+    if (name == ENGINEHEUR_RESULTS) {  // the caller made the descriptors that are to be filled
+        if (count) *count = 1;
+    } else if (told != from->told.end()) {
+        int64_t given = told->second.count < room ? told->second.count : room;
+        if (count) *count = told->second.count;
+        if (to && room > 0) memcpy(to, told->second.bytes.data(), given * width(type));
+    } else if (type == TYPE_INT64 || type == TYPE_INT32) {  // workspaces, shared memory, an engine's number: none
+        if (count) *count = 1;
+        if (to && room > 0) memset(to, 0, width(type));
+        if (to && room > 0 && name == GRAPH_ENGINES) *(int64_t*)to = 1;
+    } else if (count) {
+        *count = 0;  // numerical notes, behaviour notes, knobs: none
+    }
+    return 0;
+}
+int cudnnCreate(void** made) { *made = handle(); return 0; }
+int cudnnDestroy(void*) { return 0; }
+int cudnnSetStream(void*, void*) { return 0; }
+int cudnnGetStream(void*, void** stream) { *stream = nullptr; return 0; }
+const char* cudnnGetErrorString(int error) { return error ? "not answered in a rehearsal" : "success"; }
+void cudnnGetLastErrorString(char* text, size_t length) { snprintf(text, length, "not answered in a rehearsal"); }
+size_t cudnnGetCudartVersion() { return 13000; }
+// The version decides which attention kernel torch prefers: the installed library is asked.
+size_t cudnnGetVersion() {
+    static size_t version = [] {
+        void* library = dlopen("libcudnn.so.9", RTLD_LAZY);
+        auto ask = library ? (size_t(*)())dlsym(library, "cudnnGetVersion") : nullptr;
+        return ask && ask != cudnnGetVersion ? ask() : (size_t)90000;
+    }();
+    return version;
+}
+int cudnnGetProperty(int which, int* value) {
+    size_t version = cudnnGetVersion();
+    *value = which == 0 ? version / 10000 : which == 1 ? version / 100 % 100 : version % 100;
+    return 0;
+}
+
+// --- NCCL: communicators, and collectives that move what is small as if every rank held the same
+
+struct Communicator { int ranks, rank, device; };
+struct UniqueId { char bytes[128]; };
+static const size_t SMALL = 1u << 20;
+static size_t bytes_of(size_t count, int type) {
+    static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return count * widths[type];
+}
+static void move(void* to, const void* from, size_t bytes) {
+    if (to && from && bytes <= SMALL) memmove(to, from, bytes);
+}
+
+int ncclGetVersion(int* version) {
+    auto ask = (int (*)(int*))dlsym(RTLD_NEXT, "ncclGetVersion");
+    if (ask) return ask(version);
+    *version = 22700;
+    return 0;
+}
+int ncclGetUniqueId(UniqueId* id) {
+    memset(id, 0, sizeof *id);
+    snprintf(id->bytes, sizeof id->bytes, "rehearsal-%d-%p", getpid(), handle());
+    return 0;
+}
+int ncclCommInitRank(Communicator** made, int ranks, UniqueId, int rank) { *made = new Communicator{ranks, rank, rank}; return 0; }
+int ncclCommInitRankConfig(Communicator** made, int ranks, UniqueId, int rank, void*) {
+    *made = new Communicator{ranks, rank, rank};
+    return 0;
+}
+int ncclCommInitRankScalable(Communicator** made, int ranks, int rank, int, UniqueId*, void*) {
+    *made = new Communicator{ranks, rank, rank};
+    return 0;
+}
+int ncclCommInitAll(Communicator** made, int count, const int* list) {
+    for (int i = 0; i < count; i++) made[i] = new Communicator{count, i, list ? list[i] : i};
+    return 0;
+}
+int ncclCommSplit(Communicator* from, int, int, Communicator** made, void*) { *made = new Communicator(*from); return 0; }
+int ncclCommCount(Communicator* of, int* count) { *count = of->ranks; return 0; }
+int ncclCommUserRank(Communicator* of, int* rank) { *rank = of->rank; return 0; }
+int ncclCommGetAsyncError(Communicator*, int* error) { *error = 0; return 0; }
+int ncclCommDestroy(Communicator* of) { delete of; return 0; }
+int ncclCommAbort(Communicator*) { return 0; }
+int ncclCommFinalize(Communicator*) { return 0; }
+int ncclCommRegister(Communicator*, void*, size_t, void** made) { *made = handle(); return 0; }
+int ncclCommDeregister(Communicator*, void*) { return 0; }
+int ncclGroupStart() { return 0; }
+int ncclGroupEnd() { return 0; }
+const char* ncclGetErrorString(int) { return "not answered in a rehearsal"; }
+const char* ncclGetLastError(Communicator*) { return ""; }
+int ncclMemAlloc(void** pointer, size_t bytes) { return ((int (*)(void**, size_t))dlsym(RTLD_DEFAULT, "cudaMalloc"))(pointer, bytes); }
+int ncclMemFree(void* pointer) { return ((int (*)(void*))dlsym(RTLD_DEFAULT, "cudaFree"))(pointer); }
+
+int ncclBroadcast(const void* from, void* to, size_t count, int type, int, Communicator*, void*) {
+    move(to, from, bytes_of(count, type));
+    return 0;
+}
+int ncclBcast(void*, size_t, int, int, Communicator*, void*) { return 0; }
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* of, void*) {
+    move(to, from, bytes_of(count, type));
+    if (operation == 0 && bytes_of(count, type) <= SMALL) {  // a sum of equal numbers; floating point is left unknown
+        if (type == 2 || type == 3) scale((int32_t*)to, count, of->ranks);
+        if (type == 4 || type == 5) scale((int64_t*)to, count, of->ranks);
+        if (type == 0) scale((int8_t*)to, count, of->ranks);
+        if (type == 1) scale((uint8_t*)to, count, of->ranks);
+    }
+    return 0;
+}
+int ncclReduce(const void* from, void* to, size_t count, int type, int operation, int, Communicator* of, void* stream) {
+    return ncclAllReduce(from, to, count, type, operation, of, stream);
+}
+int ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* of, void*) {
+    size_t bytes = bytes_of(count, type);
+    for (int rank = 0; rank < of->ranks; rank++) move((char*)to + rank * bytes, from, bytes);
+    return 0;
+}
+int ncclReduceScatter(const void* from, void* to, size_t count, int type, int operation, Communicator* of, void* stream) {
+    return ncclAllReduce((const char*)from + of->rank * bytes_of(count, type), to, count, type, operation, of, stream);
+}
+int ncclAlltoAll(const void* from, void* to, size_t count, int type, Communicator* of, void*) {
+    move(to, from, bytes_of(count, type) * of->ranks);
+    return 0;
+}
+int ncclSend(const void*, size_t, int, int, Communicator*, void*) { return 0; }
+int ncclRecv(void*, size_t, int, int, Communicator*, void*) { return 0; }
+int ncclRedOpCreatePreMulSum(int* made, void*, int, int, Communicator*) { *made = 5; return 0; }
+int ncclRedOpDestroy(int, Communicator*) { return 0; }
+
+}  // extern "C"

@@ -1,0 +1,363 @@
+// The CUDA runtime without a device: memory is address space, small copies are made, kernels are not run.
+//
+// What torch asks about the device is answered as device.h says. Device memory is host memory: what the host wrote
+// there can be read back, everything else reads as zeros or as what lay there before.
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+
+#include "device.h"
+using namespace rehearsal;
+
+#define OK cudaSuccess
+static const size_t COPIES = (size_t)number("REHEARSAL_COPY_BYTES", 4L << 20);  // larger blocks are not copied
+
+static thread_local cudaError_t last = OK;
+static thread_local int current = 0;  // as CUDA numbers the visible devices
+static cudaError_t fail(cudaError_t error) { return last = error; }
+static int device() {
+    auto shown = visible();
+    return current < (int)shown.size() ? shown[current] : 0;
+}
+
+struct Block {
+    size_t bytes, asked;
+    int device;
+    bool host;
+};
+static std::mutex guard;
+static std::map<uintptr_t, Block> blocks;  // by address: cudaMalloc's and cudaHostAlloc's
+
+static const Block* block_of(const void* address) {
+    auto after = blocks.upper_bound((uintptr_t)address);
+    if (after == blocks.begin()) return nullptr;
+    auto& [start, block] = *--after;
+    return (uintptr_t)address < start + block.bytes ? &block : nullptr;
+}
+
+extern "C" {
+
+// --- devices
+
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = (int)visible().size();
+    return *count ? OK : fail(cudaErrorNoDevice);
+}
+cudaError_t cudaGetDevice(int* number) { *number = current; return OK; }
+cudaError_t cudaSetDevice(int number) {
+    if (number < 0 || number >= (int)visible().size()) return fail(cudaErrorInvalidDevice);
+    current = number;
+    return OK;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int number) {
+    auto shown = visible();
+    if (number < 0 || number >= (int)shown.size()) return fail(cudaErrorInvalidDevice);
+    auto limit = limits();
+    memset(p, 0, sizeof *p);
+    snprintf(p->name, sizeof p->name, "%s", rehearsal::name());
+    uuid(shown[number], (unsigned char*)&p->uuid);
+    p->totalGlobalMem = total_bytes();
+    p->major = capability() / 10, p->minor = capability() % 10;
+    p->multiProcessorCount = limit.multiprocessors;
+    p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = limit.shared_opt_in;
+    p->sharedMemPerMultiprocessor = limit.shared_per_multiprocessor, p->reservedSharedMemPerBlock = 1024;
+    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+    p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = limit.threads_per_multiprocessor;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->l2CacheSize = limit.l2_bytes, p->memoryBusWidth = 5120, p->maxBlocksPerMultiProcessor = 32;
+    p->totalConstMem = 65536, p->textureAlignment = 512, p->texturePitchAlignment = 32;
+    p->unifiedAddressing = p->managedMemory = p->concurrentManagedAccess = p->concurrentKernels = 1;
+    p->asyncEngineCount = 2, p->canMapHostMemory = 1, p->cooperativeLaunch = 1, p->streamPrioritiesSupported = 1;
+    p->pciBusID = shown[number] + 1;
+    return OK;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int number) {
+    cudaDeviceProp p;
+    if (cudaError_t error = cudaGetDeviceProperties(&p, number)) return error;
+    switch (attribute) {
+        case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
+        case cudaDevAttrMaxBlockDimX: *value = p.maxThreadsDim[0]; break;
+        case cudaDevAttrMaxBlockDimY: *value = p.maxThreadsDim[1]; break;
+        case cudaDevAttrMaxBlockDimZ: *value = p.maxThreadsDim[2]; break;
+        case cudaDevAttrMaxGridDimX: *value = p.maxGridSize[0]; break;
+        case cudaDevAttrMaxGridDimY: *value = p.maxGridSize[1]; break;
+        case cudaDevAttrMaxGridDimZ: *value = p.maxGridSize[2]; break;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)p.sharedMemPerBlock; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
+        case cudaDevAttrReservedSharedMemoryPerBlock: *value = (int)p.reservedSharedMemPerBlock; break;
+        case cudaDevAttrMaxRegistersPerBlock:
+        case cudaDevAttrMaxRegistersPerMultiprocessor: *value = p.regsPerBlock; break;
+        case cudaDevAttrWarpSize: *value = p.warpSize; break;
+        case cudaDevAttrClockRate: *value = 1410000; break;
+        case cudaDevAttrMemoryClockRate: *value = 1593000; break;
+        case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;
+        case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+        case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = p.maxBlocksPerMultiProcessor; break;
+        case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+        case cudaDevAttrAsyncEngineCount: *value = p.asyncEngineCount; break;
+        case cudaDevAttrPciBusId: *value = p.pciBusID; break;
+        case cudaDevAttrUnifiedAddressing:
+        case cudaDevAttrManagedMemory:
+        case cudaDevAttrConcurrentManagedAccess:
+        case cudaDevAttrConcurrentKernels:
+        case cudaDevAttrCanMapHostMemory:
+        case cudaDevAttrStreamPrioritiesSupported:
+        case cudaDevAttrCooperativeLaunch: *value = 1; break;
+        default: *value = 0;
+    }
+    return OK;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int number) {
+    auto shown = visible();
+    if (number < 0 || number >= (int)shown.size()) return fail(cudaErrorInvalidDevice);
+    snprintf(text, length, "0000:%02x:00.0", shown[number] + 1);
+    return OK;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 0; return OK; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return OK; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    if (least) *least = 0;
+    if (greatest) *greatest = -5;
+    return OK;
+}
+cudaError_t cudaDeviceSynchronize() { return OK; }
+cudaError_t cudaDeviceReset() { return OK; }
+cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return OK; }
+cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return OK; }
+cudaError_t cudaGetLastError() { cudaError_t error = last; last = OK; return error; }
+cudaError_t cudaPeekAtLastError() { return last; }
+const char* cudaGetErrorName(cudaError_t error) {
+    return error == OK ? "cudaSuccess" : error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaError";
+}
+const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case OK: return "no error";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+        case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorInvalidValue: return "invalid argument";
+        default: return "not answered in a rehearsal";
+    }
+}
+
+// --- memory
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { memory(device(), true, free, total); return OK; }
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    *pointer = nullptr;
+    size_t whole = (bytes + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);  // the driver hands out pages of 2 MiB
+    int number = device();
+    if (!bytes) return OK;
+    if (!take(number, whole)) return fail(cudaErrorMemoryAllocation);
+    *pointer = reserve(whole);
+    if (!*pointer) {
+        give(number, whole);
+        return fail(cudaErrorMemoryAllocation);
+    }
+    std::lock_guard<std::mutex> lock(guard);
+    blocks[(uintptr_t)*pointer] = {whole, bytes, number, false};
+    return OK;
+}
+cudaError_t cudaFree(void* pointer) {
+    if (!pointer) return OK;
+    std::lock_guard<std::mutex> lock(guard);
+    auto found = blocks.find((uintptr_t)pointer);
+    if (found == blocks.end()) return fail(cudaErrorInvalidValue);
+    give(found->second.device, found->second.bytes);
+    munmap(pointer, found->second.bytes);
+    blocks.erase(found);
+    return OK;
+}
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaMalloc(pointer, bytes); }
+
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    *pointer = reserve(bytes ? bytes : 1);
+    if (!*pointer) return fail(cudaErrorMemoryAllocation);
+    std::lock_guard<std::mutex> lock(guard);
+    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, bytes, 0, true};
+    return OK;
+}
+cudaError_t cudaFreeHost(void* pointer) {
+    std::lock_guard<std::mutex> lock(guard);
+    auto found = blocks.find((uintptr_t)pointer);
+    if (found == blocks.end()) return pointer ? fail(cudaErrorInvalidValue) : OK;
+    munmap(pointer, found->second.bytes);
+    blocks.erase(found);
+    return OK;
+}
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+    std::lock_guard<std::mutex> lock(guard);
+    blocks[(uintptr_t)pointer] = {bytes, bytes, 0, true};
+    return OK;
+}
+cudaError_t cudaHostUnregister(void* pointer) {
+    std::lock_guard<std::mutex> lock(guard);
+    blocks.erase((uintptr_t)pointer);
+    return OK;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
+    memset(found, 0, sizeof *found);
+    std::lock_guard<std::mutex> lock(guard);
+    const Block* block = block_of(pointer);
+    found->type = !block ? cudaMemoryTypeUnregistered : block->host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    auto shown = visible();
+    for (int i = 0; block && i < (int)shown.size(); i++)
+        if (shown[i] == block->device) found->device = i;
+    found->devicePointer = found->hostPointer = (void*)pointer;
+    return OK;
+}
+
+static cudaError_t copy(void* to, const void* from, size_t bytes) {
+    if (bytes <= COPIES && to && from) memmove(to, from, bytes);
+    return OK;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return copy(to, from, bytes); }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    return copy(to, from, bytes);
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
+    return copy(to, from, bytes);
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
+                              cudaMemcpyKind, cudaStream_t) {
+    for (size_t row = 0; width * rows <= COPIES && row < rows; row++)
+        memmove((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width);
+    return OK;
+}
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return OK; }
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+    if (bytes <= COPIES) memset(to, value, bytes);
+    return OK;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) { return cudaMemset(to, value, bytes); }
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t) { return OK; }
+cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
+    static char symbol[1 << 20];
+    *pointer = symbol;
+    return OK;
+}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { *pool = (cudaMemPool_t)handle(); return OK; }
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { *(uint64_t*)value = 0; return OK; }
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return OK; }
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return OK; }
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return OK; }
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return fail(cudaErrorNotSupported); }
+cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return fail(cudaErrorNotSupported); }
+cudaError_t cudaIpcCloseMemHandle(void*) { return OK; }
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t*, cudaEvent_t) { return fail(cudaErrorNotSupported); }
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t*, cudaIpcEventHandle_t) { return fail(cudaErrorNotSupported); }
+
+// --- streams and events: all that was asked for is done at once
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)handle(); return OK; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return OK; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return OK; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return OK; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return OK; }
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = cudaStreamCaptureStatusNone;
+    return OK;
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+#else
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                        cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
+#endif
+    *status = cudaStreamCaptureStatusNone;
+    if (id) *id = 0;
+    return OK;
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* data, unsigned) {
+    call(stream, OK, data);
+    return OK;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) { call(data); return OK; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return OK; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return fail(cudaErrorNotSupported); }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return fail(cudaErrorNotSupported); }
+cudaError_t cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t)handle(); return OK; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return OK; }
+cudaError_t cudaEventQuery(cudaEvent_t) { return OK; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return OK; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return OK; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return OK; }
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1; return OK; }
+cudaError_t cudaProfilerStart() { return OK; }
+cudaError_t cudaProfilerStop() { return OK; }
+
+// --- kernels: found, asked about, launched; never run
+
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return OK; }
+cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+    memset(found, 0, sizeof *found);
+    found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->maxDynamicSharedSizeBytes = 49152;
+    found->binaryVersion = found->ptxVersion = capability();
+    return OK;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return OK; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    *blocks = 2;
+    return OK;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+    *blocks = 2;
+    return OK;
+}
+#if CUDART_VERSION >= 12080
+cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return OK; }
+cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOption*, void**, unsigned,
+                                cudaLibraryOption*, void**, unsigned) {
+    *library = (cudaLibrary_t)handle();
+    return OK;
+}
+cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char*) {
+    *kernel = (cudaKernel_t)handle();
+    return OK;
+}
+cudaError_t cudaLibraryUnload(cudaLibrary_t) { return OK; }
+#endif
+
+// What the compiler puts into every library with kernels.
+static thread_local struct { dim3 grid, block; size_t shared; cudaStream_t stream; } configuration;
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+    configuration = {grid, block, shared, stream};
+    return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+    *grid = configuration.grid, *block = configuration.block, *shared = configuration.shared;
+    *(cudaStream_t*)stream = configuration.stream;
+    return OK;
+}
+cudaError_t __cudaGetKernel(void** kernel, const void* function) { *kernel = (void*)function; return OK; }
+cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
+void** __cudaRegisterFatBinary(void*) {
+    static void* handles[4];
+    return handles;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+
+}  // extern "C"

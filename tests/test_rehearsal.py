@@ -1,0 +1,153 @@
+"""Rehearsals, as far as they need neither torch's CUDA build nor a compiler: cards, what is missing, guarded cells."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from perf_helpers import hardware, rehearsal
+from perf_helpers.rehearsal import build, lessons, notebook
+from perf_helpers.unknown import NeedsValues, Unknown
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "name a card"),
+        ({"name": "a1000"}, "Did you mean 'a100'"),
+        ({"compute_capability": (8, 0)}, "and a memory"),
+        ({"compute_capability": (5, 2), "device_memory": "16GB"}, "compute capability 5.2"),
+        ({"name": "t4", "device_memory": "16 apples"}, "16GiB"),
+        ({"name": "t4", "devices": 0}, "devices=0"),
+    ],
+)
+def test_a_card_that_is_none_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        rehearsal.card(**given)
+
+
+def test_a_card_by_name_by_its_figures_and_by_both():
+    assert rehearsal.card("T4") == rehearsal.CARDS["t4"]
+    own = rehearsal.card(compute_capability=(8, 0), device_memory="16GB", devices=2)
+    assert (own.capability, own.memory_bytes, own.devices) == ((8, 0), 16_000_000_000, 2)
+    assert "8.0, 16 GB" in own.name
+    assert rehearsal.card("a100", device_memory="20GiB").memory_bytes == 20 * 2**30
+
+
+def test_the_stand_in_reads_every_variable_of_a_card():
+    native = "".join(path.read_text() for path in build.SOURCES.glob("*.[hc]*"))
+    assert {name for name in rehearsal.CARDS["t4"].variables("ledger") if f'"{name}"' not in native} == set()
+
+
+def test_the_doctor_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
+    assert "needs Linux" in build.finding().text
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    found = build.finding()
+    assert "C++ compiler" in found.text and "g++" in found.remedy
+    with pytest.raises(RuntimeError, match="C\\+\\+ compiler"):
+        rehearsal.Rehearsal(rehearsal.CARDS["t4"])
+
+
+def test_without_the_cuda_build_the_doctor_says_what_it_takes(monkeypatch, tmp_path):
+    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "problem", lambda: None)
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", False))
+    assert build.interpreter() is None and "5 GB" in build.finding().text
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cu130", True))
+    assert str(build.interpreter()) == sys.executable and build.finding().level == "ok"
+
+
+def test_an_environment_that_cannot_be_made_gives_pips_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "problem", lambda: None)
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", False))
+    monkeypatch.setattr(build.venv, "create", lambda *_, **__: None)
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: one\nERROR: No space left on device\n")
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        build.set_up()
+    assert build.interpreter() is None
+
+
+def test_the_environment_has_the_learners_packages_but_the_cuda_build():
+    torch, *others = build._packages()
+    assert torch.startswith("torch===") and "+" not in torch
+    assert any(line.startswith("transformers==") for line in others) and not any("pytest" in line for line in others)
+
+
+# ---- guarded cells
+
+
+class Shell:
+    """As much of IPython's shell as cells need."""
+
+    def __init__(self):
+        self.ast_transformers, self.user_ns = [], {}
+        notebook.install(self)
+
+    def run(self, source):
+        tree = self.ast_transformers[0].visit(ast.parse(source))
+        exec(compile(ast.fix_missing_locations(tree), "<cell>", "exec"), self.user_ns)
+
+
+def test_a_statement_that_needs_values_is_left_out_and_told_and_the_rest_runs(capsys):
+    shell = Shell()
+    shell.user_ns["loss"] = Unknown("no values")
+    shell.run("a = 1\nb = 2 if loss < 1 else 3\nc = a + 1\nprint(c, loss)\nprint(b + 1)\nif b > 2:\n    d = 1")
+    assert shell.user_ns["c"] == 2
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        f"{notebook.TOLD} (line 2 of this cell: no values)",
+        "2 unknown",
+        "unknown",
+        f"{notebook.TOLD} (line 6 of this cell: b could not be rehearsed)",
+    ]
+
+
+def test_what_was_begun_is_unknown_too(capsys):
+    shell = Shell()
+    shell.user_ns["loss"] = Unknown("no values")
+    shell.run("seen, table = [], {}\nfor i in range(3):\n    seen.append(i)\n    table[i] = loss > i\nx = seen[0]")
+    assert isinstance(shell.user_ns["seen"], Unknown) and isinstance(shell.user_ns["table"], Unknown)
+    assert isinstance(shell.user_ns["x"], Unknown)
+
+
+@pytest.mark.parametrize("use", ["x.mean", "x()", "x[0]", "[*x]", "len(x)", "x < 1", "bool(x)", "int(x)", "x in x"])
+def test_what_could_not_be_rehearsed_cannot_be_used(use):
+    with pytest.raises(NeedsValues, match="x could not"):
+        eval(use, {"x": notebook.Unassigned("x could not be rehearsed")})
+
+
+def test_any_other_error_ends_the_cell():
+    with pytest.raises(ZeroDivisionError):
+        Shell().run("1 / 0")
+
+
+def test_values_that_are_needed_deep_inside_are_found():
+    def deep():
+        try:
+            raise NeedsValues("no values")
+        except NeedsValues as error:
+            raise RuntimeError("unexpected") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        deep()
+    assert isinstance(notebook.needs_values(caught.value), NeedsValues)
+    assert notebook.needs_values(ValueError("other")) is None
+
+
+def test_a_notebooks_statements_that_need_values_are_listed(tmp_path):
+    text = [f"{notebook.TOLD} (line 3 of this cell: no values)\n", "something else\n"]
+    cell = {"cell_type": "code", "execution_count": 7, "outputs": [{"output_type": "stream", "text": text}]}
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [cell]}))
+    assert lessons.not_rehearsed(tmp_path / "a.ipynb") == ["In [7], line 3: no values"]
+
+
+def test_the_core_rehearses_every_profile_and_two_devices():
+    assert {machine.profile for machine in lessons.MACHINES if machine.core} == {"gpu", "t4"}
+    assert any(machine.card.devices == 2 and machine.core == ("15",) for machine in lessons.MACHINES)
+    assert {machine.card.capability for machine in lessons.MACHINES} == {(7, 5), (8, 0), (9, 0)}
