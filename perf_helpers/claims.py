@@ -353,7 +353,7 @@ def check(id: str, value=None, *, missing: str | None = None, note: str = "") ->
 
 def _rehearsed() -> bool:
     """Whether this machine only rehearses another one: torch's CUDA build without a GPU, on which nothing computes."""
-    return getattr(hardware.this_machine(), "rehearsed", False)
+    return hardware.this_machine().rehearsed
 
 
 def _judged(decision: Decision, claim: Claim, profile: str) -> Decision:

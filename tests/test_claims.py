@@ -630,10 +630,10 @@ class TestRehearsal:
         assert not (tmp_path / "kept").exists()
 
     def test_only_a_machine_that_says_so_rehearses(self, monkeypatch):
-        monkeypatch.setattr(hardware, "this_machine", lambda: SimpleNamespace())
-        assert not claims._rehearsed()
-        monkeypatch.setattr(hardware, "this_machine", lambda: SimpleNamespace(rehearsed=True))
-        assert claims._rehearsed()
+        for rehearsed in (False, True):
+            machine = hardware.Machine("a card", "cuda", rehearsed=rehearsed)
+            monkeypatch.setattr(hardware, "this_machine", lambda machine=machine: machine)
+            assert claims._rehearsed() is rehearsed
 
 
 class TestDisplay:
