@@ -344,7 +344,7 @@ def check(id: str, value=None, *, missing: str | None = None, note: str = "") ->
         threshold=claim.threshold_text(),
         reason=" · ".join(filter(None, reasons)) or None,
         missing=(missing or None) if met else lacking,
-        note=note,
+        note=str(note),
         rehearsed=rehearsed,
     )
     _decisions[id] = _judged(decision, claim, choose_profile("auto", hardware.this_machine()).name)
@@ -409,6 +409,10 @@ def finish(lab) -> None:
     if lab.out and not lab.lesson:
         raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
     profile, ledger = getattr(lab.profile, "name", lab.profile), load()
+    if _rehearsed():  # a claim whose statement needed values was left out with it
+        for claim in ledger.values():
+            if claim.lesson == (lab.lesson or "")[:2] and claim.id not in _decisions:
+                check(claim.id, missing="a rehearsal: its cell needs values")
     _decisions.update({id: _judged(decision, ledger[id], profile) for id, decision in _decisions.items()})
     made, date = decisions(), datetime.now(UTC).isoformat(timespec="seconds")
     problems = _problems((lab.lesson or "")[:2], made)

@@ -208,10 +208,16 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform the experiment on `processes` ranks under torch's elastic launcher; rank 0 speaks for all."""
     import multiprocessing
 
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    settings, _ = training_arguments.split(experiment.arguments)
+    devices = torch.cuda.device_count()
+    if not experiment.function and not settings.get("use_cpu") and 0 < devices < experiment.processes:
+        text = f"{experiment.processes} ranks need a GPU each, and there are {devices}: use_cpu=True trains on the CPU"
+        return {"status": "refused", "message": text}
     fork = multiprocessing.get_context("fork")
     barrier, failures = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads = threads_of(experiment)

@@ -102,7 +102,7 @@ class Values(TorchFunctionMode):
     def _note(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
         results = [tensor for tensor in _tensors(made) if _is_plain(tensor)]
-        if not results or name in _CHANGES_NOTHING_KNOWN:
+        if name in _CHANGES_NOTHING_KNOWN or not (results or name == "__setitem__"):
             return
         old = {tensor.untyped_storage()._cdata for tensor in given}
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in old]

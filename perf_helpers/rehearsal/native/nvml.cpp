@@ -61,6 +61,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, MemoryV2* memory) {
     memory->free = memory->total - memory->used - memory->reserved;
     return OK;
 }
+int nvmlDeviceGetGpuFabricInfoV(Device, void*) { return OK; }  // as it came: no fabric (expandable segments ask)
 // *count: how many fit, then how many there are; 7 where they do not fit.
 static int processes(Device device, unsigned* count, Process* list) {
     Locked lock;

@@ -1,0 +1,313 @@
+"""Rehearsals themselves: they need torch's CUDA build (make wheel), and a compiler."""
+
+import json
+import subprocess
+import sys
+
+import cloudpickle
+import nbformat
+import pytest
+
+from perf_helpers import Lab, Task, rehearsal
+from perf_helpers.rehearsal import CARDS, Rehearsal, build, rehearse
+from perf_helpers.unknown import NeedsValues, Unknown
+
+if build.problem() or build.interpreter() is None:
+    pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SMALL = Task("bert-small", seq_len=128)
+
+
+@pytest.fixture(scope="module")
+def a100():
+    with Rehearsal(CARDS["a100"]) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def here(a100):
+    return lambda function, *arguments: a100.submit(function, *arguments).result()
+
+
+# ---- memory, against what others counted
+
+
+def cross_entropy(classes):
+    import torch
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    rows = torch.randn(8 * 2048, classes, requires_grad=True, device="cuda")
+    target = torch.randint(classes, (8 * 2048,), device="cuda")
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(rows, target).backward(retain_graph=True)
+    return torch.cuda.max_memory_allocated()
+
+
+def swiglu(tokens):
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch.cuda.empty_cache()
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, hidden_act="silu")
+    layer = LlamaMLP(config).to("cuda", torch.bfloat16)
+    rows = torch.randn(4, tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(rows)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        result = layer(rows)
+        result.backward(gradient, retain_graph=True)
+        del result
+    return torch.cuda.max_memory_allocated()
+
+
+# Peaks on a real A100, in MiB: linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, torch's side.
+@pytest.mark.parametrize(
+    "function, size, published",
+    [
+        *[(cross_entropy, classes, peak) for classes, peak in ((4096, 1280.126), (32768, 10240.126))],
+        (cross_entropy, 131072, 40960.126),
+        *[(swiglu, tokens, peak) for tokens, peak in ((1024, 1294.25), (4096, 3452.25), (8192, 6372.25))],
+    ],
+)
+def test_peaks_published_for_a_real_a100_come_out_to_the_digit(here, function, size, published):
+    assert here(function, size) / 2**20 == pytest.approx(published, abs=0.0006)
+
+
+SCRIPT = """
+import sys, tempfile, torch, transformers
+from perf_helpers import Task
+transformers.logging.set_verbosity_error()
+task = Task("bert-small", seq_len=128)
+model, options = task.build_model(), {arguments}
+with tempfile.TemporaryDirectory() as folder:
+    settings = transformers.TrainingArguments(folder, max_steps=2, report_to="none", save_strategy="no", **options)
+    trainer = transformers.Trainer(model=model, args=settings, train_dataset=task.dataset())
+    trainer.train()
+print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+"""
+
+
+@pytest.mark.parametrize("card", ["t4", "h100"])
+@pytest.mark.parametrize("arguments", [{"per_device_train_batch_size": 4}, {"fp16": True, "optim": "adafactor"}])
+def test_the_lab_counts_what_a_plain_script_counts(card, arguments):
+    with rehearsal.command(CARDS[card]) as (python, environment):
+        words = [str(python), "-c", SCRIPT.format(arguments=arguments)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    allocated, reserved = map(int, done.stdout.split()[-2:])
+    run = rehearse(SMALL, on=card, **arguments)
+    assert (run.peak_bytes, run.memory.reserved_bytes) == (allocated, reserved)
+    assert sum(run.memory.breakdown.values()) == run.peak_bytes and run.timing is None
+    assert run.machine["rehearsed"] and run.memory.context_bytes is None is run.memory.device_used_bytes
+
+
+def masks(padded):
+    """The masks that the attention of a BERT is given, with or without padding in its batch."""
+    import torch
+
+    model = Task("bert-tiny", seq_len=64).build_model(attn_implementation="sdpa").cuda()
+    ids = torch.ones(2, 64, dtype=torch.long, device="cuda")
+    mask, seen, attention = torch.ones_like(ids), [], torch.nn.functional.scaled_dot_product_attention
+    if padded:
+        mask[0, 30:] = 0
+
+    def watched(*args, attn_mask=None, **kwargs):
+        seen.append(None if attn_mask is None else attn_mask.sum().item())
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = watched
+    try:
+        model(input_ids=ids, attention_mask=mask)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = attention
+    return seen
+
+
+def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
+    assert here(masks, False) == [None, None]
+    assert here(masks, True) == [64 * 30 + 64 * 64] * 2
+
+
+def test_what_does_not_fit_ends_with_torchs_own_words():
+    run = rehearse(Task("bert-large", seq_len=512), on="t4", per_device_train_batch_size=64)
+    assert run.status == "out of memory" and run.memory is None
+    assert "CUDA out of memory. Tried to allocate" in run.message and "14.56 GiB" in run.message
+
+
+def test_a_card_of_the_users_own_and_a_function():
+    def loop(task):
+        import torch
+
+        model = task.build_model().cuda()
+        for _ in range(2):
+            model(**task.batch(4, "cuda")).loss.backward()
+        return [torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).total_memory]
+
+    run = rehearse(loop, task=SMALL, compute_capability=(8, 6), device_memory="5GB")
+    assert run.value == [[8, 6], 5_000_000_000] and run.peak_bytes > 8 * SMALL.parameters()
+
+
+def test_two_ranks_have_a_device_each():
+    alone = rehearse(SMALL, on="t4", per_device_train_batch_size=4)
+    both = rehearse(SMALL, on="t4", processes=2, per_device_train_batch_size=4)
+    assert both.ok, both.message
+    first, second = [rank["peak_bytes"] for rank in both.ranks]
+    assert first == second and first - alone.peak_bytes == pytest.approx(4 * SMALL.parameters(), rel=0.01)  # buckets
+
+
+def test_two_ranks_on_one_device_are_refused(a100):
+    run = Lab("gpu", executor=a100).train("two", task=SMALL, processes=2, measure="memory")
+    assert run.status == "refused" and "use_cpu=True" in run.message
+
+
+def test_expandable_segments_and_a_full_card(monkeypatch):
+    def fill(task):
+        import torch
+
+        blocks = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda") for _ in range(20)]
+        del blocks[::2]
+        free, total = torch.cuda.mem_get_info()
+        return [torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free]
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocated, reserved, used = rehearse(fill, on="t4", task=SMALL).value
+    assert allocated == 10 * (100 << 20) and allocated < reserved <= used
+
+
+# ---- values
+
+
+def integers():
+    import torch
+
+    labels = torch.tensor([3, -100, 5, -100], device="cuda")
+    found = [(labels != -100).sum().item(), labels[labels > 0].tolist(), labels.max().item(), bool((labels < 9).all())]
+    labels += 1
+    labels[0] = 7
+    found += [labels.tolist(), torch.arange(6, device="cuda").view(2, 3).t().contiguous().tolist()]
+    found += [torch.nonzero(labels > 0).flatten().tolist(), torch.nn.functional.one_hot(labels[:1]).shape[1]]
+    stop = torch.zeros(2, dtype=torch.bool, device="cuda") | torch.full((2,), True, device="cuda")
+    return [*found, bool(stop.all()), torch.unique(torch.tensor([2, 2, 1]).cuda()).tolist(), labels.cpu().tolist()]
+
+
+def test_what_is_whole_or_boolean_is_computed(here):
+    moved = [7, -99, 6, -99]
+    expected = [2, [3, 5], 5, True, moved, [[0, 3], [1, 4], [2, 5]], [0, 2], 8, True, [1, 2], moved]
+    assert here(integers) == expected
+
+
+def floats():
+    import torch
+
+    loss = (torch.randn(100, device="cuda") * 2).mean()
+    finite = [torch.isfinite(loss).item(), torch.isnan(loss).any().item(), torch.full((1,), 0.5, device="cuda").item()]
+    return [loss.item(), *finite, repr(loss), loss.cpu().item(), torch.stack([loss, loss]).tolist()]
+
+
+def test_floating_point_is_unknown_and_finite(here):
+    loss, finite, nan, written, shown, fetched, several = here(floats)
+    assert isinstance(loss, Unknown) and isinstance(fetched, Unknown) and all(isinstance(x, Unknown) for x in several)
+    assert (finite, nan, written) == (True, False, 0.5) and "unknown" in shown
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "bool(x > 0)",
+        "float(x)",
+        "int(x)",
+        "x.cpu().numpy()",
+        "rows[rows > 0]",
+        "torch.nonzero(rows)",
+        "rows.argmax().item()",
+        "torch.equal(rows, rows)",
+        "'yes' if x.item() > 1 else 'no'",
+        "torch.testing.assert_close(rows, rows + 1)",
+        "torch.testing.assert_close([x.item()], [1.0])",
+    ],
+)
+def test_who_needs_a_value_hears_so_at_once(here, ask):
+    def asked(ask):
+        import torch
+
+        from perf_helpers.rehearsal.notebook import needs_values
+
+        rows = torch.randn(100, device="cuda")
+        try:
+            return eval(ask, {"torch": torch, "rows": rows, "x": rows.sum()})
+        except Exception as error:
+            return type(needs_values(error)).__name__
+
+    assert here(asked, ask) == "NeedsValues"
+
+
+def test_an_experiment_that_needs_values_is_no_crash(a100):
+    def decides(task):
+        import torch
+
+        return 1 if torch.randn(100, device="cuda").sum() > 0 else 2
+
+    with pytest.raises(NeedsValues):
+        Lab("gpu", executor=a100).run(decides, task=SMALL, measure="none")
+
+
+def test_there_is_no_time_in_a_rehearsal(a100):
+    lab = Lab("gpu", executor=a100)
+    first, second = (lab.train(name, task=SMALL, per_device_train_batch_size=1) for name in ("first", "second"))
+    assert isinstance(first.step_seconds, Unknown) and len(first.losses) == lab.profile.steps + lab.profile.warmup_steps
+    assert isinstance(lab.compare(first, second, turns=3).speed_ratio.value, Unknown)
+    assert '"step_seconds": null' in json.dumps(first.to_dict())
+
+
+# ---- a rehearsal that fails
+
+PLANTED = {
+    "a wrong NVML name": (
+        "import pynvml\npynvml.nvmlInit()",
+        "pynvml.nvmlDeviceGetMemoryInformation(0)",
+        "AttributeError",
+    ),
+    "a CPU tensor meets a CUDA one": ("a = torch.ones(3).cuda()", "a + torch.ones(3)", "RuntimeError"),
+    "a missing .to": (
+        "model = lab.task.build_model().cuda()\nbatch = lab.task.batch(1)",
+        "model(**batch)",
+        "RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
+    before, wrong, error = PLANTED[name]
+    cells = [nbformat.v4.new_code_cell('profile = "auto"\nstrict = False\nout = ""')]
+    cells[0].metadata["tags"] = ["parameters"]
+    setup = 'import torch\nfrom perf_helpers import Lab, claims\nlab = Lab(profile, out=out, lesson="05_planted")'
+    sources = [setup, f"{before}\n{wrong}", "claims.finish(lab)"]
+    cells += [nbformat.v4.new_code_cell(source) for source in sources]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    nbformat.write(notebook, tmp_path / "05_planted.ipynb")
+    words = ["python", "-m", "perf_helpers.cli", "course", str(tmp_path / "05_planted.ipynb")]
+    assert rehearsal.run([*words, "--profile", "gpu", "--out", str(tmp_path / "out")], CARDS["h100"]) == 1
+    (lesson,) = json.loads((tmp_path / "out" / "results.json").read_text())["lessons"]
+    line = before.count("\n") + 2
+    assert (lesson["name"], lesson["status"]) == ("05_planted", "failed")
+    assert lesson["message"].startswith(f"In [4], line {line}: {error}")  # [1] and [2]: the parameters
+
+
+def test_the_command_line(tmp_path):
+    words = [sys.executable, "-m", "perf_helpers.cli", "rehearse"]
+    options = ["--compute-capability", "8.0", "--device-memory", "16GB", "--model", "bert-tiny", "--seq-len", "32"]
+    done = subprocess.run([*words, *options, "--bf16", "--json"], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["rehearsed"] and found["reserved_bytes"] >= found["peak_bytes"] > 0
+    assert sum(found["breakdown"].values()) == found["peak_bytes"] and found["step_seconds"] is None
+    (tmp_path / "mine.py").write_text("def train(task):\n    import torch\n    torch.empty(20 << 30, device='cuda')\n")
+    done = subprocess.run(
+        [*words, "--card", "t4", "--function", f"{tmp_path}/mine.py:train"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Tried to allocate 80.00 GiB" in done.stderr
+    done = subprocess.run([*words, "--card", "t4", "--", "nvidia-smi"], capture_output=True, text=True)
+    assert done.returncode == 0 and "T4" in done.stdout
