@@ -304,6 +304,7 @@ def _record(name, path):
 
 def _claim(lesson, decision):
     fields = ("id", "says", "quantity", "verdict", "expected", "as_expected", "value", "interval", "threshold", "note")
+    fields += ("rehearsed",)  # by a machine that computes nothing, see Machine.rehearsed
     claim = {"lesson": lesson, **{field: decision.get(field) for field in fields}}
     reason = decision.get("missing") or decision.get("reason") or ""
     return claim | {"reference": decision.get("guide"), "reason": reason}
