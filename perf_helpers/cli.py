@@ -189,7 +189,7 @@ def rehearse(
         run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
     except RuntimeError as error:  # nothing to rehearse with, or a function that needs values
         raise ValueError(f"cannot be rehearsed: {error}") from error
-    assumed = f"assumed: the CUDA context takes {plots.bytes_text(on.context_bytes)} of the card"
+    assumed = f"assumed: a CUDA context of {plots.bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
     if json_output:
         _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_flat(run)})
     else:

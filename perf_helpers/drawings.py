@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.plots import PALETTE, SERIES, bytes_text, name_text
+from perf_helpers.plots import PALETTE, SERIES, bytes_text, is_measured, name_text
 from perf_helpers.runs import CATEGORIES
 
 # Signs that differ in shape as well as in colour.
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")
+NO_SPEED = "speed not measured"
 _TEXT = "font-size:13px;line-height:1.35;overflow-wrap:anywhere"
 _OUTLINE = "stroke='currentColor' vector-effect='non-scaling-stroke' fill='none'"
 
@@ -144,7 +145,8 @@ def peak_of(series: Mapping[str, Sequence]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A recipe in the picture of memory against speed: bytes, samples per second, and how it is shown."""
+    """A recipe in the picture of memory against speed: bytes, samples per second (None: not measured), and how it is
+    shown."""
 
     name: str
     peak_bytes: int
@@ -158,54 +160,76 @@ def scatter(points: Sequence[Point], limits: Mapping[str, int], kinds: Sequence[
     """Memory across, samples per second up; the best of both joined by a line, limits (bytes by name) as lines.
 
     Args:
-        kinds: what each sign stands for. Points without a speed stand below the axis.
+        points: those without a speed stand by themselves in a strip below the others, at no height that could be read.
+        kinds: what each sign stands for.
     """
+    timed, untimed = ([p for p in points if is_measured(p.speed) is known] for known in (True, False))
     largest = max(point.peak_bytes for point in points)
     end = 1.12 * max([largest, *(size for size in limits.values() if size < 8 * largest)])
-    fastest = 1.2 * max([point.speed for point in points if point.speed] or [1.0])
-    front = sorted((p for p in points if p.on_front), key=lambda p: p.peak_bytes)
+    fastest = 1.2 * max((point.speed for point in timed), default=1.0)
+    front = sorted((p for p in timed if p.on_front), key=lambda p: p.peak_bytes)
     path = " ".join(f"{1000 * p.peak_bytes / end:.1f},{1000 - 1000 * p.speed / fastest:.1f}" for p in front)
-    marks = ""
-    for point in sorted(points, key=lambda point: point.is_chosen):
-        colour, up = SERIES[point.kind % len(SERIES)], 100 * (point.speed or 0) / fastest
-        speed = f"{point.speed:.3g} samples/s" if point.speed else "speed not measured"
-        ring = "outline:2px solid currentColor;border-radius:50%;" if point.is_chosen else ""
-        title = _safe(f"{point.name}: {bytes_text(point.peak_bytes)}, {speed}")
-        place = f"left:{100 * point.peak_bytes / end:.2f}%;bottom:{up:.2f}%"
-        marks += (
-            f"<span title='{title}' style='position:absolute;{place};transform:translate(-50%,50%);{ring}"
-            f"color:{colour};font-size:16px;line-height:1;cursor:help'>{_SIGNS[point.kind % len(_SIGNS)]}</span>"
-        )
-        if point.on_front or point.is_chosen:
-            left = point.peak_bytes > 0.6 * end
-            shift = "transform:translateX(-100%);margin-left:-12px" if left else "margin-left:12px"
-            marks += (
-                f"<span style='position:absolute;{place};{shift};white-space:nowrap;max-width:60%;overflow:hidden;"
-                f"text-overflow:ellipsis'>{_safe(point.name)}</span>"
-            )
+    marks = "".join(
+        _mark(point, f"{100 * point.speed / fastest:.2f}%", f"{point.speed:.3g} samples/s", end)
+        for point in sorted(timed, key=lambda point: point.is_chosen)
+    )
+    edges = "border-bottom:1px solid currentColor;border-left:1px solid currentColor"
+    picture = (
+        f"<div style='position:relative;height:260px;{edges}'>{_ups(fastest)}"
+        f"<svg viewBox='0 0 1000 1000' preserveAspectRatio='none' width='100%' height='100%' "
+        f"style='position:absolute;left:0;top:0'><polyline points='{path}' stroke-width='1.5' {_OUTLINE}/></svg>"
+        f"{marks}</div>"
+    )
+    top = 2 if timed else 20  # under the names of the limits
+    marks = "".join(_mark(p, "13px", NO_SPEED, end) for p in sorted(untimed, key=lambda point: point.is_chosen))
+    strip = (
+        f"<div style='position:relative;height:{top + 46}px;{edges};background:rgba(127,127,127,0.12)'>"
+        f"<span style='position:absolute;left:6px;top:{top}px'>{NO_SPEED}</span>{marks}</div>"
+    )
     lines = "".join(
         f"<div style='position:absolute;left:{100 * size / end:.2f}%;top:0;bottom:0;border-left:2px dashed'>"
         f"<span style='position:absolute;top:0;right:4px;white-space:nowrap'>{_safe(name)}</span></div>"
         for name, size in limits.items()
         if size <= end
     )
-    words = "; ".join(f"{p.name} {bytes_text(p.peak_bytes)}" for p in front) or f"{len(points)} recipes"
+    words = [f"{label}: {_listed(group)}" for label, group in (("best of both", front), (NO_SPEED, untimed)) if group]
     signs = " ".join(
         f"<span style='white-space:nowrap'><span style='color:{SERIES[i]};font-size:16px'>{_SIGNS[i]}</span> "
         f"{_safe(name)}</span>"
         for i, name in enumerate(kinds)
     )
+    best = "<span style='white-space:nowrap'>── nothing else is both smaller and faster</span>" if front else ""
     return (
-        f"<div role='img' aria-label='Memory and speed; best of both: {_safe(words)}' style='{_TEXT}'>"
-        f"<div>samples per second</div>"
-        f"<div style='position:relative;height:260px;margin:2px 16px 0 56px;border-bottom:1px solid currentColor;"
-        f"border-left:1px solid currentColor'>{_ups(fastest)}"
-        f"<svg viewBox='0 0 1000 1000' preserveAspectRatio='none' width='100%' height='100%' "
-        f"style='position:absolute;left:0;top:0'><polyline points='{path}' stroke-width='1.5' {_OUTLINE}/></svg>"
-        f"{lines}{marks}</div><div style='margin:0 16px 0 56px'>{_scale(end, 'peak memory')}</div>"
-        f"<div style='display:flex;flex-wrap:wrap;gap:2px 16px'>{signs}"
-        "<span style='white-space:nowrap'>── nothing else is both smaller and faster</span></div></div>"
+        f"<div role='img' aria-label='{_safe('; '.join(['Memory and speed', *words]))}' style='{_TEXT}'>"
+        f"{'<div>samples per second</div>' if timed else ''}"
+        f"<div style='position:relative;margin:2px 16px 0 56px'>{picture if timed else ''}{strip if untimed else ''}"
+        f"{lines}</div><div style='margin:0 16px 0 56px'>{_scale(end, 'peak memory')}</div>"
+        f"<div style='display:flex;flex-wrap:wrap;gap:2px 16px'>{signs}{best}</div></div>"
     )
+
+
+def _mark(point: Point, bottom: str, speed: str, end: float) -> str:
+    """The sign of a recipe, its name beside it where it is one of the best or chosen; `bottom` is a length of CSS."""
+    colour, sign = SERIES[point.kind % len(SERIES)], _SIGNS[point.kind % len(_SIGNS)]
+    ring = "outline:2px solid currentColor;border-radius:50%;" if point.is_chosen else ""
+    title = _safe(f"{point.name}: {bytes_text(point.peak_bytes)}, {speed}")
+    place = f"left:{100 * point.peak_bytes / end:.2f}%;bottom:{bottom}"
+    mark = (
+        f"<span title='{title}' style='position:absolute;{place};transform:translate(-50%,50%);{ring}"
+        f"color:{colour};font-size:16px;line-height:1;cursor:help'>{sign}</span>"
+    )
+    if point.on_front or point.is_chosen:
+        left = point.peak_bytes > 0.6 * end
+        shift = "transform:translateX(-100%);margin-left:-12px" if left else "margin-left:12px"
+        mark += (
+            f"<span style='position:absolute;{place};{shift};white-space:nowrap;max-width:60%;overflow:hidden;"
+            f"text-overflow:ellipsis'>{_safe(point.name)}</span>"
+        )
+    return mark
+
+
+def _listed(points: Sequence[Point]) -> str:
+    return ", ".join(f"{point.name} {bytes_text(point.peak_bytes)}" for point in points)
 
 
 def _band(below: Sequence[float], above: Sequence[float], end: float) -> str:

@@ -220,7 +220,8 @@ def challenge(
         baseline: a run of `lab.train` in this lab. Its task is trained; its effective batch must be kept.
         limit_bytes: the peak may not be above it.
         at_least_speed: samples per second, as a share of the baseline's. By `lab.compare`; a recipe fails it only if
-            it is too slow beyond the noise, i.e. the whole interval lies below.
+            it is too slow beyond the noise, i.e. the whole interval lies below. Where a target is unknown, because it
+            comes from a measurement that failed, no recipe is judged.
         fixed: arguments that the answer may not change, with their values; they are added to it.
 
     Raises:
@@ -230,12 +231,16 @@ def challenge(
     training_arguments.check(fixed)
     if limit_bytes is None and at_least_speed is None:
         raise ValueError(f"challenge {key!r} has no target: give limit_bytes, at_least_speed or both")
-    for name, value in (("limit_bytes", limit_bytes), ("at_least_speed", at_least_speed)):
-        if value is not None and not (math.isfinite(value) and value > 0):
+    targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
+    unknown = [f"the target is unknown: {value.why}" for value in targets.values() if isinstance(value, Unknown)]
+    for name, value in targets.items():
+        if plots.is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if baseline.peak_bytes is None:
         raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")
-    if answer is None:
+    if unknown:
+        feedback = not_attempted(unknown[0]) if answer is None else not_measured(unknown[0])
+    elif answer is None:
         target = []
         target += [f"a peak of at most {plots.bytes_text(limit_bytes)}"] if limit_bytes else []
         target += [f"at least {at_least_speed:g} x the speed of {baseline.name}"] if at_least_speed else []

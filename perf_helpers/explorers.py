@@ -401,7 +401,8 @@ class _Recipe:
 
     def __init__(self, found: Run | MemoryEstimate):
         self.name, self.peak_bytes, self.arguments = found.name, found.peak_bytes, dict(found.arguments)
-        self.speed = getattr(found, "samples_per_second", None)
+        speed = getattr(found, "samples_per_second", None)
+        self.speed = speed if plots.is_measured(speed) else None
         self.kind = found.memory.kind
         self.task = str(Task.from_dict(found.task))
 
@@ -442,7 +443,7 @@ def _groups(lab, more: Sequence[Run]) -> dict[str, list[_Recipe]]:
 
 def _front(found: Sequence[_Recipe]) -> list[_Recipe]:
     """Those for which no other is both smaller and faster."""
-    timed = [item for item in found if item.speed]
+    timed = [item for item in found if item.speed is not None]
     return [
         item
         for item in timed

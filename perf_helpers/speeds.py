@@ -12,6 +12,7 @@ from typing import Any
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
 from perf_helpers.lab import NOISE_FLOOR
+from perf_helpers.plots import is_measured
 from perf_helpers.runs import Ratio, Run
 from perf_helpers.task import Task
 from perf_helpers.techniques import QUESTIONS, Technique
@@ -120,8 +121,8 @@ class Evidence:
 
 def _counts(run: Run) -> bool:
     """Whether a run's speed says something: timed over some steps, of a Trainer (a function's speed is its own)."""
-    steps = run.ok and run.samples_per_second and run.timing.steps >= 3
-    return bool(steps) and "samples_per_step" not in run.arguments
+    timed = run.ok and is_measured(run.samples_per_second) and run.timing.steps >= 3
+    return timed and "samples_per_step" not in run.arguments
 
 
 def _with_technique(technique: Technique, given: dict[str, Any]) -> tuple[bool | None, dict[str, Any]]:
@@ -165,7 +166,7 @@ def _nearest(machine, kind: str, capability: tuple[int, int]) -> dict[str, Any] 
     for path in sorted(RECORDED.glob("*/*.json")):
         data = load_results(path)
         recorded = hardware.Machine.from_dict(data["machine"])
-        if recorded.kind != kind:
+        if recorded.kind != kind or recorded.rehearsed:
             continue
         gpu = recorded.gpus[0].capability if kind == "cuda" else None
         same = (machine.name, machine.cpu_model) if machine else (None, None)

@@ -156,7 +156,7 @@ def revealed(lab, key: str, measured: float | None, estimate: float | None = Non
     Args:
         key: as given to `predict`.
         measured: in the unit given to `predict`; None where nothing could be measured.
-        estimate: as for `predict`, where it is known only now.
+        estimate: as for `predict`, where it is known only now; None or unknown: none is shown.
 
     Raises:
         ValueError: this kernel has not asked for a guess under that key.
@@ -165,6 +165,7 @@ def revealed(lab, key: str, measured: float | None, estimate: float | None = Non
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
     entries, (unit, estimated) = journal.of(lab).read(), _asked[lab.lesson, key]
     estimate = estimated if estimate is None else estimate
+    estimate = estimate if plots.is_measured(estimate) else None
     kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
     if measured is None or not math.isfinite(measured):
         return exercises.score(counted, None)

@@ -88,7 +88,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
     return {
         "status": "out of memory" if out_of_memory else "crashed",
-        "message": text.split("\n")[0][:500] + where,
+        "message": text.split("\n")[0][:1000] + where,
         "traceback": "".join(traceback.format_exception(error))[-4000:],
     }
 
@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 def _refusal(experiment: Experiment) -> str | None:
     """Why the experiment is not even started: weights and gradients alone exceed this machine's memory."""
-    if experiment.function:
+    if experiment.function or hardware.is_rehearsal():  # there the card's allocator says so, in its own words
         return None
     import torch
 

@@ -22,7 +22,7 @@ static int device() {
 }
 
 struct Block {
-    size_t bytes, asked;
+    size_t bytes, taken;  // as mapped; of them, the device's
     int device;
     bool host;
 };
@@ -165,7 +165,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
         return fail(cudaErrorMemoryAllocation);
     }
     std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)*pointer] = {whole, bytes, number, false};
+    blocks[(uintptr_t)*pointer] = {whole, whole, number, false};
     return OK;
 }
 cudaError_t cudaFree(void* pointer) {
@@ -173,20 +173,27 @@ cudaError_t cudaFree(void* pointer) {
     std::lock_guard<std::mutex> lock(guard);
     auto found = blocks.find((uintptr_t)pointer);
     if (found == blocks.end()) return fail(cudaErrorInvalidValue);
-    give(found->second.device, found->second.bytes);
+    give(found->second.device, found->second.taken);
     munmap(pointer, found->second.bytes);
     blocks.erase(found);
     return OK;
 }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
-cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaMalloc(pointer, bytes); }
+// Managed memory may lie on the host, and is not the device's to run out of.
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
+    *pointer = reserve(bytes ? bytes : 1);
+    if (!*pointer) return fail(cudaErrorMemoryAllocation);
+    std::lock_guard<std::mutex> lock(guard);
+    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, 0, device(), false};
+    return OK;
+}
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
     *pointer = reserve(bytes ? bytes : 1);
     if (!*pointer) return fail(cudaErrorMemoryAllocation);
     std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, bytes, 0, true};
+    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, 0, 0, true};
     return OK;
 }
 cudaError_t cudaFreeHost(void* pointer) {
@@ -199,7 +206,7 @@ cudaError_t cudaFreeHost(void* pointer) {
 }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
     std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)pointer] = {bytes, bytes, 0, true};
+    blocks[(uintptr_t)pointer] = {bytes, 0, 0, true};
     return OK;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
