@@ -11,6 +11,7 @@ import pytest
 
 from perf_helpers import Lab, Task, advise, cli, hardware, search, speeds
 from perf_helpers.runs import Memory, Run, Timing
+from perf_helpers.unknown import Unknown
 
 TASK = Task("bert-tiny", seq_len=32)
 MB = 10**6
@@ -233,6 +234,8 @@ def test_speed_is_what_runs_of_this_machine_say_and_unknown_where_they_are_silen
     assert speeds_of(ask(**options, runs=fewer[1]))["checkpointing, AdamW, 64 x 1"] == 1.0, "10 % is too small to tell"
     faster = ask(**options, runs=pairs(20.0, optim="adafactor"))
     assert faster.recipes[0].name == "Adafactor, 16 x 4" and faster.recipes[1].speed == 0.5
+    untimed = [dataclasses.replace(run, timing=Timing(*[Unknown()] * 5)) for run in pairs(5.0, optim="adafactor")]
+    assert speeds_of(ask(**options, runs=untimed)) == speeds_of(unknown), "of a rehearsal nobody knows the time"
     foreign = [dataclasses.replace(run, machine={"name": "another"}) for run in pairs(5.0, optim="adafactor")]
     assert speeds_of(ask(**options, runs=foreign)) == speeds_of(unknown)
     small = [run for n in range(3) for run in (timed(10.0, 2 * n), timed(4.0, 2 * n + 1, **one_by_four()))]

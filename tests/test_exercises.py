@@ -250,6 +250,14 @@ def test_speed_is_held_against_the_target_with_its_interval(lab, vanilla, ratio,
     assert len(kept(lab, "exercise")) == (status != "not measured")
 
 
+def test_a_target_that_is_unknown_judges_no_recipe(lab, vanilla):
+    target = {"at_least_speed": 0.9 * Ratio.unknown("timed out").value}
+    assert attempt(lab, vanilla, None, **target) == exercises.not_attempted("the target is unknown: timed out")
+    assert attempt(lab, vanilla, SMALL, **target).status == "not measured"
+    exercises.prove(lambda answer: attempt(lab, vanilla, answer, **target), solution=SMALL, mistake=VANILLA)
+    assert [content["status"] for content in kept(lab, "exercise")] == ["not attempted"]
+
+
 def test_a_recipe_that_fails_or_trains_elsewhere_is_wrong(lab, vanilla):
     lab.kind = "allocated"
     assert "another device" in attempt(lab, vanilla, SMALL).text

@@ -15,6 +15,7 @@ from perf_helpers import drawings, explorers, fits, hardware, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.runs import CATEGORIES, Memory, Run, Store, Timing
 from perf_helpers.task import PROFILES, Task
+from perf_helpers.unknown import Unknown
 
 TASK = Task("bert-tiny", seq_len=64)
 
@@ -62,11 +63,14 @@ def series(*totals, activations=0):
     return named | empty | {"weights": list(totals)}
 
 
+UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
+
+
 def run(name, peak, speed=None, **changes):
     memory = Memory(peak, "counted", "forward", "aten.mm", "layer.1", {"weights": peak}, timeline=series(1, peak, 2))
     timing = Timing(1.0, 0.0, 3, 1, speed) if speed else None
     values = {"arguments": {"optim": name}, "task": TASK.to_dict(), "machine": {"name": "a machine"}, "id": name}
-    return Run(name, "ok", memory=memory, timing=timing, **(values | changes))
+    return Run(name, "ok", memory=memory, **(values | {"timing": timing} | changes))
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -200,6 +204,26 @@ def test_the_best_of_both_and_the_arguments_of_the_one_selected(lab, shown, no_e
     assert "<table" in shown[-1]["text/html"] and "samples/s" in shown[-1]["text/plain"]
 
 
+def test_a_speed_that_nobody_knows_is_not_measured_neither_best_nor_0(lab, shown, no_estimates):
+    lab.runs = [run("timed", 300, 9.0), run("rehearsed", 100, timing=UNKNOWN), run("untimed", 50)]
+    explorers.recipes(lab)
+    for plain in (shown[-1]["text/plain"], "\n".join(line for line, _ in control(shown, "recipe").options)):
+        lines = {name: line for line in plain.split("\n") for name in ("rehearsed", "untimed") if f"{name} " in line}
+        assert all("not measured" in line for line in lines.values()) and len(lines) == 2
+        assert "unknown" not in plain
+    assert [line.endswith("★") for line, _ in control(shown, "recipe").options] == [False, False, True]
+    control(shown, "recipe").value = 1
+    assert "optim=&#x27;rehearsed&#x27;" in text(shown)
+    assert "best of both: timed 300 B; speed not measured: untimed 50 B, rehearsed 100 B" in text(shown)
+
+
+def test_where_no_speed_is_known_the_recipes_are_shown_by_their_memory(lab, shown, no_estimates):
+    lab.runs = [run("rehearsed", 100, timing=UNKNOWN), run("untimed", 50)]
+    explorers.recipes(lab)
+    assert "aria-label='Memory and speed; speed not measured: untimed 50 B, rehearsed 100 B'" in text(shown)
+    assert "samples per second" not in text(shown) and "smaller and faster" not in text(shown)
+
+
 def test_days_are_not_mixed(lab, shown, no_estimates):
     lab.runs = [run("today", 100, 5.0)]
     lab.store.append(run("today", 100, 5.0))
@@ -239,6 +263,16 @@ def test_every_picture_has_words_and_no_small_text():
     for picture in (bar, scatter, timeline):
         assert "role='img'" in picture and "font-size:13px" in picture
     assert "<a>" not in scatter and "a &amp; b" in timeline
+
+
+def test_a_point_without_a_speed_stands_apart_and_says_so():
+    points = [drawings.Point("timed", 10, 2.0, 0, True), drawings.Point("not timed", 20, Unknown(), 0, False, True)]
+    scatter = drawings.scatter(points, {}, ["counted"])
+    plot, strip = scatter.split("background:rgba")
+    assert "timed: 10 B, 2 samples/s" in plot and "not timed: 20 B" not in plot
+    assert "speed not measured</span>" in strip and "title='not timed: 20 B, speed not measured'" in strip
+    assert "bottom:0.00%" not in strip and "bottom:nan" not in scatter
+    assert "background:rgba" not in drawings.scatter(points[:1], {}, ["counted"]), "no strip where all are timed"
 
 
 @pytest.mark.parametrize("total, end", [(5e9, 8.6e9), (9e9, 16e9), (1e6, 1e6)])

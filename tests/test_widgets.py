@@ -17,6 +17,7 @@ from kernel import VIEW, alive, box, inside
 
 from perf_helpers import course, exercises, journal, widgets
 from perf_helpers.runs import Store
+from perf_helpers.unknown import Unknown
 
 LESSON = "05_gradient_accumulation"
 SEVEN = Path(__file__).resolve().parents[1] / "build" / "ipywidgets7"
@@ -103,6 +104,12 @@ def test_a_committed_guess_is_scored_and_drawn_beside_the_estimate_and_the_measu
     assert pictured(feedback) == "your guess 40 %; the estimate 70 %; measured 60 %"
     (scored,) = journal.history(journal.of(lab).read())
     assert (scored.guess, scored.measured, scored.estimate, scored.unit) == (40, 60, 70, "%")
+
+
+def test_an_estimate_that_is_unknown_is_not_shown(lab, shown):
+    ask(lab)
+    feedback = widgets.revealed(lab, "peak", 60.0, estimate=Unknown())
+    assert pictured(feedback) == "measured 60 %" and "estimate" not in feedback.text
 
 
 def pictured(feedback):
