@@ -1,25 +1,42 @@
-"""results/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known."""
+"""results/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known.
+
+results/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
+"""
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
+from perf_helpers import speeds
 from perf_helpers.estimate import estimate
 from perf_helpers.hardware import Gpu, Machine
+from perf_helpers.rehearsal import CARDS
 from perf_helpers.runs import Run
 from perf_helpers.task import Task
 
 TASK = Task("bert-tiny", seq_len=32)
+RESULTS = Path(__file__).parents[1] / "results"
+TIMES = {"timing", "step_seconds", "samples_per_second", "all_seconds", "seconds", "losses"}
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, RESULTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def build():
-    spec = importlib.util.spec_from_file_location("build", Path(__file__).parents[1] / "results" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("build")
+
+
+@pytest.fixture(scope="module")
+def rehearse():
+    return script("rehearse")
 
 
 def recorded(kind="cuda", **changes):
@@ -56,3 +73,112 @@ def test_the_percentile_is_one_of_the_errors(build):
     ]
     table = build.error_table([row | {"breakdown": [None, {}]} for row in rows])
     assert "| allocated | 20 | 9.50% | 18.00% | 19.00% |" in table
+
+
+# ---- rehearsals
+
+
+def course(path, rehearsed, **claim):
+    """A course's results.json on an A100, with one claim and one training."""
+    data = recorded()["a100"]
+    data["machine"] |= {"name": "rehearsed A100 80 GB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
+    data["runs"][0]["lesson"] = "14_all_together"
+    decision = {"id": "accumulation-memory", "lesson": "05_gradient_accumulation", "verdict": "holds", "value": 0.5}
+    decision |= {"as_expected": True, "interval": None, "quantity": "peak / peak", "note": "", "rehearsed": rehearsed}
+    versions = {"torch": "2.13.0", "transformers": "5.23.0", "bitsandbytes": "0.50.2"}
+    about = {"schema": 1, "date": "2026-11-22T07:00:00+00:00", "profile": "gpu", "versions": versions, "lessons": []}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data | about | {"claims": [decision | claim]}))
+    return path
+
+
+def rehearsal(name="A100 80 GB", allocated=7 << 30, status="ok", claims=()):
+    sizes = {"peak_bytes": allocated, "reserved_bytes": allocated and 2 * allocated}
+    row = {"name": "vanilla", "arguments": {}, "guide_mb": 14949, "status": status, "message": ""} | sizes
+    about = {"rehearsed": True, "card": name, "capability": [8, 0], "memory_bytes": 80 << 30, "task": TASK.to_dict()}
+    about |= {"date": "2026-11-22T07:00:00+00:00", "guide": {"source": "g", "hardware": "V100", "context_mb": 1343}}
+    about["versions"] = {"torch": "2.13.0", "transformers": "5.23.0", "bitsandbytes": "0.50.2"}
+    kept = {"profile": "gpu", "date": about["date"], "versions": {}, "claims": list(claims)}
+    return about | {"rows": [row], "course": kept}
+
+
+def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_path):
+    measured = course(tmp_path / "nvidia-a100" / "2026-11-21.json", rehearsed=False)
+    course(tmp_path / "rehearsed-a100-80-gb" / "2026-11-22.json", rehearsed=True)
+    kept = tmp_path / "rehearsed" / "a100-80-gb" / "2026-11-22.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(rehearsal()))
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(speeds, "RECORDED", tmp_path)
+    assert list(build.newest()) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
+    assert speeds._nearest(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
+    measured.unlink()
+    assert build.newest() == {} and speeds._nearest(None, "cuda", (8, 0)) is None
+
+
+def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
+    course(tmp_path / "results.json", rehearsed=True)
+    with pytest.raises(ValueError, match="rehearsed, not measured"):
+        build.record(tmp_path)
+
+
+def test_what_does_not_say_that_it_was_rehearsed_is_no_rehearsal(build, monkeypatch, tmp_path):
+    course(tmp_path / "rehearsed" / "a100" / "2026-11-22.json", rehearsed=False)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    with pytest.raises(ValueError, match="is no rehearsal"):
+        build.rehearsals()
+
+
+def test_the_recorded_rehearsals_say_what_they_are_and_have_no_times(build):
+    cards = build.rehearsals()
+    assert {"A100 80 GB", "H100 80 GB", "T4 16 GB"} <= set(cards)
+    for data in cards.values():
+        assert data["assumed_context_bytes"] and data["host"] and data["versions"]["torch"] and data["date"]
+        assert len(data["rows"]) == 10 and all(row["peak_bytes"] or row["message"] for row in data["rows"])
+        assert not TIMES & set(names(data))
+        for row in data["rows"]:
+            assert row["status"] != "ok" or sum(row["breakdown"].values()) == row["peak_bytes"] <= row["reserved_bytes"]
+
+
+def names(data):
+    """Every key in a JSON value."""
+    if isinstance(data, dict):
+        yield from data
+        data = list(data.values())
+    if isinstance(data, list):
+        for item in data:
+            yield from names(item)
+
+
+def test_the_table_has_a_column_for_each_card_and_none_for_two(build, tmp_path):
+    claim = {"id": "accumulation-memory", "verdict": "holds", "value": 0.5, "interval": None}
+    cards = {"A": rehearsal("A", claims=[claim]), "B": rehearsal("B", None, "out of memory")}
+    own = json.loads(course(tmp_path / "results.json", rehearsed=False).read_text())
+    text = build.rehearsed_tables(cards, {"nvidia-a100": own})
+    size = " / ".join(f"{own['runs'][0]['memory'][name] / 2**20:.1f}" for name in ("peak_bytes", "reserved_bytes"))
+    assert "| recipe | V100, published | A, rehearsed | B, rehearsed | nvidia-a100, measured |" in text
+    assert f"| vanilla | 14949 (13606) | 7168 / 14336 | out of memory | {size} |" in text
+    assert "(8681 MB against 14949 MB) | **holds** (0.5) | not decided |" in text
+    assert "speed not measured" not in text, "a GPU has run"
+    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_tables(cards, {})
+
+
+def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(rehearse, tmp_path):
+    card = CARDS["a100"]
+    course(tmp_path / "results.json", rehearsed=True)
+    (kept,) = rehearse.decided(tmp_path, card)["claims"]
+    assert (kept["id"], kept["value"], kept["verdict"]) == ("accumulation-memory", 0.5, "holds")
+    for claim in ({"id": "accumulation-cost"}, {"verdict": "not testable here", "value": None}):
+        course(tmp_path / "results.json", rehearsed=True, **claim)
+        assert rehearse.decided(tmp_path, card)["claims"] == []
+    with pytest.raises(ValueError, match="not rehearsed on H100"):
+        rehearse.decided(tmp_path, CARDS["h100"])
+    course(tmp_path / "results.json", rehearsed=False)
+    with pytest.raises(ValueError, match="not rehearsed on A100"):
+        rehearse.decided(tmp_path, card)
+
+
+def test_a_row_that_crashed_is_no_result(rehearse):
+    assert rehearse._row(Run("vanilla", "out of memory", "CUDA out of memory"))["peak_bytes"] is None
+    with pytest.raises(RuntimeError, match="crashed"):
+        rehearse._row(Run("vanilla", "crashed", "why"))

@@ -198,6 +198,25 @@ def test_what_is_whole_or_boolean_is_computed(here):
     assert here(integers) == expected
 
 
+def sizes():
+    import torch
+
+    rows = torch.randn(2, 4, device="cuda")
+    chosen = rows.argmax(1)
+    found = [rows.repeat_interleave(3, dim=1), torch.where(rows > 0, rows, 0), torch.nn.functional.one_hot(chosen, 4)]
+    found += [
+        rows.repeat_interleave(torch.tensor([1, 2], device="cuda"), dim=0),
+        rows[torch.tensor([True, False]).cuda()],
+    ]
+    found += [rows.masked_select(torch.ones(2, 4, dtype=torch.bool, device="cuda"))]
+    rows[rows > 1] = 0.0
+    return [list(tensor.shape) for tensor in found]
+
+
+def test_a_size_that_no_value_decides_is_no_question(here):
+    assert here(sizes) == [[2, 12], [2, 4], [2, 4], [3, 4], [1, 4], [8]]
+
+
 def floats():
     import torch
 

@@ -65,7 +65,7 @@ class Values(TorchFunctionMode):
             return made
         if name in _READS and given:
             return self._read(function, name, args, kwargs, given)
-        if name in _SIZED_BY_VALUES and (name, len(args)) != ("where", 3):
+        if name in _SIZED_BY_VALUES and _is_sized_by_values(name, args, kwargs):
             return self._sized_by_values(function, args, kwargs, given)
         if name in ("__getitem__", "__setitem__", "index_put_", "index_put"):
             args = self._without_masks(name, args)
@@ -152,10 +152,12 @@ class Values(TorchFunctionMode):
         masks = [tensor for tensor in given if tensor.dtype in EXACT] or given
         if not all(map(self.is_known, masks)):
             raise NeedsValues(WHY)
-        if not all(map(self.is_known, given)):  # floats, selected by what is known
-            return (
-                args[0][self._positions(args[1])] if function.__name__ == "masked_select" else function(*args, **kwargs)
-            )
+        if not all(map(self.is_known, given)):  # floats, chosen by what is known
+            if function.__name__ == "masked_select":
+                return args[0][self._positions(args[1])]
+            if function.__name__ == "repeat_interleave":
+                return function(*args, **kwargs, output_size=int(_memory(masks[0]).sum()))
+            raise NeedsValues(WHY)
         device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
         with _out_of_sight():
             made = function(*_on_cpu(args), **_on_cpu(kwargs))
@@ -244,6 +246,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether it is, of functions that also have forms whose result has a size of its own."""
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "one_hot":
+        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
+    if name == "repeat_interleave":
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+        return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+    return True
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
