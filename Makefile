@@ -24,7 +24,7 @@ help:
 	@echo "make test      check, then every test and every lesson"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
-	@echo "make wheel     the estimate, the advisor, the explorers and the command line, tested with torch's CUDA build"
+	@echo "make wheel     what depends on torch's build, tested with its CUDA build; and rehearsals themselves"
 
 course: $(STAMP)
 	$(BIN)/perf-helpers course --out build/course $(ARGS)
@@ -55,7 +55,7 @@ levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
-WHEEL_TESTS := $(foreach name,cuda probe estimate fits explorers advise cli hardware,$(wildcard tests/test_$(name).py))
+WHEEL_TESTS := $(foreach name,cuda probe estimate fits explorers advise cli hardware rehearsed,$(wildcard tests/test_$(name).py))
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
 	$(MAKE) $(CUDA) ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
