@@ -1,0 +1,159 @@
+"""Rehearses the guides' table on other cards, and keeps what torch's own allocator says of memory.
+
+python results/rehearse.py                            the ten rows on an A100, an H100 and a T4
+python results/rehearse.py --course build/rehearsal   and the memory claims of a rehearsed course
+python results/build.py                               the README's tables from them
+
+One file a card, results/rehearsed/<card>/<date>.json: below the folder in which measured runs are looked for, and of
+another shape. Bytes are exact, there is no time. The set-up is the guides': bert-large, 512 sequences of 512 tokens.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from perf_helpers import claims, hardware
+from perf_helpers.lab import Lab
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+from perf_helpers.rehearsal.lessons import MACHINES
+from perf_helpers.results import load_results
+from perf_helpers.runs import Run, write_whole
+from perf_helpers.task import Task
+
+HERE = Path(__file__).parent / "rehearsed"
+WANTED = ("a100", "h100", "t4")
+TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
+FOUR = {"per_device_train_batch_size": 4}
+ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+SAVING = ONE | {"gradient_checkpointing": True}
+HALF = {"fp16": True}
+ADAFACTOR, ADAM_8BIT = {"optim": "adafactor"}, {"optim": "adamw_bnb_8bit"}
+
+
+def loop(task: Task) -> None:
+    """The guide's last row: a loop of one's own with Accelerate, everything switched on; two optimizer steps."""
+    import bitsandbytes
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = task.build_model()
+    model.gradient_checkpointing_enable()
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):  # as the Trainer does: embeddings keep states of 32 bits
+            manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(task.dataset(), batch_size=1))
+    model.train()
+    for number, batch in zip(range(1, 9), batches, strict=False):
+        accelerator.backward(model(**batch).loss / 4)
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# Names are lesson 14's; MB as the 2023 guide prints them (NVML's bytes // 1024**2); the 2022 guide has no such table.
+ROWS = {
+    "vanilla": (FOUR, 14949),
+    "accumulation": (ONE, 8681),
+    "+ checkpointing": (SAVING, 6775),
+    "half precision": (FOUR | HALF, 13939),
+    "accumulation + checkpointing + half": (SAVING | HALF, 7275),
+    "Adafactor": (FOUR | ADAFACTOR, 12295),
+    "all + Adafactor": (SAVING | HALF | ADAFACTOR, 4847),
+    "8-bit Adam": (FOUR | ADAM_8BIT, 13085),
+    "all + 8-bit Adam": (SAVING | HALF | ADAM_8BIT, 5363),
+    "Accelerate loop, all + 8-bit Adam": (loop, 5363),
+}
+GUIDE = {"source": "2023 guide", "hardware": "V100-SXM2 16 GB", "context_mb": 1343}
+
+
+def record(card: Card, course: Path | None = None) -> Path:
+    """Rehearse the ten rows on a card, and write its file.
+
+    Args:
+        card: one of `CARDS`.
+        course: folder of the rehearsed course on that card; None: no claims.
+
+    Raises:
+        RuntimeError: no rehearsal is possible here, or a row ended in another way than by want of memory.
+        ValueError: the course is damaged, or was not rehearsed on that card.
+    """
+    with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
+        lab = Lab("gpu", executor=stage, out=folder)
+        versions = stage.submit(hardware.versions).result()
+        rows = []
+        for name, (how, megabytes) in ROWS.items():
+            options = {"task": TASK, "measure": "memory"}
+            run = lab.run(how, name, **options) if callable(how) else lab.train(name, **options, **how)
+            rows.append(_row(run) | {"guide_mb": megabytes})
+            print(f"{card.name}  {run}", file=sys.stderr, flush=True)
+    content = {
+        "rehearsed": True,
+        "what": "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed",
+        "card": card.name,
+        "capability": card.capability,
+        "memory_bytes": card.memory_bytes,
+        "assumed_context_bytes": card.context_bytes,
+        "host": hardware.describe().name,
+        "versions": versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": TASK.to_dict(),
+        "guide": GUIDE,
+        "rows": rows,
+        "course": course and decided(course, card),
+    }
+    target = HERE / card.name.lower().replace(" ", "-") / f"{content['date'][:10]}.json"
+    write_whole(target, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return target
+
+
+def _row(run: Run) -> dict:
+    """What is kept of a run; bytes, None where it did not fit.
+
+    Raises:
+        RuntimeError: neither ok nor out of memory.
+    """
+    if run.status not in ("ok", "out of memory"):
+        raise RuntimeError(f"{run.name}: {run.status}, {run.message}")
+    row = {"name": run.name, "arguments": run.arguments, "status": run.status, "message": run.message}
+    kept = ("peak_bytes", "reserved_bytes", "peak_phase", "breakdown")
+    return row | {name: getattr(run.memory, name) if run.memory else None for name in kept}
+
+
+def decided(course: Path, card: Card) -> dict:
+    """The claims about memory that a rehearsed course decided: {"profile", "date", "versions", "claims"}.
+
+    Raises:
+        ValueError: a damaged file, or a course that was not rehearsed on this card.
+    """
+    data = load_results(course)
+    if not data["machine"].get("rehearsed") or data["machine"]["name"] != f"rehearsed {card.name}":
+        raise ValueError(f"{course} is a course of {data['machine']['name']}, not rehearsed on {card.name}")
+    ledger, undecided = claims.load(), claims.Verdict.NOT_TESTABLE
+    found = [claim for claim in data["claims"] if ledger[claim["id"]].decided_by == "memory"]
+    kept = ("id", "lesson", "verdict", "as_expected", "value", "interval", "quantity", "note")
+    taken = [{name: claim[name] for name in kept} for claim in found if claim["verdict"] != undecided]
+    return {name: data[name] for name in ("profile", "date", "versions")} | {"claims": taken}
+
+
+def main(arguments=None) -> int:
+    """Rehearse the cards; the exit code."""
+    parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
+    parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))
+    parser.add_argument("--course", type=Path, metavar="DIR", help="as `perf-helpers rehearse --lessons all` leaves it")
+    options = parser.parse_args(arguments)
+    folders = {machine.card: machine.name for machine in MACHINES}
+    for name in options.cards:
+        card = CARDS[name]
+        print(record(card, options.course / folders[card] if options.course else None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
