@@ -4,6 +4,9 @@ python results/build.py --record build/course    keep a course run as results/<m
 python results/build.py --estimates              hold the estimate against the recorded GPU runs, then build
 python results/build.py                          pictures and the README's tables, from the newest run of a machine
 python results/build.py --check                  writes nothing; exit code 1 if the README is not up to date
+
+What was measured and what was rehearsed (results/rehearsed/, by rehearse.py) stay apart: no file of the one is read as
+the other, and no column has both.
 """
 
 import argparse
@@ -23,15 +26,23 @@ from perf_helpers.task import Task
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- scoreboard: made by results/build.py -->", "<!-- end of scoreboard -->"
+REHEARSED = "<!-- rehearsed: made by results/build.py -->", "<!-- end of rehearsed -->"
 ESTIMATE = "<!-- estimate: made by results/build.py -->", "<!-- end of estimate -->"
 BESIDE = HERE / "estimate.json"  # by tests/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
+MIB = 2**20
 
 
 def record(course: Path) -> Path:
-    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs."""
+    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs.
+
+    Raises:
+        ValueError: no results, or those of a rehearsal.
+    """
     data = load_results(course)
+    if data["machine"].get("rehearsed"):
+        raise ValueError(f"{course} was rehearsed, not measured: keep it by results/rehearse.py --course")
     for run in data["runs"]:
         if run.get("memory"):
             run["memory"]["timeline"] = None
@@ -42,9 +53,28 @@ def record(course: Path) -> Path:
 
 
 def newest() -> dict[str, dict]:
-    """{folder name: the newest recorded run of that machine}."""
+    """{folder name: the newest recorded run of that machine}; what was rehearsed is none.
+
+    Raises:
+        ValueError: a file that is not a course's results.
+    """
     files = {path.parent.name: path for path in sorted(HERE.glob("*/*.json"))}
-    return {name: load_results(path) | {"file": path} for name, path in files.items()}
+    found = {name: load_results(path) | {"file": path} for name, path in files.items()}
+    return {name: data for name, data in found.items() if not data["machine"].get("rehearsed")}
+
+
+def rehearsals() -> dict[str, dict]:
+    """{card: its newest rehearsal}.
+
+    Raises:
+        ValueError: a file that does not say that it was rehearsed.
+    """
+    files = {path.parent.name: path for path in sorted(HERE.glob("rehearsed/*/*.json"))}
+    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files.values()]
+    for path, data in found:
+        if data.get("rehearsed") is not True:
+            raise ValueError(f"{path} is no rehearsal")
+    return {data["card"]: data for _, data in found}
 
 
 def caption(data: dict) -> str:
@@ -58,8 +88,7 @@ def picture(data: dict) -> Path | None:
     import matplotlib
 
     matplotlib.use("Agg")
-    runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
-    named = {run.name: run for run in runs if run.memory and run.memory.breakdown and run.name != "yours"}
+    named = {name: run for name, run in _ten(data).items() if run.memory and run.memory.breakdown and name != "yours"}
     if not named:
         return None
     target = data["file"].with_suffix(".png")
@@ -74,18 +103,108 @@ def scoreboard(recorded: dict[str, dict]) -> str:
     ledger, machines = claims.load(), [*recorded]
     found = {name: {claim["id"]: claim for claim in data["claims"]} for name, data in recorded.items()}
     lines = [f"- **{name}**: {caption(recorded[name])}" for name in machines]
-    lines += [
-        "",
-        "| lesson | claim | the guides say | " + " | ".join(machines) + " |",
-        "|---|---|---|" + "---|" * len(machines),
-    ]
+    lines += ["", *_head("lesson", "claim", "the guides say", *machines)]
     for claim in sorted(ledger.values(), key=lambda claim: claim.lesson):
         decisions = [found[name].get(claim.id) for name in machines]
         if any(decisions):
-            guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
-            cells = [_cell(decision) for decision in decisions]
-            lines.append(f"| {claim.lesson} | `{claim.id}` | {guide} | " + " | ".join(cells) + " |")
+            lines.append(_line(*_said(claim), *map(_cell, decisions)))
     return "\n".join(lines)
+
+
+def rehearsed_tables(cards: dict[str, dict], recorded: dict[str, dict]) -> str:
+    """The guides' table on rehearsed cards, beside what was published and what was measured; then the memory claims.
+
+    Args:
+        cards: as `rehearsals` finds them.
+        recorded: the measured runs, as `newest` finds them; each is a column of its own.
+    """
+    lines = []
+    if not any(data["machine"]["kind"] == "cuda" for data in recorded.values()):
+        lines = ["No GPU has run the course: memory rehearsed by torch's own allocator; speed not measured.", ""]
+    if not cards:
+        return "\n".join([*lines, "No card is rehearsed yet."])
+    one = next(iter(cards.values()))
+    there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
+    columns = {f"{name}, rehearsed": {row["name"]: row for row in data["rows"]} for name, data in cards.items()}
+    measured_on = {name: runs for name, data in recorded.items() if (runs := _ten(data))}
+    for name, runs in measured_on.items():
+        found = {run.name: {"status": run.status} | (run.to_dict()["memory"] or {}) for run in runs.values()}
+        columns[f"{name}, measured"] = found
+    lines += [
+        f"- **{there}**, published: {one['guide']['source']}, MB (of 2**20 bytes) by NVML; in brackets less the "
+        f"{context} MB that it gives for the CUDA context",
+        *(f"- **{name}**, rehearsed: {_rehearsed_caption(data)}" for name, data in cards.items()),
+        *(f"- **{name}**, measured: {_sizes(runs, one['task'])}" for name, runs in measured_on.items()),
+        "",
+        *_head("recipe", f"{there}, published", *columns),
+    ]
+    for row in one["rows"]:
+        cells = [_mebibytes(column.get(row["name"])) for column in columns.values()]
+        lines.append(_line(row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells))
+    return "\n".join([*lines, "", *_rehearsed_claims(cards)])
+
+
+def _rehearsed_claims(cards: dict[str, dict]) -> list[str]:
+    """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
+    courses = {name: data["course"] for name, data in cards.items() if data["course"]}
+    if not courses:
+        return ["No course is rehearsed yet: no claim has a rehearsed number."]
+    found = {name: {claim["id"]: claim for claim in course["claims"]} for name, course in courses.items()}
+    told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
+    lines = [f"The claims about memory, by the rehearsed course ({told}):", ""]
+    lines += _head("lesson", "claim", "the guides say", *(f"{name}, rehearsed" for name in courses))
+    for claim in sorted(claims.load().values(), key=lambda claim: claim.lesson):
+        decisions = [found[name].get(claim.id) for name in courses]
+        if any(decisions):
+            cells = [_cell(decision) if decision else "not decided" for decision in decisions]
+            lines.append(_line(*_said(claim), *cells))
+    return lines
+
+
+def _rehearsed_caption(data: dict) -> str:
+    """The card, versions and date that its numbers stand with."""
+    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers", "bitsandbytes"))
+    card = "compute capability {}.{}, {:.4g} GiB".format(*data["capability"], data["memory_bytes"] / 2**30)
+    about = f"{card}, {Task.from_dict(data['task'])}, {versions}, {data['date'][:10]}"
+    return f"{about}; MiB allocated / reserved, without the context"
+
+
+def _ten(data: dict) -> dict[str, Run]:
+    """A recorded course's runs of the guides' recipes, by name."""
+    runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
+    return {run.name: run for run in runs}
+
+
+def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
+    """What a measured column holds: the task, its precision, the kind of memory."""
+    first = next(iter(runs.values()))
+    task = Task.from_dict(first.task)
+    half = ", bf16 as half precision" * any(run.arguments.get("bf16") for run in runs.values())
+    counted = first.memory is None or first.memory.kind == "counted"
+    what = "MiB counted" if counted else "MiB allocated / reserved, without the context"
+    other = "" if task.to_dict() == rehearsed else "; **another model**: to be read downwards, not across"
+    return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
+
+
+def _mebibytes(found: dict | None) -> str:
+    """Allocated or counted, and reserved where there is such a thing; the status of what did not end well."""
+    if found is None or found["status"] != "ok":
+        return found["status"] if found else "not measured"
+    sizes = [size for size in (found["peak_bytes"], found["reserved_bytes"]) if size is not None]
+    return " / ".join(f"{size / MIB:.{0 if size >= 100 * MIB else 1}f}" for size in sizes)
+
+
+def _said(claim: claims.Claim) -> tuple[str, str, str]:
+    guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
+    return claim.lesson, f"`{claim.id}`", guide
+
+
+def _head(*names: str) -> list[str]:
+    return [_line(*names), "|" + "---|" * len(names)]
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _cell(decision: dict | None) -> str:
@@ -123,7 +242,7 @@ def _of_a_trainer(run: Run) -> bool:
 def error_table(rows: list[dict]) -> str:
     """Median, 95th percentile and worst of the estimate's errors on GPUs, as shares of what was measured."""
     if not rows:
-        return "On a GPU: not yet checked, for no GPU run is recorded."
+        return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
     errors = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
     found = {
         label: [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
@@ -181,7 +300,8 @@ def readme(recorded: dict[str, dict]) -> str:
     rows = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
     said = beside_others(json.loads(BESIDE.read_text(encoding="utf-8"))) + "\n\n" + error_table(rows)
     text = README.read_text(encoding="utf-8")
-    for (begin, end), content in {(BEGIN, END): scoreboard(recorded), ESTIMATE: said}.items():
+    tables = {(BEGIN, END): scoreboard(recorded), REHEARSED: rehearsed_tables(rehearsals(), recorded), ESTIMATE: said}
+    for (begin, end), content in tables.items():
         block = f"{begin}\n{content}\n{end}"
         text, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, b=block: b, text, flags=re.DOTALL)
         if count != 1:
