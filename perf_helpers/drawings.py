@@ -181,10 +181,12 @@ def scatter(points: Sequence[Point], limits: Mapping[str, int], kinds: Sequence[
         f"{marks}</div>"
     )
     top = 2 if timed else 20  # under the names of the limits
-    marks = "".join(_mark(p, "13px", NO_SPEED, end) for p in sorted(untimed, key=lambda point: point.is_chosen))
+    chosen = "".join(f" (ringed: {_safe(point.name)})" for point in untimed if point.is_chosen)
+    marks = "".join(_mark(point, "13px", NO_SPEED, end, named=False) for point in untimed)
     strip = (
         f"<div style='position:relative;height:{top + 46}px;{edges};background:rgba(127,127,127,0.12)'>"
-        f"<span style='position:absolute;left:6px;top:{top}px'>{NO_SPEED}</span>{marks}</div>"
+        f"<span style='position:absolute;left:6px;right:0;top:{top}px;white-space:nowrap;overflow:hidden;"
+        f"text-overflow:ellipsis'>{NO_SPEED}{chosen}</span>{marks}</div>"
     )
     lines = "".join(
         f"<div style='position:absolute;left:{100 * size / end:.2f}%;top:0;bottom:0;border-left:2px dashed'>"
@@ -208,8 +210,12 @@ def scatter(points: Sequence[Point], limits: Mapping[str, int], kinds: Sequence[
     )
 
 
-def _mark(point: Point, bottom: str, speed: str, end: float) -> str:
-    """The sign of a recipe, its name beside it where it is one of the best or chosen; `bottom` is a length of CSS."""
+def _mark(point: Point, bottom: str, speed: str, end: float, named: bool = True) -> str:
+    """The sign of a recipe, its name beside it where it is one of the best or chosen; `bottom` is a length of CSS.
+
+    Args:
+        named: False where signs stand in one row, and a name would cover the next one.
+    """
     colour, sign = SERIES[point.kind % len(SERIES)], _SIGNS[point.kind % len(_SIGNS)]
     ring = "outline:2px solid currentColor;border-radius:50%;" if point.is_chosen else ""
     title = _safe(f"{point.name}: {bytes_text(point.peak_bytes)}, {speed}")
@@ -218,7 +224,7 @@ def _mark(point: Point, bottom: str, speed: str, end: float) -> str:
         f"<span title='{title}' style='position:absolute;{place};transform:translate(-50%,50%);{ring}"
         f"color:{colour};font-size:16px;line-height:1;cursor:help'>{sign}</span>"
     )
-    if point.on_front or point.is_chosen:
+    if named and (point.on_front or point.is_chosen):
         left = point.peak_bytes > 0.6 * end
         shift = "transform:translateX(-100%);margin-left:-12px" if left else "margin-left:12px"
         mark += (

@@ -412,7 +412,8 @@ class _Recipe:
 
     def line(self, is_best: bool) -> str:
         name, peak, speed = self.cells()
-        return f"{peak}, {speed if self.speed is None else f'{speed} samples/s'}: {name}{' ★' if is_best else ''}"
+        speed = drawings.NO_SPEED if self.speed is None else f"{speed} samples/s"
+        return f"{peak}, {speed}: {name}{' ★' if is_best else ''}"
 
 
 def _groups(lab, more: Sequence[Run]) -> dict[str, list[_Recipe]]:

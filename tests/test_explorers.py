@@ -270,7 +270,8 @@ def test_a_point_without_a_speed_stands_apart_and_says_so():
     scatter = drawings.scatter(points, {}, ["counted"])
     plot, strip = scatter.split("background:rgba")
     assert "timed: 10 B, 2 samples/s" in plot and "not timed: 20 B" not in plot
-    assert "speed not measured</span>" in strip and "title='not timed: 20 B, speed not measured'" in strip
+    assert "speed not measured (ringed: not timed)</span>" in strip and strip.count("not timed") == 2
+    assert "title='not timed: 20 B, speed not measured'" in strip
     assert "bottom:0.00%" not in strip and "bottom:nan" not in scatter
     assert "background:rgba" not in drawings.scatter(points[:1], {}, ["counted"]), "no strip where all are timed"
 
