@@ -15,6 +15,8 @@ from pathlib import Path
 
 import nbformat
 
+from perf_helpers.runs import Store
+
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight have no outputs on the page
@@ -45,11 +47,13 @@ class Server:
             "JUPYTER_RUNTIME_DIR": "runtime",
             "PERF_HELPERS_HOME": "perf_helpers",
         }
+        self.runs = Store(home / own["PERF_HELPERS_HOME"] / "runs.jsonl")
         options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0", f"--ServerApp.root_dir={folder}"]
         options += ["--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"]
         options += ["--LabApp.expose_app_in_browser=True"]
         self.folder, self._log = folder, []
         environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        environment["OMP_NUM_THREADS"] = "1"  # nothing is measured here, and threads that wait for each other spin
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
             env=environment | {name: str(home / part) for name, part in own.items()},

@@ -2,10 +2,9 @@
 # ruff: noqa: E402
 
 # %%
-from perf_helpers import Lab, Task, exercises, explorers, monitor, widgets
+from perf_helpers import Lab, exercises, explorers, monitor, widgets
 
-lab = Lab(profile="cpu", lesson="00_studio")
-lab.task = Task("bert-tiny", seq_len=32)
+lab = Lab(profile="tiny", lesson="00_studio")
 
 # %%
 widgets.predict(lab, "peak", "The peak?", "MB", 0, 100)

@@ -1,9 +1,9 @@
 """What a learner sees: every lesson, and every kind of widget, in JupyterLab in a real browser.
 
+Nothing is measured here: lessons run at the smallest sizes. Their verdicts are judged by test_lessons.py at real ones.
 Screenshots are kept in build/screenshots.
 """
 
-import shutil
 from pathlib import Path
 
 import browser
@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from perf_helpers import course
+from perf_helpers.task import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -28,11 +29,18 @@ pytestmark = [
 ]
 
 
+def at_smallest_sizes(notebook):
+    """The notebook with its parameters set as a course run sets them: to the profile for tests."""
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source = parameters.source.replace('profile = "auto"', f'profile = "{TINY.name}"')
+    return notebook
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("home")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shutil.copy(path, folder)
+        nbformat.write(at_smallest_sizes(nbformat.read(path, as_version=4)), folder / path.name)
     started = browser.Server(folder, home)
     yield started
     started.close()
@@ -77,10 +85,11 @@ TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output .jupyte
 
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
-    notebook = browser.Notebook(server, page, f"{lesson}.ipynb")
+    notebook, earlier = browser.Notebook(server, page, f"{lesson}.ipynb"), len(server.runs.read())
     notebook.run_all()
     executed = notebook.saved()
     assert faults(executed) == []
+    assert {run.profile for run in server.runs.read()[earlier:]} == {TINY.name}, "it ran at the smallest sizes"
     assert executed.metadata.widgets[course.WIDGETS]["state"], "the state of its widgets was kept"
     wide = (
         "() => [...document.querySelectorAll('.jp-OutputArea-output')].filter(x => x.scrollWidth > x.clientWidth + 2)"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from perf_helpers import arguments, hardware
-from perf_helpers.task import PRESETS, PROFILES, Task, choose_profile
+from perf_helpers.task import PRESETS, PROFILES, TINY, Task, choose_profile
 
 STANDARD = {
     "hidden_size": 32,
@@ -137,6 +137,15 @@ def test_the_profile_follows_from_the_machine():
     assert [choose_profile("auto", each).name for each in (cpu, small, large)] == ["cpu", "t4", "gpu"]
     assert choose_profile("gpu", cpu) is PROFILES["gpu"]
     with pytest.raises(ValueError, match="auto, cpu, t4, gpu"):
+        choose_profile("laptop")
+
+
+def test_the_profile_for_tests_is_the_smallest_and_no_learner_is_offered_it():
+    assert choose_profile("tiny") is TINY and "tiny" not in PROFILES
+    for profile in PROFILES.values():
+        assert TINY.task.parameters() < profile.task.parameters() and TINY.task.seq_len < profile.task.seq_len
+        assert TINY.steps < profile.steps and TINY.turns <= profile.turns and TINY.micro_batch <= profile.micro_batch
+    with pytest.raises(ValueError, match=r"one of auto, cpu, t4, gpu$"):
         choose_profile("laptop")
 
 
