@@ -315,7 +315,7 @@ def _errors(outputs):
 
 
 def _line(outputs):
-    """", line 3" where a traceback names the line of the cell."""
+    """ ", line 3" where a traceback names the line of the cell."""
     traces = ("\n".join(output.get("traceback", ())) for output in outputs if output.get("output_type") == "error")
     found = re.search(r"Cell In\[\d+\], line (\d+)", re.sub(r"\x1b\[[0-9;]*m", "", next(traces, "")))
     return f", line {found[1]}" if found else ""

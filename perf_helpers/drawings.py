@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.plots import PALETTE, SERIES, bytes_text, is_measured, name_text
+from perf_helpers.plots import PALETTE, SERIES, bytes_text, name_text
 from perf_helpers.runs import CATEGORIES
+from perf_helpers.unknown import is_measured
 
 # Signs that differ in shape as well as in colour.
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")

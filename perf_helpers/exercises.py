@@ -18,7 +18,7 @@ from perf_helpers import arguments as training_arguments
 from perf_helpers import journal, plots
 from perf_helpers.runs import Run
 from perf_helpers.task import Task
-from perf_helpers.unknown import NeedsValues, Unknown
+from perf_helpers.unknown import NeedsValues, Unknown, is_measured
 
 _SIGNS = {  # told by sign and words as well as by colour, which is the theme's
     "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
@@ -234,7 +234,7 @@ def challenge(
     targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
     unknown = [f"the target is unknown: {value.why}" for value in targets.values() if isinstance(value, Unknown)]
     for name, value in targets.items():
-        if plots.is_measured(value) and not (math.isfinite(value) and value > 0):
+        if is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if baseline.peak_bytes is None:
         raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")

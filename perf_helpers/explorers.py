@@ -16,6 +16,7 @@ from perf_helpers import drawings, fits, plots, processes, widgets
 from perf_helpers.estimate import MemoryEstimate, estimate, estimates_so_far
 from perf_helpers.runs import CATEGORIES, Run
 from perf_helpers.task import PRESETS, Task
+from perf_helpers.unknown import is_measured
 
 CARDS = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
 _ROW = {"display": "flex", "flex_flow": "row wrap", **widgets.WHOLE_WIDTH}
@@ -402,7 +403,7 @@ class _Recipe:
     def __init__(self, found: Run | MemoryEstimate):
         self.name, self.peak_bytes, self.arguments = found.name, found.peak_bytes, dict(found.arguments)
         speed = getattr(found, "samples_per_second", None)
-        self.speed = speed if plots.is_measured(speed) else None
+        self.speed = speed if is_measured(speed) else None
         self.kind = found.memory.kind
         self.task = str(Task.from_dict(found.task))
 

@@ -52,9 +52,9 @@ class Lab:
         executor: Executor | None = None,
         timeout: float | None = None,
     ):
-        # An executor may say what machine its experiments see: a rehearsal's is not this one.
+        # An executor may say what machine and packages its experiments see: a rehearsal's are not these.
         self.machine = getattr(executor, "machine", hardware.describe)()
-        self.versions = hardware.versions()
+        self.versions = getattr(executor, "versions", hardware.versions)()
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson

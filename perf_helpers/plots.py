@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perf_helpers.runs import CATEGORIES, Comparison, Run
-from perf_helpers.unknown import Unknown
+from perf_helpers.unknown import is_measured
 
 PALETTE = {
     "weights": "#0072B2",
@@ -26,11 +26,6 @@ PALETTE = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-
-
-def is_measured(value: float | None) -> bool:
-    """Whether there is a figure to show."""
-    return value is not None and not isinstance(value, Unknown)
 
 
 def bytes_text(size: float | None) -> str:

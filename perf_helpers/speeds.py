@@ -12,10 +12,10 @@ from typing import Any
 from perf_helpers import arguments as training_arguments
 from perf_helpers import hardware
 from perf_helpers.lab import NOISE_FLOOR
-from perf_helpers.plots import is_measured
 from perf_helpers.runs import Ratio, Run
 from perf_helpers.task import Task
 from perf_helpers.techniques import QUESTIONS, Technique
+from perf_helpers.unknown import is_measured
 
 _TOGETHER = 3600  # seconds between two runs whose speeds are compared
 _PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code

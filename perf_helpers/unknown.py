@@ -7,6 +7,11 @@ class NeedsValues(RuntimeError):
     """Something asked for a value that is not known, e.g. in a rehearsal, where no kernel computes."""
 
 
+def is_measured(value: float | None) -> bool:
+    """Whether there is a figure: neither None nor unknown."""
+    return value is not None and not isinstance(value, Unknown)
+
+
 class Unknown(float):
     """A float that is not known, and why. Arithmetic with it is unknown too; it is shown as "unknown".
 

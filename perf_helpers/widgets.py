@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers import exercises, journal, plots
+from perf_helpers.unknown import is_measured
 
 WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 _shown: dict[Any, Any] = {}  # of this kernel: the box that stands at each place
@@ -165,7 +166,7 @@ def revealed(lab, key: str, measured: float | None, estimate: float | None = Non
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
     entries, (unit, estimated) = journal.of(lab).read(), _asked[lab.lesson, key]
     estimate = estimated if estimate is None else estimate
-    estimate = estimate if plots.is_measured(estimate) else None
+    estimate = estimate if is_measured(estimate) else None
     kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
     if measured is None or not math.isfinite(measured):
         return exercises.score(counted, None)

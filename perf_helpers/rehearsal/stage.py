@@ -109,6 +109,10 @@ class Rehearsal(Executor):
         """The machine that experiments see."""
         return self.submit(hardware.describe).result()
 
+    def versions(self) -> dict[str, str | None]:
+        """The packages that experiments run with."""
+        return self.submit(hardware.versions).result()
+
     def _ask(self, request: bytes) -> Any:
         try:
             self._process.stdin.write(_SIZE.pack(len(request)) + request)

@@ -5,6 +5,7 @@ import sys
 import pynvml
 
 NUMBERS = {  # of --query-gpu: the figure and its unit
+    "count": lambda device: (pynvml.nvmlDeviceGetCount(), ""),
     "index": lambda device: (pynvml.nvmlDeviceGetIndex(device), ""),
     "name": lambda device: (pynvml.nvmlDeviceGetName(device), ""),
     "uuid": lambda device: (pynvml.nvmlDeviceGetUUID(device), ""),
