@@ -41,7 +41,7 @@ check: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py
 
-# Lessons are run by themselves: they measure time. In the browser they only have to run, two at once.
+# Lessons are run by themselves: they measure time. In the browser they only have to run: small ones, two at once.
 test: check build/ipywidgets7
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_lessons.py --ignore tests/test_browser.py

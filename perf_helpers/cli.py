@@ -349,7 +349,8 @@ def _flat_estimate(found) -> dict[str, Any]:
 
 def _flat(run) -> dict[str, Any]:
     """The JSON of `measure`: a run's figures side by side, in bytes and seconds; null where not measured."""
-    memory, timing = run.memory, run.timing
+    memory, record = run.memory, run.to_dict()  # which has null for what is unknown
+    timing = record["timing"] or {}
     return {
         "status": run.status,
         "message": run.message,
@@ -366,11 +367,11 @@ def _flat(run) -> dict[str, Any]:
         "device_used_bytes": memory and memory.device_used_bytes,
         "context_bytes": memory and memory.context_bytes,
         "rss_bytes": memory and memory.rss_bytes,
-        "step_seconds": run.step_seconds,
-        "step_seconds_spread": timing and timing.spread_seconds,
-        "steps": timing and timing.steps,
-        "samples_per_second": run.samples_per_second,
-        "losses": run.losses,
+        "step_seconds": timing.get("step_seconds"),
+        "step_seconds_spread": timing.get("spread_seconds"),
+        "steps": timing.get("steps"),
+        "samples_per_second": timing.get("samples_per_second"),
+        "losses": record["losses"],
         "machine": run.machine,
         "versions": run.versions,
         "date": run.date,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perf_helpers import arguments as training_arguments
-from perf_helpers import hardware, processes, progress
+from perf_helpers import hardware, processes, progress, worker
 from perf_helpers.runs import Comparison, Memory, Ratio, Run, Store, Timing
 from perf_helpers.task import Task, choose_profile
 from perf_helpers.training import Experiment
@@ -64,6 +64,7 @@ class Lab:
         self._experiments: dict[str, Experiment] = {}
         self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
+        self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
         progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
             processes.start()
@@ -273,7 +274,11 @@ class Lab:
             told = _Told(bar, _samples(experiment))
             on_step = None if self.executor else told.on_step
             for meter in measure:
+                if meter == "time" and merged.get("memory") and self.machine.rehearsed and self._has_rehearsed_time:
+                    merged |= worker.untimed(experiment)  # it ran, and there is no time to be had
+                    continue
                 outcome = self._perform(processes.execute, experiment, meter, timeout, on_step)
+                self._has_rehearsed_time |= meter == "time"
                 if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
                     outcome["ranks"] = [a | b for a, b in zip(merged["ranks"], outcome["ranks"], strict=True)]
                 merged |= {key: value for key, value in outcome.items() if value is not None or key not in merged}
@@ -319,6 +324,9 @@ class Lab:
         return self.executor.submit(function, *arguments).result()
 
     def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio:
+        if self.machine.rehearsed and self._has_rehearsed_turns:
+            return Ratio.unknown(worker.NO_TIME)
+        self._has_rehearsed_turns = True
         on_cpu = self._on_cpu(baseline, other)
         experiments = (self._experiments[run.id] for run in (baseline, other))
         pair = [each.replace(arguments=_endless(each), threads=1 if on_cpu else None) for each in experiments]

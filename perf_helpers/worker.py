@@ -110,8 +110,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
                 outcome |= _execute(experiment, folder, steps=2, keep_losses=False)
             outcome["memory"] = meter.result().to_dict()
         elif hardware.is_rehearsal():
-            steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
-            outcome |= _rehearse(experiment, folder, steps, on_step)
+            outcome |= _rehearse(experiment, folder, measure, on_step)
         elif measure == "time":
             with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
                 outcome |= _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
@@ -125,25 +124,31 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
     return outcome
 
 
-def _rehearse(experiment: Experiment, folder: str, steps: int, on_step) -> dict[str, Any]:
+def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> dict[str, Any]:
     """What an experiment yields in a rehearsal without the memory meter: nothing is known of its time.
 
     It runs, two steps long where the Trainer makes the steps.
     """
     from perf_helpers import meters
 
-    unknown, short = Unknown(NO_TIME), experiment
-    if not experiment.function and "num_train_epochs" not in experiment.arguments:
-        steps = experiment.arguments.get("max_steps", steps)
-        short = experiment.replace(arguments=experiment.arguments | {"max_steps": min(steps, 2)})
+    known, short = untimed(experiment, measure), experiment
+    if known.get("losses"):
+        short = experiment.replace(arguments=experiment.arguments | {"max_steps": min(len(known["losses"]), 2)})
     with meters.TimeMeter(1, on_step) as meter:
         outcome = _execute(short, folder, 2, keep_losses=True)
-    if outcome.get("losses") and short is not experiment:
-        outcome["losses"] = (outcome["losses"] * steps)[:steps]
-    if seen := meter.result():
-        every = (unknown,) * len(seen.all_seconds)
-        timing = Timing(unknown, unknown, experiment.steps, experiment.warmup_steps, unknown, every)
-        outcome["timing"] = dataclasses.asdict(timing)  # not to_dict, which writes null for what is unknown
+    timed = meter.result() is not None and measure == "time"
+    return outcome | {key: value for key, value in known.items() if key == "losses" or timed}
+
+
+def untimed(experiment: Experiment, measure: str = "time") -> dict[str, Any]:
+    """What is known of an experiment's time, and of its losses, where it need not even run: that they are unknown."""
+    unknown, arguments = Unknown(NO_TIME), experiment.arguments
+    every = (unknown,) * experiment.steps
+    timing = Timing(unknown, unknown, experiment.steps, experiment.warmup_steps, unknown, every)
+    outcome: dict[str, Any] = {"timing": dataclasses.asdict(timing)}  # not to_dict, which writes null for the unknown
+    if not experiment.function and experiment.training and "num_train_epochs" not in arguments:
+        steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
+        outcome["losses"] = [Unknown(NO_TIME)] * arguments.get("max_steps", steps)
     return outcome
 
 

@@ -68,7 +68,9 @@ ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN
     "rehearsal.inside.sitecustomize": {"rehearsal.values"},
     "rehearsal.native.nvidia_smi": set(),
     "rehearsal.stage": {"hardware", "lab", "rehearsal.build", "rehearsal.cards", "runs", "task"},
-    "rehearsal.lessons": {"course", "rehearsal.cards", "rehearsal.notebook", "rehearsal.stage", "results"},
+    "rehearsal.lessons": {
+        *("course", "results", "rehearsal.build", "rehearsal.cards", "rehearsal.notebook", "rehearsal.stage"),
+    },
     "rehearsal": {"rehearsal.cards", "rehearsal.stage"},
     "cli": {
         *(*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"),

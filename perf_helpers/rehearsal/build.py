@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from pathlib import Path
 
@@ -112,8 +113,8 @@ def library(python: Path) -> Path:
     folder = cache() / f"library-{state.hexdigest()[:12]}"
     if (folder / "libcuda.so.1").exists():
         return folder
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}")
-    draft.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     (draft / "rest.c").write_text(_rest(site, headers.with_name("cuda.h")))
     options = ["-O1", "-fPIC", "-w", f"-I{SOURCES}", f"-I{headers.parent}"]
     units = [str(path) for path in sources if path.suffix == ".cpp"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perf_helpers.course import find_lessons
+from perf_helpers.rehearsal import build
 from perf_helpers.rehearsal.cards import CARDS, Card
 from perf_helpers.rehearsal.notebook import TOLD
 from perf_helpers.rehearsal.stage import command
@@ -53,6 +54,7 @@ def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", a
     """
     if wanted not in ("all", "core"):
         find_lessons(wanted.split(","))
+    build.library(build.set_up())  # once, before the machines ask for it
     speaking = threading.Lock()
 
     def say(name: str, text: str) -> None:
@@ -70,6 +72,7 @@ def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", a
             words = [python, "-m", "perf_helpers.cli", "course", *(lessons or ())]
             words += ["--profile", machine.profile, "--out", folder]
             options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            environment |= {"OMP_NUM_THREADS": "1"}  # threads that wait take the time of the machine beside
             with subprocess.Popen(list(map(str, words)), env=environment, **options) as process:
                 for line in process.stderr:
                     say(machine.name, line)
