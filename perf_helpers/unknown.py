@@ -29,7 +29,7 @@ class Unknown(float):
         return self
 
     def __reduce__(self):
-        return Unknown, (self.why,)
+        return type(self), (self.why,)
 
     def __repr__(self) -> str:
         return "unknown"

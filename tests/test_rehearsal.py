@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pickle
 import subprocess
 import sys
 
@@ -120,6 +121,12 @@ def test_what_was_begun_is_unknown_too(capsys):
 def test_what_could_not_be_rehearsed_cannot_be_used(use):
     with pytest.raises(NeedsValues, match="x could not"):
         eval(use, {"x": notebook.Unassigned("x could not be rehearsed")})
+
+
+def test_what_could_not_be_rehearsed_travels_to_clean_processes_as_such():
+    x = pickle.loads(pickle.dumps(notebook.Unassigned("x could not be rehearsed")))
+    with pytest.raises(NeedsValues):
+        x["rate"]
 
 
 def test_any_other_error_ends_the_cell():

@@ -188,13 +188,30 @@ def integers():
     labels[0] = 7
     found += [labels.tolist(), torch.arange(6, device="cuda").view(2, 3).t().contiguous().tolist()]
     found += [torch.nonzero(labels > 0).flatten().tolist(), torch.nn.functional.one_hot(labels[:1]).shape[1]]
+    buffer = torch.empty(3, dtype=torch.long, device="cuda").fill_(4)
+    buffer[1:].copy_(torch.tensor([5, 6]))
+    found += [buffer.tolist(), torch.empty_like(buffer).copy_(torch.tensor([7, 8, 9])).tolist()]
     stop = torch.zeros(2, dtype=torch.bool, device="cuda") | torch.full((2,), True, device="cuda")
     return [*found, bool(stop.all()), torch.unique(torch.tensor([2, 2, 1]).cuda()).tolist(), labels.cpu().tolist()]
 
 
 def test_what_is_whole_or_boolean_is_computed(here):
     moved = [7, -99, 6, -99]
-    expected = [2, [3, 5], 5, True, moved, [[0, 3], [1, 4], [2, 5]], [0, 2], 8, True, [1, 2], moved]
+    expected = [
+        2,
+        [3, 5],
+        5,
+        True,
+        moved,
+        [[0, 3], [1, 4], [2, 5]],
+        [0, 2],
+        8,
+        [4, 5, 6],
+        [7, 8, 9],
+        True,
+        [1, 2],
+        moved,
+    ]
     assert here(integers) == expected
 
 

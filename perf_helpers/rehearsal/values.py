@@ -38,6 +38,7 @@ _FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
+_OVERWRITES = {"copy_", "fill_", "zero_"}  # whatever lay there before
 _CHANGES_NOTHING_KNOWN = {"_amp_foreach_non_finite_check_and_unscale_"}  # finds nothing that is not finite
 
 
@@ -113,18 +114,18 @@ class Values(TorchFunctionMode):
             return
         if not fresh and not in_place:
             return  # views
-        sources = given[:0] if name in _FACTORIES else given
-        known = all(map(self.is_known, sources)) and all(_is_small(tensor) for tensor in [*sources, *fresh])
+        whole = name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
+        sources = given[:0] if name in _FACTORIES else given[1:] if whole else given
+        known = all(map(self.is_known, sources)) and all(_is_small(tensor) for tensor in [*given, *fresh])
         if known and _compute(function, name, args, kwargs, fresh):
-            for tensor in fresh:
-                if tensor.is_cuda:
-                    self._known.add(tensor)
+            for tensor in [*fresh, *given[:whole]]:
+                (self._known.add if tensor.is_cuda else self._unknown.discard)(tensor)
             return
         for tensor in fresh:
             if not tensor.is_cuda and not all(map(self.is_known, given)):
                 self._unknown.add(tensor)
-        if in_place:
-            several = name.startswith(("_foreach", "_fused"))
+        several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
+        if in_place or several:
             for tensor in given if several else [*_tensors(args[:1]), *_tensors(kwargs.get("out"))]:
                 if _is_plain(tensor) and not (several and tensor.dtype in EXACT):
                     (self._known.discard if tensor.is_cuda else self._unknown.add)(tensor)
