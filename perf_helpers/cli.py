@@ -1,7 +1,9 @@
 """perf-helpers: the command line. Results go to standard output, everything else to standard error."""
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,16 +181,16 @@ def rehearse(
         raise typer.Exit(_rehearse_lessons(lessons, out))
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
-        raise typer.Exit(rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on))
+        with _rehearsing():
+            code = rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
+        raise typer.Exit(code)
     given = _training_arguments(context.args)
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
     task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
-    try:
+    with _rehearsing():
         run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
-    except RuntimeError as error:  # nothing to rehearse with, or a function that needs values
-        raise ValueError(f"cannot be rehearsed: {error}") from error
     assumed = f"assumed: a CUDA context of {plots.bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
     if json_output:
         _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_flat(run)})
@@ -285,13 +287,20 @@ def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str 
     return task
 
 
+@contextlib.contextmanager
+def _rehearsing() -> Iterator[None]:
+    """Where nothing can be rehearsed here, or a function needs values: the user's business, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(f"cannot be rehearsed: {error}") from error
+
+
 def _rehearse_lessons(lessons: str, out: Path) -> int:
     from perf_helpers.rehearsal.lessons import rehearse_lessons
 
-    try:
+    with _rehearsing():
         failed = rehearse_lessons(lessons, out)
-    except RuntimeError as error:
-        raise ValueError(f"cannot be rehearsed: {error}") from error
     for line in failed:
         typer.echo(line)
     typer.echo(f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}")

@@ -173,6 +173,12 @@ def is_rehearsal() -> bool:
     return "REHEARSAL_CAPABILITY" in os.environ
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what is the user's: $PERF_HELPERS_HOME, else a folder of the user's cache."""
+    home = os.environ.get("PERF_HELPERS_HOME")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
+
+
 def versions() -> dict[str, str | None]:
     """Installed versions, read from the packages' metadata: nothing is imported; None where not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}

@@ -60,7 +60,7 @@ class Lab:
         self.strict, self.out, self.lesson = strict, str(out), lesson
         self.executor, self.timeout = executor, timeout or self.profile.timeout
         self.runs: list[Run] = []
-        self.store = Store(Path(self.out or _cache_folder()) / "runs.jsonl")
+        self.store = Store(Path(self.out or hardware.cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
         self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
@@ -440,11 +440,6 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
     return value
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("PERF_HELPERS_HOME")
-    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
 
 class _Told:

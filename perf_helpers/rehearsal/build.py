@@ -67,21 +67,20 @@ def environment() -> Path:
 
 
 def cache() -> Path:
-    home = os.environ.get("PERF_HELPERS_HOME")
-    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
-    return base / "rehearsal"
+    return hardware.cache_folder() / "rehearsal"
 
 
 def set_up() -> Path:
-    """Make the environment, if this one has no CUDA build: the same packages in the same versions (5 GB, minutes).
+    """The Python that rehearses. Where this one has no CUDA build, its environment is made on the first call: the same
+    packages in the same versions (5 GB, minutes).
 
     Raises:
-        RuntimeError: it cannot be made; with pip's last line.
+        RuntimeError: no rehearsal is possible on this system, or pip failed; with the reason.
     """
-    if python := interpreter():
-        return python
     if why := problem():
         raise RuntimeError(why)
+    if python := interpreter():
+        return python
     folder = environment()
     print(f"Making an environment with torch's CUDA build in {folder}: 5 GB, some minutes.", file=sys.stderr)
     venv.create(folder, clear=True, with_pip=True)

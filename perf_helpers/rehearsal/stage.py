@@ -30,8 +30,6 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
     Raises:
         RuntimeError: no rehearsal is possible here; with what is missing.
     """
-    if why := build.problem():
-        raise RuntimeError(why)
     python = build.set_up()
     library = build.library(python)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:

@@ -235,9 +235,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _each(values: Any, change) -> Any:
     if isinstance(values, torch.Tensor):
         return change(values)
-    if type(values) in (list, tuple):
-        return type(values)(_each(value, change) for value in values)
-    if isinstance(values, tuple):  # a named one
+    if isinstance(values, list | tuple):
         return type(values)(_each(value, change) for value in values)
     return {key: _each(value, change) for key, value in values.items()} if type(values) is dict else values
 
