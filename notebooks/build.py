@@ -64,7 +64,7 @@ def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
     """Return, as markdown, what the newest recorded run of each machine measured for a lesson's claims; "" without
     any.
     """
-    from perf_helpers.results import load_results, measured
+    from perf_helpers.course.results import load_results, measured
 
     parts = []
     for path in {path.parent.name: path for path in sorted(results.glob("*/*.json"))}.values():

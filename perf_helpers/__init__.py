@@ -7,16 +7,20 @@ loaded when they are first used.
 from importlib import import_module
 
 __version__ = "0.1.0"
-__all__ = ["Lab", "Task", "claims", "exercises", "hardware", "plots", "widgets"]
 
-_MODULE_OF = {"Lab": "lab", "Task": "task"}  # every other public name is a module
+# The room in which a public name lives; plots and widgets are at home here.
+_ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "hardware": "lab", "links": "lab"}
+_ROOMS |= {"claims": "course", "journal": "course"}
+_ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
+__all__ = sorted([*_ROOMS, "plots", "widgets"])
 
 
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it offers {', '.join(__all__)}")
-    module = import_module(f".{_MODULE_OF.get(name, name)}", __name__)
-    value = getattr(module, name) if name in _MODULE_OF else module
+    home = f"{__name__}.{_ROOMS[name]}" if name in _ROOMS else __name__
+    is_class = name[0].isupper()  # offered by the room's door; else it is a module
+    value = getattr(import_module(home), name) if is_class else import_module(f"{home}.{name}")
     globals()[name] = value
     return value
 

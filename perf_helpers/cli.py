@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from perf_helpers import hardware
+from perf_helpers.lab import hardware
 
 app = typer.Typer(
     add_completion=False,
@@ -58,7 +58,7 @@ def course(
     timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 900,
 ) -> None:
     """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
-    from perf_helpers import course as module
+    from perf_helpers.course import course as module
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
@@ -86,7 +86,7 @@ def measure(
     Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
-    from perf_helpers.lab import Lab
+    from perf_helpers.lab.lab import Lab
 
     given = _training_arguments(context.args)
     task = _task(model, seq_len, dataset_size, architecture)
@@ -127,8 +127,8 @@ def estimate(
 
     Takes the same training arguments as `measure`.
     """
-    from perf_helpers import estimate as module
     from perf_helpers import plots
+    from perf_helpers.estimate import estimates as module
 
     given = _training_arguments(context.args)
     found = module.estimate(
@@ -210,7 +210,7 @@ def rehearse(
 @app.command()
 def compare(old: Path, new: Path, json_output: Json = False) -> None:
     """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
-    from perf_helpers import results
+    from perf_helpers.course import results
 
     changes = results.compare(old, new)
     if json_output:
@@ -222,7 +222,7 @@ def compare(old: Path, new: Path, json_output: Json = False) -> None:
 @app.command()
 def report(directory: Path) -> None:
     """Make the pages of a course run again from its results.json and executed notebooks."""
-    from perf_helpers import results
+    from perf_helpers.course import results
 
     typer.echo(str(results.report(directory)))
 
@@ -246,7 +246,7 @@ def advise(
 
     Exit code 0 also where nothing fits: it says by how much, and what would.
     """
-    from perf_helpers import advise as module
+    from perf_helpers.advise import advice as module
 
     advice = module.advise(
         _task(model, seq_len, 512, architecture),
@@ -268,7 +268,7 @@ def advise(
 
 
 def _training_arguments(words: list[str]) -> dict[str, Any]:
-    from perf_helpers import arguments
+    from perf_helpers.lab import arguments
 
     given, rest = arguments.parse(words)
     arguments.check(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
@@ -279,7 +279,7 @@ def _training_arguments(words: list[str]) -> dict[str, Any]:
 
 
 def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None):
-    from perf_helpers.task import Task
+    from perf_helpers.lab.task import Task
 
     task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
     task.family()  # so that a model nobody knows is refused before anything runs

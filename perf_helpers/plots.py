@@ -3,14 +3,19 @@
 The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
 """
 
+from __future__ import annotations
+
 import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from perf_helpers.runs import CATEGORIES, Comparison, Run
+from perf_helpers.texts import bytes_text, name_text, seconds_text
 from perf_helpers.unknown import is_measured
+
+if TYPE_CHECKING:
+    from perf_helpers.lab.runs import Comparison, Run
 
 PALETTE = {
     "weights": "#0072B2",
@@ -23,34 +28,10 @@ PALETTE = {
     "inside_operations": "#999999",
     "context": "#F0E442",
 }
+CATEGORIES = tuple(name for name in PALETTE if name != "context")  # the order of `lab.runs.CATEGORIES`, by a test
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-
-
-def bytes_text(size: float | None) -> str:
-    """Bytes in the unit a person would use (decimal: 1 MB = 10^6 bytes); None and unknown read "not measured"."""
-    if not is_measured(size):
-        return "not measured"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= scale:
-            return f"{size / scale:,.2f} {unit}" if unit == "GB" else f"{size / scale:,.1f} {unit}"
-    return f"{size:,.0f} B"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Seconds in the unit a person would use."""
-    if not is_measured(seconds):
-        return "not measured"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds:.1e} s"
-
-
-def name_text(category: str) -> str:
-    """A category as it stands in a legend."""
-    return category.replace("_", " ")
 
 
 def memory(runs: Sequence[Run], ax=None, title: str = "Peak memory"):

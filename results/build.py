@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 
 from perf_helpers import claims, plots
+from perf_helpers.course.results import load_results, measured
 from perf_helpers.estimate import estimate
-from perf_helpers.hardware import Machine
-from perf_helpers.results import load_results, measured
-from perf_helpers.runs import CATEGORIES, Run, write_whole
-from perf_helpers.task import Task
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.runs import CATEGORIES, Run, write_whole
+from perf_helpers.lab.task import Task
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"

@@ -16,12 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perf_helpers import claims, hardware
-from perf_helpers.lab import Lab
+from perf_helpers.course.results import load_results
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.runs import Run, write_whole
+from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 from perf_helpers.rehearsal.lessons import MACHINES
-from perf_helpers.results import load_results
-from perf_helpers.runs import Run, write_whole
-from perf_helpers.task import Task
 
 HERE = Path(__file__).parent / "rehearsed"
 WANTED = ("a100", "h100", "t4")

@@ -2,7 +2,7 @@
 
     python tests/levels.py                     the tests that depend on a CPU's instructions
     python tests/levels.py --all               at every level, not only the lowest, the middle and the highest
-    python tests/levels.py tests/test_fits.py  arguments for pytest
+    python tests/levels.py tests/estimate  arguments for pytest
 
 A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
 (ATEN_CPU_CAPABILITY). Exit code 0 only if the tests pass at every level.
@@ -16,7 +16,8 @@ from pathlib import Path
 from perf_helpers import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = [f"tests/test_{name}.py" for name in ("probe", "estimate", "estimate_exact", "fits", "advise")]
+TESTS = [f"tests/estimate/test_{name}.py" for name in ("probe", "estimate", "estimate_exact", "surfaces")]
+TESTS += ["tests/advise/test_advise.py"]
 # (oneDNN's level, torch's, the feature by which a machine is above it), from the lowest on. Those without a feature are
 # safe anywhere: oneDNN takes no more than there is, and torch's default runs on every x86-64.
 LEVELS = (

@@ -115,7 +115,7 @@ def timed(tool, task, arguments):
     """A function for a clean process: the bytes a tool says, its seconds and its peak memory; or why it says none."""
 
     def work(_):
-        from perf_helpers import meters
+        from perf_helpers.lab import meters
 
         began = time.perf_counter()
         try:

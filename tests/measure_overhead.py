@@ -22,7 +22,7 @@ def train(task, steps: int, metered: bool) -> list[float]:
     import torch
     from transformers import Trainer, trainer
 
-    from perf_helpers import meters, worker
+    from perf_helpers.lab import meters, worker
 
     torch.set_num_threads(1)
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time

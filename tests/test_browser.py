@@ -10,8 +10,8 @@ import browser
 import nbformat
 import pytest
 
-from perf_helpers import course
-from perf_helpers.task import TINY
+from perf_helpers.course import course
+from perf_helpers.lab.task import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"

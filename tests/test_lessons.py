@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import claims, course
+from perf_helpers import claims
+from perf_helpers.course import course
 
 HERE = Path(__file__).parent
 LESSONS = [path.stem for path in course.find_lessons()]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import speeds
+from perf_helpers.advise import speeds
 from perf_helpers.estimate import estimate
-from perf_helpers.hardware import Gpu, Machine
+from perf_helpers.lab.hardware import Gpu, Machine
+from perf_helpers.lab.runs import Run
+from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import CARDS
-from perf_helpers.runs import Run
-from perf_helpers.task import Task
 
 TASK = Task("bert-tiny", seq_len=32)
 RESULTS = Path(__file__).parents[1] / "results"

@@ -5,10 +5,11 @@ bad input.
 """
 
 import ast
-import graphlib
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,71 +25,6 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "perf_helpers"
 
-# Who may import whom. In CHAIN a module may import all that stand before it; `runs` is data, for everyone, and so is
-# `unknown`, of which it is made.
-CHAIN = (
-    "progress",
-    "hardware",
-    "arguments",
-    "task",
-    "meters",
-    "training",
-    "trace",
-    "probe",
-    "worker",
-    "processes",
-    "lab",
-)
-ALLOWED = {module: {*CHAIN[:place], "runs"} for place, module in enumerate(CHAIN)} | {
-    "runs": set(),
-    "claims": {"hardware", "journal", "runs", "task"},
-    "plots": {"runs"},
-    "network": set(),
-    "cuda": set(),
-    "techniques": set(),
-    "search": set(),
-    "speeds": {"arguments", "claims", "hardware", "lab", "results", "runs", "task", "techniques"},
-    "advise": {*CHAIN, "cuda", "estimate", "runs", "search", "speeds", "techniques"},
-    "estimate": {"cuda", "runs", *CHAIN[: CHAIN.index("lab")]},
-    "fits": {"estimate", "hardware", "meters", "runs", "task", "techniques", "training"},
-    "drawings": {"plots", "runs"},
-    "explorers": {
-        *("arguments", "cuda", "drawings", "estimate", "fits", "plots", "processes", "runs", "task", "widgets"),
-    },
-    "monitor": {"hardware", "plots"},
-    "journal": {"runs"},
-    "widgets": {"exercises", "journal", "plots", "runs"},
-    "exercises": {"arguments", "journal", "plots", "runs", "task"},
-    "results": {"claims", "hardware", "runs"},
-    "course": {"claims", "hardware", "results", "runs", "task"},
-    "rehearsal.build": {"hardware"},
-    "rehearsal.cards": {"arguments", "hardware"},
-    "rehearsal.values": set(),
-    "rehearsal.notebook": set(),
-    "rehearsal.inside.sitecustomize": {"rehearsal.values"},
-    "rehearsal.native.nvidia_smi": set(),
-    "rehearsal.stage": {"hardware", "lab", "rehearsal.build", "rehearsal.cards", "runs", "task"},
-    "rehearsal.lessons": {
-        *("course", "results", "rehearsal.build", "rehearsal.cards", "rehearsal.notebook", "rehearsal.stage"),
-    },
-    "rehearsal": {"rehearsal.cards", "rehearsal.stage"},
-    "cli": {
-        *(*CHAIN, "advise", "claims", "course", "estimate", "results", "runs"),
-        *("rehearsal", "rehearsal.build", "rehearsal.lessons"),
-    },
-    "__init__": set(),
-}
-# Inside a function only: what shows itself.
-DRAWS = {
-    "advise": {"plots"},
-    "estimate": {"plots"},
-    "runs": {"plots"},
-    "exercises": {"widgets"},
-    "lab": {"plots"},
-    "cli": {"plots"},
-}
-ALLOWED = {module: allowed | {"unknown"} for module, allowed in ALLOWED.items()} | {"unknown": set()}
-ROOMS = {module.split(".")[0] for module in ALLOWED if "." in module}  # folders of modules, each with a door
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")
@@ -138,45 +74,21 @@ def declared(project, extras=True):
 # ---- imports
 
 
-def imports(source):
-    """(imported module, inside a function?) for each import in a source, but for those only a type checker sees."""
-    found = []
+def heads(source):
+    """The first names of all modules that a source imports, but for those only a type checker sees."""
+    found = set()
 
-    def visit(node, inside):
+    def visit(node):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        if isinstance(node, ast.Import):
-            found.extend((alias.name, inside) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = f"{PACKAGE}.{base}".rstrip(".")
-            if base == PACKAGE or base in {f"{PACKAGE}.{room}" for room in ROOMS}:
-                found.extend((f"{base}.{alias.name}", inside) for alias in node.names)
-            else:
-                found.append((base, inside))
-        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+        found.update(name.split(".")[0] for name in names)
         for child in ast.iter_child_nodes(node):
-            visit(child, inside)
+            visit(child)
 
-    visit(ast.parse(source), False)
+    visit(ast.parse(source))
     return found
-
-
-def import_problems(module, source):
-    if module not in ALLOWED:
-        return [f"{module} has no row in ALLOWED (tests/test_repo.py): say what it may import"]
-    problems = []
-    for name, inside in imports(source):
-        head, _, tail = name.partition(".")
-        if head != PACKAGE:
-            continue
-        parts = tail.split(".")
-        target = ".".join(parts[:2]) if ".".join(parts[:2]) in ALLOWED else parts[0] or "__init__"
-        allowed = ALLOWED[module] | (DRAWS.get(module, set()) if inside else set())
-        if target not in allowed | {"__version__"}:
-            problems.append(f"{module} imports {target}: it may import {', '.join(sorted(allowed)) or 'nothing'}")
-    return problems
 
 
 def undeclared(source, distributions, owners):
@@ -184,13 +96,15 @@ def undeclared(source, distributions, owners):
 
     What is not installed, for it is built by itself, is taken to be provided by a distribution of its own name.
     """
-    heads = {name.split(".")[0] for name, _ in imports(source)} - set(sys.stdlib_module_names) - {PACKAGE}
-    provided = {head for head in heads if {canonicalize_name(o) for o in owners.get(head, [head])} & set(distributions)}
-    return sorted(heads - provided)
+    wanted = heads(source) - set(sys.stdlib_module_names) - {PACKAGE}
+    provided = {
+        head for head in wanted if {canonicalize_name(o) for o in owners.get(head, [head])} & set(distributions)
+    }
+    return sorted(wanted - provided)
 
 
 def modules():
-    """{name: source}: "lab", "rehearsal.cards", and "rehearsal" for that room's door."""
+    """{name: source}: "cli", "lab.task", and "lab" for that room's door."""
     found = {}
     for path in some(sorted((ROOT / PACKAGE).rglob("*.py")), "modules"):
         name = ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
@@ -198,31 +112,35 @@ def modules():
     return found
 
 
+def wrong_imports(folder):
+    """What import-linter says of the package in a folder by this repository's contracts; empty where all are kept."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / "pyproject.toml", "--no-cache"]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
+    )
+    assert "Contracts" in done.stdout, done.stdout + done.stderr  # it did read the package
+    return done.stdout.partition("Broken contracts")[2]
+
+
 def test_imports_run_one_way():
-    assert [problem for module, source in modules().items() for problem in import_problems(module, source)] == []
-    graphlib.TopologicalSorter(ALLOWED).prepare()  # raises CycleError where the table itself runs in a circle
+    assert wrong_imports(ROOT) == ""
 
 
 @pytest.mark.parametrize(
-    "module, source",
+    "module, line, told",
     [
-        ("hardware", "from perf_helpers import task"),
-        ("task", "from .lab import Lab"),
-        ("meters", "def f():\n    import perf_helpers.worker as w"),
-        ("lab", "from perf_helpers.cli import main"),
-        ("lab", "from perf_helpers import plots"),
-        ("claims", "def f():\n    from . import plots"),
-        ("worker", "from perf_helpers import Lab"),
-        ("odds", "import json"),
+        ("lab/hardware", "from perf_helpers.lab import task", "inside the lab"),
+        ("lab/lab", "from perf_helpers import cli", "rooms"),
+        ("course/claims", "def f():\n    from perf_helpers import widgets", "rooms"),
+        ("plots", "from perf_helpers.lab import runs", "rooms"),
+        ("lab/odds", "import json", "inside the lab"),
     ],
 )
-def test_an_import_upwards_is_reported(module, source):
-    assert len(import_problems(module, source)) == 1
-
-
-def test_allowed_imports_are_not_reported():
-    assert import_problems("lab", "from perf_helpers import runs\ndef f():\n    from perf_helpers import plots") == []
-    assert import_problems("task", "if TYPE_CHECKING:\n    from perf_helpers.lab import Lab") == []
+def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, told):
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / PACKAGE / f"{module}.py"
+    path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
+    assert told in wrong_imports(tmp_path)
 
 
 def test_modules_are_nouns():
@@ -235,7 +153,7 @@ def test_every_import_is_a_declared_dependency():
     problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
     for folder in ("tests", "notebooks"):
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
-            siblings = {other.stem: ["pytest"] for other in path.parent.glob("*.py")} | {"build": ["pytest"]}
+            siblings = {other.stem: ["pytest"] for other in (ROOT / folder).rglob("*.py")} | {"build": ["pytest"]}
             problems[f"{folder}/{path.name}"] = undeclared(path.read_text(), every, {**owners, **siblings})
     assert {where: names for where, names in problems.items() if names} == {}
 
@@ -257,7 +175,8 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_its_public_names_and_its_command_load_nothing_heavy():
-    names = f"from {PACKAGE} import *; import {PACKAGE}.cli; {PACKAGE}.Lab, {PACKAGE}.Task, {PACKAGE}.plots"
+    rooms = "".join(f"import {PACKAGE}.{path.parent.name}; " for path in (ROOT / PACKAGE).glob("*/__init__.py"))
+    names = f"{rooms}from {PACKAGE} import *; import {PACKAGE}.cli; {PACKAGE}.Lab, {PACKAGE}.Task, {PACKAGE}.plots"
     assert loaded_after(names) == []
 
 

@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, network, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers.lab import links as network
 
 lab = Lab(profile, strict=strict, out=out, lesson="15_dp_and_ddp")
 gpus2 = hardware.supports("gpus2")[0]

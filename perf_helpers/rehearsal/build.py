@@ -17,7 +17,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from perf_helpers import hardware
+from perf_helpers.lab import hardware
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")

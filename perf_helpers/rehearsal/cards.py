@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from perf_helpers import arguments, hardware
+from perf_helpers.lab import arguments, hardware
 
 CONTEXT_BYTES = 500 << 20  # assumed: drivers and loaded kernels vary two to three times
 

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf_helpers.course import find_lessons
+from perf_helpers.course.course import find_lessons
+from perf_helpers.course.results import load_results, problems
 from perf_helpers.rehearsal import build
 from perf_helpers.rehearsal.cards import CARDS, Card
 from perf_helpers.rehearsal.notebook import TOLD
 from perf_helpers.rehearsal.stage import command
-from perf_helpers.results import load_results, problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers import hardware
+from perf_helpers.lab import hardware
+from perf_helpers.lab.runs import Run
+from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import build
 from perf_helpers.rehearsal.cards import Card, card
-from perf_helpers.runs import Run
-from perf_helpers.task import Task
 
 _SIZE = struct.Struct("q")
 
@@ -186,7 +186,7 @@ def rehearse(
         ValueError: unknown or wrong arguments.
         RuntimeError: no rehearsal is possible here; with what is missing.
     """
-    from perf_helpers.lab import Lab
+    from perf_helpers.lab.lab import Lab
 
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(chosen.replace(devices=max(chosen.devices, processes))) as stage:

@@ -6,10 +6,10 @@ import sys
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Lets every `alternate` of perf_helpers.processes time out."""
+    """Lets every `alternate` of perf_helpers.lab.processes time out."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "perf_helpers.processes":
+        if name != "perf_helpers.lab.processes":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module

@@ -6,10 +6,10 @@ import sys
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Takes `follow` away from perf_helpers.trace when it is imported."""
+    """Takes `follow` away from perf_helpers.estimate.trace when it is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "perf_helpers.trace":
+        if name != "perf_helpers.estimate.trace":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module

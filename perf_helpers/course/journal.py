@@ -1,0 +1,204 @@
+"""The learner's journal: guesses, answers, exercises and lessons, in one file on this machine.
+
+Notable: the order of the lines is the order of events. A guess counts if its line stands before the one that revealed
+the measurement, whatever the clocks say.
+"""
+
+import datetime
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perf_helpers.lab.runs import Record, Store
+
+# What a line of each kind holds, at least.
+KINDS = {
+    "guess": {"guess", "unit"},
+    "revealed": {"guess", "measured", "estimate", "unit"},
+    "question": {"choice", "right"},
+    "exercise": {"status"},
+    "board": {"peak_bytes", "speed", "arguments", "machine"},
+    "finished": {"claims"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Record):
+    """One thing that the learner did. `kind` is one of `KINDS`, which also says what `content` holds.
+
+    Raises:
+        ValueError: no such kind, or something is missing.
+    """
+
+    kind: str
+    lesson: str
+    key: str
+    content: dict[str, Any]
+    date: str
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
+        if not isinstance(self.content, dict) or (missing := KINDS[self.kind] - self.content.keys()):
+            absent = "a table" if not isinstance(self.content, dict) else ", ".join(sorted(missing))
+            raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {absent}")
+
+
+class Journal(Store):
+    """Entries in a file of JSON lines, appended as a `Store` appends its runs."""
+
+    def read(self) -> list[Entry]:
+        """All entries in the order in which they were written; a damaged line is reported as a warning and skipped."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entries += [Entry.from_dict(json.loads(line))] if line.strip() else []
+            except (ValueError, TypeError) as error:
+                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
+        return entries
+
+    def reset(self) -> None:
+        """Forget everything, e.g. before the next learner sits down at a workshop's machine."""
+        self.path.unlink(missing_ok=True)
+
+
+def of(lab) -> Journal:
+    """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
+    return Journal(lab.store.path.with_name("journal.jsonl"))
+
+
+def keep(lab, kind: str, key: str = "", **content) -> None:
+    """Append an entry under the lab's lesson. Where the file cannot be written, that is said, and the lesson goes on.
+
+    Raises:
+        ValueError: no such kind, or something is missing (see `Entry`).
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    journal = of(lab)
+    try:
+        journal.append(Entry(kind, lab.lesson, key, content, now))
+    except OSError as error:
+        print(f"This could not be kept in {journal.path}: {error.strerror}.", file=sys.stderr)
+
+
+def finished(lab, verdicts: Mapping[str, str]) -> None:
+    """Keep that a lesson was run to its end. `verdicts`: for each claim that was checked, its id and its verdict."""
+    keep(lab, "finished", claims={id: str(verdict) for id, verdict in verdicts.items()})
+
+
+def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
+    """The latest guess, or None."""
+    found = [entry for entry in _of_key(entries, lesson, key) if entry.kind == "guess"]
+    return found[-1].content["guess"] if found else None
+
+
+def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
+    """The latest guess that was committed before the measurement was revealed for the first time, or None."""
+    found = _of_key(entries, lesson, key)
+    revealed = next((i for i, entry in enumerate(found) if entry.kind == "revealed"), len(found))
+    return guess(found[:revealed], lesson, key)
+
+
+def is_revealed(entries: Sequence[Entry], lesson: str, key: str) -> bool:
+    """Whether the measurement has been shown already."""
+    return any(entry.kind == "revealed" for entry in _of_key(entries, lesson, key))
+
+
+def off(guess: float, measured: float) -> float:
+    """How far a guess is from what was measured, as a share of the latter (around 0: the distance itself)."""
+    return abs(guess - measured) / (abs(measured) or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A guess that counted: in `unit`, with its `error` (see `off`) and the estimate's figure where there was one."""
+
+    lesson: str
+    key: str
+    unit: str
+    guess: float
+    measured: float
+    estimate: float | None
+    error: float
+    date: str
+
+
+def history(entries: Sequence[Entry]) -> list[Scored]:
+    """Every guess that counted, in the order in which the measurements were revealed; each question once."""
+    first: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        if entry.kind == "revealed":
+            first.setdefault((entry.lesson, entry.key), entry)
+    scored = []
+    for (lesson, key), entry in first.items():
+        said, measured, estimate, unit = (entry.content[name] for name in ("guess", "measured", "estimate", "unit"))
+        if said is not None:
+            scored.append(Scored(lesson, key, unit, said, measured, estimate, off(said, measured), entry.date))
+    return scored
+
+
+@dataclass(slots=True)
+class Progress:
+    """A lesson as far as the learner has come.
+
+    `finished` is the date on which the lesson last ran to its end; `claims` the verdicts it gave then, by id. The
+    others are by key: `errors` of the guesses that counted (None: no guess), the best status of each exercise, and
+    whether the first choice in each question was right (None: not answered).
+    """
+
+    finished: str | None = None
+    claims: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
+    exercises: dict[str, str] = field(default_factory=dict)
+    questions: dict[str, bool | None] = field(default_factory=dict)
+
+
+_BEST = ("not attempted", "wrong", "right")
+
+
+def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
+    """How far the learner has come in each lesson of which anything is known, in the order of their names."""
+    lessons: dict[str, Progress] = {}
+    for entry in entries:
+        lesson, content = lessons.setdefault(entry.lesson, Progress()), entry.content
+        match entry.kind:
+            case "finished":
+                lesson.finished, lesson.claims = entry.date, content["claims"]
+            case "revealed":
+                lesson.errors.setdefault(entry.key, None)
+            case "exercise":
+                statuses = (lesson.exercises.get(entry.key, _BEST[0]), content["status"])
+                lesson.exercises[entry.key] = max(statuses, key=_BEST.index)
+            case "question":
+                if lesson.questions.get(entry.key) is None:
+                    lesson.questions[entry.key] = content["right"]
+    for scored in history(entries):
+        lessons[scored.lesson].errors[scored.key] = scored.error
+    return dict(sorted(lessons.items()))
+
+
+def board(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
+    """Own results of a challenge, best first: less memory, then more speed. A recipe counts once for each machine."""
+    found: dict[str, Entry] = {}
+    for entry in _of_key(entries, lesson, key):
+        if entry.kind == "board":
+            recipe = json.dumps([entry.content["machine"], entry.content["arguments"]], sort_keys=True)
+            found[recipe] = entry
+    return sorted(found.values(), key=lambda entry: (entry.content["peak_bytes"], -(entry.content["speed"] or 0)))
+
+
+def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
+    """The latest choice in a question, or None."""
+    found = [entry.content["choice"] for entry in _of_key(entries, lesson, key) if entry.kind == "question"]
+    return found[-1] if found else None
+
+
+def _of_key(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
+    return [entry for entry in entries if (entry.lesson, entry.key) == (lesson, key)]

@@ -1,0 +1,470 @@
+"""The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
+
+import datetime
+import os
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perf_helpers.lab import arguments as training_arguments
+from perf_helpers.lab import hardware, processes, progress, worker
+from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Store, Timing
+from perf_helpers.lab.task import Task, choose_profile
+from perf_helpers.lab.training import Experiment
+from perf_helpers.unknown import NeedsValues, Unknown
+
+Answer = TypeVar("Answer")
+
+# Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
+# with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
+NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
+PATIENCE_SECONDS = 120  # that a lab waits for estimates that never come
+
+
+class Lab:
+    """Runs experiments, one clean process each.
+
+    Args:
+        profile: "auto", "cpu", "t4" or "gpu": the task and the lengths of measurement.
+        strict: let `claims.finish` raise when a verdict is not the expected one.
+        out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
+        lesson: name of the lesson, e.g. "05_gradient_accumulation".
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere (Dask's, for one); each still gets
+            a clean process on the machine that performs it. None: here.
+        timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
+
+    Raises:
+        ValueError: no such profile.
+    """
+
+    def __init__(
+        self,
+        profile: str = "auto",
+        *,
+        strict: bool = False,
+        out: str | os.PathLike = "",
+        lesson: str = "",
+        executor: Executor | None = None,
+        timeout: float | None = None,
+    ):
+        # An executor may say what machine and packages its experiments see: a rehearsal's are not these.
+        self.machine = getattr(executor, "machine", hardware.describe)()
+        self.versions = getattr(executor, "versions", hardware.versions)()
+        self.profile = choose_profile(profile, self.machine)
+        self.task = self.profile.task
+        self.strict, self.out, self.lesson = strict, str(out), lesson
+        self.executor, self.timeout = executor, timeout or self.profile.timeout
+        self.runs: list[Run] = []
+        self.store = Store(Path(self.out or hardware.cache_folder()) / "runs.jsonl")
+        self._experiments: dict[str, Experiment] = {}
+        self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
+        self._patience = PATIENCE_SECONDS
+        self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
+        progress.show(not self.out)  # results are written where nobody looks on
+        if executor is None:
+            processes.start()
+        _give_pictures_words()
+
+    def train(
+        self,
+        name: str,
+        *,
+        task: Task | None = None,
+        optimizer: Callable | None = None,
+        measure: Sequence[str] = ("memory", "time"),
+        processes: int = 1,
+        steps: int | None = None,
+        timeout: float | None = None,
+        **arguments,
+    ) -> Run:
+        """Train the task with transformers' Trainer and return what it took.
+
+        Args:
+            name: what the run is called in tables and pictures.
+            task: another task than the lab's.
+            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
+            measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
+                meter, losses kept), each in a clean process of its own.
+            processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
+            steps: optimizer steps to time; default: the profile's.
+            arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
+
+        Raises:
+            ValueError: an unknown argument or a value out of range, before anything is built. What goes wrong while the
+                experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
+        """
+        training_arguments.check(arguments)
+        training_arguments.check_values(arguments)
+        if arguments.get("fp16") and (self.machine.kind == "cpu" or arguments.get("use_cpu")):
+            warnings.warn(
+                "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured", stacklevel=2
+            )
+        experiment = Experiment(
+            name=name,
+            task=task or self.task,
+            arguments=arguments,
+            optimizer=_pickled(optimizer),
+            processes=_count("processes", processes),
+            steps=_count("steps", self.profile.steps if steps is None else steps),
+            warmup_steps=self.profile.warmup_steps,
+        )
+        return self._run(experiment, measure, timeout)
+
+    def infer(self, name: str, *, task: Task | None = None, timeout: float | None = None, **arguments) -> Run:
+        """Forward passes without gradients, `per_device_eval_batch_size` samples each, and the memory they took.
+
+        Raises:
+            ValueError: as `train`.
+        """
+        training_arguments.check(arguments)
+        training_arguments.check_values(arguments)
+        experiment = Experiment(name, task or self.task, arguments, training=False)
+        return self._run(experiment, ("memory",), timeout)
+
+    def run(
+        self,
+        function: Callable[[Task], Any],
+        name: str | None = None,
+        *,
+        task: Task | None = None,
+        measure: Sequence[str] = ("memory", "time"),
+        processes: int = 1,
+        samples_per_step: int | None = None,
+        timeout: float | None = None,
+    ) -> Run:
+        """Run a function of one's own, e.g. a training loop, in a clean process; same figures as `train`.
+
+        Args:
+            function: takes the task and returns something that JSON can hold (`run.value`). It may be defined in a
+                notebook. Each entry of `measure` calls it in a clean process of its own (memory on CPU: in two, see
+                `meters.MemoryMeter`); it needs no measuring code.
+            measure: as in `train`; ("none",) runs it once with no meter.
+            samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
+        """
+        experiment = Experiment(
+            name=name or getattr(function, "__name__", "function"),
+            task=task or self.task,
+            arguments={} if samples_per_step is None else {"samples_per_step": samples_per_step},
+            function=_pickled(function),
+            processes=_count("processes", processes),
+            steps=self.profile.steps,
+            warmup_steps=self.profile.warmup_steps,
+        )
+        return self._run(experiment, measure, timeout)
+
+    def compare(
+        self,
+        baseline: Run,
+        other: Run,
+        *,
+        turns: int | None = None,
+        steps_per_turn: int = 1,
+        timeout: float | None = None,
+    ) -> Comparison:
+        """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
+
+        Both are run once more in clean processes, in turns (A B, B A, ...), on one thread on a CPU. The speed ratio
+        is the median of the pairs' ratios, its interval a bootstrap over the pairs widened by the runs' `noise_floor`.
+        What could not be measured is unknown, and says why: a comparison that fails is no exception.
+
+        Args:
+            turns: pairs of turns; default: the profile's.
+            steps_per_turn: optimizer steps in a turn, of which the fastest counts.
+        """
+        for run in (baseline, other):
+            if run.id not in self._experiments:
+                raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
+        turns = _count("turns", self.profile.turns if turns is None else turns)
+        steps_per_turn = _count("steps_per_turn", steps_per_turn)
+        failed = "; ".join(f"{run.name} {run.status}, {run.message}" for run in (baseline, other) if not run.ok)
+        if baseline.peak_bytes and other.peak_bytes:
+            memory_ratio = other.peak_bytes / baseline.peak_bytes
+        else:
+            memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
+        if failed:
+            speed_ratio = Ratio.unknown(f"speed not measured: {failed}")
+        else:
+            speed_ratio = self._speed_ratio(baseline, other, turns, steps_per_turn, timeout)
+        return Comparison(baseline, other, memory_ratio, speed_ratio)
+
+    def noise_floor(self, *runs: Run) -> float:
+        """The factor within which the speeds of these runs are not told apart; without runs, that of the machine."""
+        return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
+
+    def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
+        """A ratio from pairs measured in turns: median, bootstrap interval, widened by the `noise_floor` of the runs.
+
+        It is unknown where a pair is.
+        """
+        import numpy as np
+
+        for pair in pairs:
+            if isinstance(pair, Unknown):
+                return Ratio.unknown(pair.why)
+        if len(pairs) < 3:
+            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
+        values = np.asarray(pairs, dtype=float)
+        rng = np.random.default_rng(0)
+        medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        value, floor = float(np.median(values)), self.noise_floor(*runs)
+        return Ratio(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
+
+    def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
+        """The answer to a question that trains nothing: an estimate, an advice, an explorer made of them.
+
+        A lesson does not depend on it. Where it is refused, fails or takes longer than `seconds`, one line says so, and
+        the answer is None. A lab waits two minutes at most for answers that never come, all questions together. A
+        strict lab raises instead, where the packages installed are supported ones.
+
+        Args:
+            question: called with the arguments and options, e.g. `lab.foresee(estimate, task, bf16=True)`.
+        """
+        began = time.monotonic()
+        try:
+            if self._patience <= 0:
+                raise TimeoutError("earlier ones took too long, this one was not waited for")
+            with processes.within(min(seconds, self._patience)):
+                return question(*arguments, **options)
+        except Exception as error:
+            self._patience -= time.monotonic() - began
+            if self.strict and hardware.is_supported():
+                raise
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            print(f"no estimate: {reason}")
+            return None
+
+    def __getitem__(self, name: str) -> Run:
+        """The latest run of that name."""
+        for run in reversed(self.runs):
+            if run.name == name:
+                return run
+        raise KeyError(f"no run {name!r} yet; there are {', '.join(run.name for run in self.runs) or 'none'}")
+
+    def _run(self, experiment: Experiment, measure: Sequence[str], timeout: float | None) -> Run:
+        measure = (measure,) if isinstance(measure, str) else tuple(measure)
+        if not measure or set(measure) - {"memory", "time", "none"}:
+            raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
+        merged: dict[str, Any] = {"status": "ok", "message": ""}
+        try:
+            self._measure(experiment, measure, timeout or self.timeout, merged)
+        except KeyboardInterrupt:
+            self._keep(experiment, merged | {"status": "killed", "message": "interrupted by the user"})
+            raise
+        if merged["status"] == "invalid":
+            raise ValueError(merged["message"])
+        if merged["status"] == "needs values":
+            raise NeedsValues(merged["message"])
+        if experiment.function and merged.get("output"):
+            print(merged["output"], end="")
+        return self._keep(experiment, merged)
+
+    def _measure(
+        self, experiment: Experiment, measure: tuple[str, ...], timeout: float, merged: dict[str, Any]
+    ) -> None:
+        """Perform the experiment under each meter, and merge the outcomes into `merged`."""
+        quiet = bool(self.executor) or measure == ("none",)  # no progress from afar, nor without steps
+        total = experiment.steps + experiment.warmup_steps
+        with progress.bar(experiment.name, total, quiet=quiet) as bar:
+            told = _Told(bar, _samples(experiment))
+            on_step = None if self.executor else told.on_step
+            for meter in measure:
+                if meter == "time" and merged.get("memory") and self.machine.rehearsed and self._has_rehearsed_time:
+                    merged |= worker.untimed(experiment)  # it ran, and there is no time to be had
+                    continue
+                outcome = self._perform(processes.execute, experiment, meter, timeout, on_step)
+                self._has_rehearsed_time |= meter == "time"
+                if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
+                    outcome["ranks"] = [a | b for a, b in zip(merged["ranks"], outcome["ranks"], strict=True)]
+                merged |= {key: value for key, value in outcome.items() if value is not None or key not in merged}
+                if outcome["status"] != "ok":
+                    break
+                if meter == "memory" and outcome["memory"]["breakdown"] is None:
+                    parts = self._perform(processes.execute, experiment, "categories", timeout, on_step)
+                    merged |= _explained(outcome, parts)
+                if meter == "memory":
+                    told.measured(outcome["memory"]["peak_bytes"])
+
+    def _keep(self, experiment: Experiment, merged: dict[str, Any]) -> Run:
+        """Make a run of what was measured, and store it."""
+        run = Run(
+            name=experiment.name,
+            status=merged["status"],
+            message=merged["message"],
+            arguments=experiment.arguments,
+            task=experiment.task.to_dict(),
+            memory=Memory.from_dict(merged.get("memory")),
+            timing=Timing.from_dict(merged.get("timing")),
+            losses=tuple(merged["losses"]) if merged.get("losses") is not None else None,
+            value=merged.get("value"),
+            ranks=tuple(_rank_summary(rank) for rank in merged["ranks"]) if merged.get("ranks") else None,
+            processes=experiment.processes,
+            profile=self.profile.name,
+            machine=self.machine.to_dict(),
+            versions=self.versions,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            id=uuid.uuid4().hex[:12],
+        )
+        self._experiments[run.id] = experiment
+        self.runs.append(run)
+        try:
+            self.store.append(run)
+        except OSError as error:
+            print(f"The run could not be kept in {self.store.path}: {error.strerror}.", file=sys.stderr)
+        return run
+
+    def _perform(self, function, *arguments):
+        if self.executor is None:
+            return function(*arguments)
+        return self.executor.submit(function, *arguments).result()
+
+    def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio:
+        if self.machine.rehearsed and self._has_rehearsed_turns:
+            return Ratio.unknown(worker.NO_TIME)
+        self._has_rehearsed_turns = True
+        on_cpu = self._on_cpu(baseline, other)
+        experiments = (self._experiments[run.id] for run in (baseline, other))
+        pair = [each.replace(arguments=_endless(each), threads=1 if on_cpu else None) for each in experiments]
+        together = on_cpu or self._fit_together(baseline, other)
+        name, quiet = f"{baseline.name} and {other.name} in turns", bool(self.executor)
+        with progress.bar(name, 2 * turns, "turn", quiet=quiet) as bar:
+            outcome = self._perform(
+                processes.alternate,
+                *pair,
+                turns,
+                steps_per_turn,
+                timeout or self.timeout,
+                together,
+                None if self.executor else bar.update,
+            )
+        if outcome["status"] != "ok":
+            reason = f"{outcome['status']}, {outcome['message']}"
+            print(f"Speed not measured: {reason}.", file=sys.stderr)
+            return Ratio.unknown(f"speed not measured: {reason}")
+        samples = [_samples(experiment) for experiment in pair]
+        per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
+        pairs = [a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)]
+        return self.ratio(pairs, baseline, other)
+
+    def _on_cpu(self, *runs: Run) -> bool:
+        """Whether one of these runs computed on the CPU, which a machine with a GPU has too: it was told to, or there
+        are fewer GPUs than ranks, which then talk by gloo. A function that has a GPU and leaves it idle does not tell.
+        """
+        gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
+        return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
+
+    def _fit_together(self, *runs: Run) -> bool:
+        """Whether two runs can be on the device at once, contexts included; no where that is not known.
+
+        If so, they take turns in two processes that live. Else each turn would start one of its own, and nearly all of
+        the time go by in starts: it is worth a memory run to know.
+        """
+        sizes = [run.memory or self._size(run) for run in runs]
+        if not all(sizes):
+            return False
+        needed = sum(memory.reserved_bytes or 0 for memory in sizes)
+        free = self.machine.gpus[0].free_bytes if self.machine.gpus else None
+        return not needed or bool(free and needed + 2e9 < 0.9 * free)
+
+    def _size(self, run: Run) -> Memory | None:
+        """The memory of a run that was asked for its time alone: that of an equal run of this lab, else of one more."""
+        if run.id not in self._sizes:
+            experiment = self._experiments[run.id]
+            wanted, others = _apart_from_name_and_length(experiment), (other for other in self.runs if other.memory)
+            equal = (other for other in others if _apart_from_name_and_length(self._experiments[other.id]) == wanted)
+            memory = next((other.memory for other in equal), None)
+            if memory is None:
+                outcome = self._perform(processes.execute, experiment, "memory", self.timeout)
+                memory = Memory.from_dict(outcome.get("memory")) if outcome["status"] == "ok" else None
+            self._sizes[run.id] = memory
+        return self._sizes[run.id]
+
+
+def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """The memory of an outcome with the categories of a second pass, on each rank; as it was where that pass failed."""
+    if parts["status"] != "ok":
+        return {}
+    joined: dict[str, Any] = {
+        "memory": Memory.from_dict(outcome["memory"]).explained(Memory.from_dict(parts["memory"])).to_dict()
+    }
+    if outcome.get("ranks"):
+        pairs = zip(outcome["ranks"], parts["ranks"], strict=True)
+        joined["ranks"] = [total | _explained({**total, "ranks": None}, each) for total, each in pairs]
+    return joined
+
+
+def _endless(experiment: Experiment) -> dict[str, Any]:
+    """Its arguments but those that say how long to train."""
+    lengths = ("max_steps", "num_train_epochs")
+    return {name: value for name, value in experiment.arguments.items() if name not in lengths}
+
+
+def _apart_from_name_and_length(experiment: Experiment) -> Experiment:
+    """Two experiments that are equal in this take the same memory."""
+    return experiment.replace(name="", arguments=_endless(experiment), steps=1, warmup_steps=1, threads=None)
+
+
+def _samples(experiment: Experiment) -> int | None:
+    if experiment.function:
+        return experiment.arguments.get("samples_per_step")
+    return training_arguments.samples_per_step(experiment.arguments, experiment.processes)
+
+
+def _rank_summary(outcome: dict[str, Any]) -> dict[str, Any]:
+    memory = outcome.get("memory") or {}
+    return {"peak_bytes": memory.get("peak_bytes"), "breakdown": memory.get("breakdown"), "value": outcome.get("value")}
+
+
+def _pickled(function: Callable | None) -> bytes | None:
+    if function is None:
+        return None
+    if not callable(function):
+        raise ValueError(f"{function!r} is not a function: pass one that takes the task")
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        name = getattr(function, "__name__", "the function")
+        raise ValueError(
+            f"{name} cannot travel to a clean process ({error}): import or make inside it what it needs"
+        ) from error
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    return value
+
+
+class _Told:
+    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
+
+    def __init__(self, bar, samples: int | None):
+        self._bar, self._peak, self._samples = bar, "", samples
+
+    def on_step(self, number: int) -> None:
+        self._bar.update(number - self._bar.n)
+        rate = self._bar.format_dict["rate"]
+        speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
+        self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
+
+    def measured(self, peak_bytes: int | None) -> None:
+        self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
+        self._bar.reset()  # its clock is for the steps that are timed
+
+
+def _give_pictures_words() -> None:
+    """Let a kernel show figures with an alternative text."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None):
+        from matplotlib.figure import Figure
+
+        from perf_helpers import plots
+
+        Figure._repr_html_ = plots.figure_html  # what is registered with the shell, its backend takes away again

@@ -1,0 +1,441 @@
+"""Tasks: a model with its data and sizes. Presets that need no network, and the profile that a machine can hold."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perf_helpers.lab import hardware
+
+# name: (model type, class, fields that differ from the type's own defaults). Shapes are those of the models' published
+# configurations; the weights are random: same bytes, same speed. bert-tiny and bert-small are the course's own.
+PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert-tiny": (
+        "bert",
+        "BertForSequenceClassification",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 512,
+            "vocab_size": 2000,
+        },
+    ),
+    "bert-small": (
+        "bert",
+        "BertForSequenceClassification",
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 1024,
+            "vocab_size": 8000,
+        },
+    ),
+    "bert-base-uncased": ("bert", "BertForSequenceClassification", {}),
+    "bert-large-uncased": (
+        "bert",
+        "BertForSequenceClassification",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "roberta-base": (
+        "roberta",
+        "RobertaForSequenceClassification",
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
+    ),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
+    "gpt2-medium": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "t5-small": ("t5", "T5ForConditionalGeneration", {}),
+    "t5-base": ("t5", "T5ForConditionalGeneration", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+    "t5-3b": (
+        "t5",
+        "T5ForConditionalGeneration",
+        {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_layers": 24, "num_heads": 32},
+    ),
+    "llama-3-8b": (
+        "llama",
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "mixtral-8x7b": ("mixtral", "MixtralForCausalLM", {}),
+    "vit-base": ("vit", "ViTForImageClassification", {}),
+}
+
+# Shorter names that people use.
+_ALIASES = {
+    "bert-base": "bert-base-uncased",
+    "bert-large": "bert-large-uncased",
+    "roberta": "roberta-base",
+    "llama-8b": "llama-3-8b",
+    "mixtral": "mixtral-8x7b",
+    "vit": "vit-base",
+}
+
+# What the data of a task looks like, by the family of its class in transformers' own registry. A class that stands in
+# several families (Bart's is registered as masked too) belongs to the first.
+_FAMILIES = {
+    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and the data it is trained on.
+
+    Args:
+        model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
+        seq_len: tokens in a sequence (ignored for images). None: 512, or what the model can take if that is less.
+        dataset_size: sequences in the generated data set.
+        architecture: class of transformers, for a configuration that names none or for another head.
+        config: fields of the configuration that differ, e.g. {"num_hidden_layers": 2}.
+        data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
+            steps (classification: does a marker token occur; language models: the second half repeats the first).
+        seed: of the weights and of the data.
+    """
+
+    model: str = "bert-small"
+    seq_len: int | None = None
+    dataset_size: int = 512
+    architecture: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    data: str = "random"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.data not in ("random", "learnable"):
+            raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
+        for name in ("seq_len", "dataset_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+
+    def replace(self, **changes) -> "Task":
+        """The same task with other sizes; `config` is merged with the present one."""
+        unknown = changes.keys() - {item.name for item in dataclasses.fields(self)}
+        if unknown:
+            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {_names(self)}")
+        if "config" in changes:
+            changes["config"] = {**self.config, **changes["config"]}
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Task":
+        return cls(**data)
+
+    def identity(self) -> str:
+        """The task as text, with the content of the configuration file that it names: the file may be edited."""
+        file = self._file()
+        return repr(self) + (file.read_text() if file and file.is_file() else "")
+
+    def _file(self) -> Path | None:
+        """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
+        path = Path(self.model)
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        return path / "config.json" if path.is_dir() else path if path.suffix == ".json" else None
+
+    def build_config(self):
+        """The `PretrainedConfig`.
+
+        Raises:
+            ValueError: the model is no preset, no file or folder, and could not be fetched from the Hub.
+        """
+        from transformers import AutoConfig
+
+        preset = _ALIASES.get(self.model, self.model)
+        if preset in PRESETS:
+            model_type, architecture, fields = PRESETS[preset]
+            config = AutoConfig.for_model(model_type, **(fields | self.config))
+            config.architectures = [architecture]
+        elif file := self._file():
+            fields = _read_config(file) | self.config
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        else:
+            config = self._config_of_hub()
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # classification heads of decoders refuse batches without one
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
+        return config
+
+    def _config_of_hub(self):
+        """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
+        from transformers import AutoConfig
+
+        known = _hub_answers()
+        try:
+            return AutoConfig.from_pretrained(self.model, local_files_only=not known, **self.config)
+        except (OSError, ValueError) as error:
+            near = difflib.get_close_matches(self.model, [*PRESETS, *_ALIASES], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
+            raise ValueError(
+                f"{self.model!r} is no preset, no file or folder, and {where}.{hint} Presets: {', '.join(PRESETS)}."
+            ) from error
+
+    def model_class(self, config=None) -> type:
+        """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
+        import transformers
+
+        config = config or self.build_config()
+        name = self.architecture or next(iter(config.architectures or []), None)
+        if not self.architecture and (name is None or not _family(name)):
+            name = _usual_class(config)
+        found = getattr(transformers, name, None)
+        if found is None:
+            raise ValueError(f"transformers has no class {name!r}; name one with architecture=")
+        return found
+
+    def family(self) -> str:
+        """Which data the model takes: one of `_FAMILIES`."""
+        name = self.model_class().__name__
+        family = _family(name)
+        if family is None:
+            raise ValueError(
+                f"no data is known for {name}. Choose a class for {', '.join(_FAMILIES)} with architecture="
+            )
+        return family
+
+    def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
+        """The model with random weights, on `device`, in train mode.
+
+        Args:
+            attn_implementation: "eager", "sdpa", ...; None: the library's choice.
+            dtype: type of the weights, a torch.dtype or its name; None: float32.
+            device: where the weights are made; "meta" makes none.
+        """
+        import torch
+
+        config = self.build_config()
+        options = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32}
+        if attn_implementation:
+            options["attn_implementation"] = attn_implementation
+        torch.manual_seed(self.seed)
+        with torch.device(device or "cpu"):
+            return self.model_class(config)._from_config(config, **options).train()
+
+    def parameters(self) -> int:
+        """Number of parameters, shared ones counted once; no weights are made."""
+        return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
+
+    def length(self, config=None) -> int:
+        """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
+        config = config or self.build_config()
+        limit = positions(config)
+        if getattr(config, "is_encoder_decoder", False) and config.model_type in ("t5", "mt5", "umt5"):
+            limit = None  # relative positions
+        if limit and "roberta" in config.model_type:
+            limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the padding token on
+        if self.seq_len is None:
+            return min(512, limit or 512)
+        if limit and self.seq_len > limit:
+            raise ValueError(f"seq_len={self.seq_len}: {self.model} has positions for {limit} tokens only")
+        return self.seq_len
+
+    def arrays(self, size: int | None = None) -> dict[str, Any]:
+        """`size` (default `dataset_size`) examples as numpy arrays: what the model's forward takes, labels included."""
+        import numpy as np
+
+        config, family = self.build_config(), self.family()
+        size = self.dataset_size if size is None else size
+        rng = np.random.default_rng(self.seed)
+        classes = getattr(config, "num_labels", None) or 2
+        if family == "vision":
+            side = getattr(config, "image_size", None)
+            side = side[0] if isinstance(side, list | tuple) else side
+            side = side or 224  # what nearly all image processors make
+            pixels = rng.standard_normal((size, getattr(config, "num_channels", 3), side, side), dtype=np.float32)
+            return {"pixel_values": pixels, "labels": rng.integers(0, classes, size)}
+        length = self.length(config)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", 1000)
+        first = min(100, vocabulary // 4)  # clear of the special tokens
+        last = first + 32 if self.data == "learnable" else vocabulary
+        ids = rng.integers(first, min(last, vocabulary), (size, length))
+        match family:
+            case "sequence classification":
+                labels = rng.integers(0, classes, size)
+                if self.data == "learnable":
+                    marked = (rng.random(ids.shape) < 0.1) & (labels == 1)[:, None]
+                    ids[ids == first] = first + 1
+                    ids[marked] = first
+                return {"input_ids": ids, "labels": labels}
+            case "causal" | "masked" | "sequence to sequence":
+                if self.data == "learnable":
+                    ids[:, length - length // 2 :] = ids[:, : length // 2]
+                return {"input_ids": ids, "labels": ids.copy()}
+            case "token classification":
+                return {"input_ids": ids, "labels": ids % classes}
+            case "question answering":
+                ends = rng.integers(0, length, size)
+                return {"input_ids": ids, "start_positions": ends, "end_positions": ends.copy()}
+
+    def dataset(self):
+        """A `datasets.Dataset` of `dataset_size` examples in torch format. The data lie in Arrow, not in tensors."""
+        from datasets import Dataset
+
+        return Dataset.from_dict(self.arrays()).with_format("torch")
+
+    def batch(self, size: int, device: str = "cpu") -> dict[str, Any]:
+        """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
+        import torch
+
+        return {name: torch.tensor(array, device=device) for name, array in self.arrays(size).items()}
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dataset_size} x {self.seq_len or 'model length'} ({self.data})"
+
+
+def positions(config) -> int | None:
+    """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
+    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return count if count and count > 0 else None
+
+
+def _names(task: Task) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(task))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}). Give a preset, a config.json or a folder."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"{path}: a model configuration needs 'model_type'")
+    return fields
+
+
+@functools.cache
+def _hub_answers(seconds: float = 3) -> bool:
+    """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
+    import urllib.error
+    import urllib.request
+
+    from transformers.utils import hub
+
+    if hub.is_offline_mode():
+        return False
+    try:
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        asked = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(asked, timeout=seconds).close()
+    except urllib.error.HTTPError:  # an answer all the same
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@functools.cache
+def _registry() -> dict[str, str]:
+    from transformers.models.auto import modeling_auto
+
+    registry = {}
+    for family, mapping in _FAMILIES.items():
+        for names in getattr(modeling_auto, mapping).values():
+            for name in (names,) if isinstance(names, str) else names:
+                registry.setdefault(name, family)
+    return registry
+
+
+def _family(class_name: str) -> str | None:
+    return _registry().get(class_name)
+
+
+def _usual_class(config) -> str:
+    from transformers.models.auto import modeling_auto
+
+    order = ["vision", "sequence to sequence"] if getattr(config, "is_encoder_decoder", False) else ["vision"]
+    masked = getattr(modeling_auto, _FAMILIES["masked"])
+    order += ["sequence classification", "causal"] if config.model_type in masked else ["causal"]
+    for family in [*order, "sequence classification"]:
+        names = getattr(modeling_auto, _FAMILIES[family]).get(config.model_type)
+        if names:
+            return names if isinstance(names, str) else names[0]
+    raise ValueError(f"no class with a training loss is known for {config.model_type!r}: name one with architecture=")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The sizes a machine can hold: its task, the micro-batch of the vanilla recipe, and how long to measure.
+
+    `timeout` is the seconds after which one experiment or comparison is given up: many times what it takes on a slow
+    machine of that kind, and no more than a learner waits.
+    """
+
+    name: str
+    task: Task
+    micro_batch: int
+    steps: int
+    warmup_steps: int
+    turns: int
+    timeout: float
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("cpu", Task("bert-small", seq_len=256), micro_batch=4, steps=3, warmup_steps=1, turns=7, timeout=240),
+        Profile(
+            "t4", Task("bert-large-uncased", seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5, timeout=600
+        ),
+        Profile(
+            "gpu",
+            Task("bert-large-uncased", seq_len=512),
+            micro_batch=4,
+            steps=30,
+            warmup_steps=5,
+            turns=7,
+            timeout=600,
+        ),
+    )
+}
+
+
+# For tests in which lessons only have to run. What is measured at these sizes means nothing, so no list of profiles
+# has them, and "auto" never takes them. With fewer turns an exercise of lesson 03 would not take its own solution.
+TINY = Profile("tiny", Task("bert-tiny", seq_len=32), micro_batch=4, steps=1, warmup_steps=1, turns=5, timeout=240)
+
+
+def choose_profile(name: str = "auto", machine=None) -> Profile:
+    """The profile of that name; "auto" takes the largest one that this machine can hold, "tiny" is for tests.
+
+    Raises:
+        ValueError: no such profile.
+    """
+    if name == "auto":
+        machine = machine or hardware.describe()
+        memory = max((gpu.memory_bytes or 0 for gpu in machine.gpus), default=0) if machine.kind == "cuda" else 0
+        name = "cpu" if machine.kind == "cpu" else "t4" if memory < 20e9 else "gpu"
+    if name == TINY.name:
+        return TINY
+    if name not in PROFILES:
+        raise ValueError(f"profile={name!r}: choose one of auto, {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -1,0 +1,82 @@
+"""What is said to an answer, and of a guess: a status with its sign, a text, perhaps a picture."""
+
+import html
+import re
+from dataclasses import dataclass
+
+from perf_helpers.course import journal
+from perf_helpers.unknown import Unknown
+
+_SIGNS = {  # told by sign and words as well as by colour, which is the theme's
+    "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
+    "right": ("✓", "var(--jp-success-color1, #388e3c)"),
+    "not measured": ("–", "var(--jp-border-color1, #8a8a8a)"),
+    "no guess": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "guess": ("●", "var(--jp-brand-color1, #1976d2)"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """`status` is "not attempted", "wrong", "right" or "not measured" for an exercise, "no guess" or "guess" for a
+    prediction.
+
+    In `text`, words between backticks are code. `picture` is HTML to show under it, if any.
+    """
+
+    status: str
+    text: str
+    picture: str = ""
+
+    def __repr__(self) -> str:
+        return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
+
+    def _repr_html_(self) -> str:
+        sign, colour = _SIGNS[self.status]
+        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-x:auto"
+        return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
+
+
+def not_attempted(what: str = "replace None by your answer and run the cell again") -> Feedback:
+    return Feedback("not attempted", what)
+
+
+def wrong(because: str) -> Feedback:
+    return Feedback("wrong", because)
+
+
+def right(text: str) -> Feedback:
+    return Feedback("right", text)
+
+
+def not_measured(why: str) -> Feedback:
+    """An answer that cannot be judged, because what it is held against is unknown. It is not kept in the journal."""
+    return Feedback("not measured", why)
+
+
+def prose_html(text: str) -> str:
+    """Plain text as HTML; words between backticks become code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def amount_text(value: float, unit: str = "") -> str:
+    """A number with its unit, in four digits or whole: "0.3333 x", "12,346 MB"."""
+    number = f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return f"{number} {unit}".strip()
+
+
+def score(guess: float | None, measured: float | None, unit: str = "") -> Feedback:
+    """A guess beside what was measured, and how far off it was.
+
+    Raises:
+        ValueError: the guess is no number.
+    """
+    if measured is None or isinstance(measured, Unknown):
+        return Feedback("no guess", "nothing was measured to hold a guess against")
+    shown = f"measured {amount_text(measured, unit)}"
+    if guess is None:
+        return Feedback("no guess", f"{shown}; next time, put a number first")
+    if isinstance(guess, bool) or not isinstance(guess, int | float):
+        raise ValueError(f"guess={guess!r}: give a number{f' of {unit}' if unit else ''}, or None")
+    return Feedback("guess", f"you said {amount_text(guess, unit)}, {shown}: {journal.off(guess, measured):.0%} off")

@@ -1,0 +1,458 @@
+"""CUDA's behaviour on fake tensors: what is saved and what is chosen, and the allocator's segments."""
+
+import itertools
+import random
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
+from torch.optim import optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perf_helpers.estimate import cuda
+from perf_helpers.estimate.cuda import MIB, CachingAllocator
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Seen(TorchDispatchMode):
+    """The operators that ran, and the bytes of fake storages that lived at the end of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.at_end, self.live, self.known = [], {}, 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        name = str(function).removeprefix("aten.").removesuffix(".default")
+        if not name.startswith("prim."):  # a fake tensor asked for its device
+            self.names.append(name)
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+                self.known[storage._cdata] = weakref.ref(storage, self.died(storage._cdata, storage.nbytes()))
+                self.live += storage.nbytes()
+        self.at_end[name] = self.live
+        return result
+
+    def died(self, key, size):
+        def gone(_):
+            del self.known[key]
+            self.live -= size
+
+        return gone
+
+
+@pytest.fixture(autouse=True)
+def fakes():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def leaf(*shape, dtype=F32):
+    return torch.empty(*shape, dtype=dtype, requires_grad=True)
+
+
+def saved(tensor):
+    """Bytes of the storages that autograd keeps for one node, by name; its inputs' included."""
+    node = tensor.grad_fn
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}
+    return {name: v.untyped_storage().nbytes() for name, v in values.items() if isinstance(v, torch.Tensor)}
+
+
+def attend(dtype, mask=None, heads=(4, 4), head=64, length=100, capability=(8, 0), **options):
+    query, key, value = (leaf(2, count, length, head, dtype=dtype) for count in (heads[0], heads[1], heads[1]))
+    with cuda.emulated(compute_capability=capability):
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def kernel(output):
+    while True:
+        name = output.grad_fn.name() if hasattr(output, "grad_fn") else output.name()
+        for kind in ("Flash", "Efficient", "Cudnn"):
+            if kind in name:
+                return kind.lower()
+        node = output.grad_fn if hasattr(output, "grad_fn") else output
+        if "Slice" not in name:
+            return "math"
+        output = node.next_functions[0][0]
+
+
+# ---- attention
+
+
+def test_flash_saves_its_inputs_its_output_and_one_float_a_row():
+    kept = saved(attend(BF16))
+    one = 2 * 4 * 100 * 64 * 2
+    assert {kept[name] for name in ("query", "key", "value", "output")} == {one}
+    assert kept["logsumexp"] == 2 * 4 * 100 * 4
+
+
+def test_memory_efficient_attention_rounds_its_rows_up_to_32():
+    kept = saved(attend(F32))
+    assert {kept[name] for name in ("query", "key", "value", "output")} == {2 * 4 * 100 * 64 * 4}
+    assert kept["log_sumexp"] == 2 * 4 * 128 * 4
+
+
+def test_a_boolean_mask_becomes_an_additive_one_padded_to_16_columns():
+    mask = torch.ones(2, 1, 100, 100, dtype=torch.bool)
+    output = attend(BF16, mask)
+    assert kernel(output) == "efficient"
+    assert saved(output)["attn_bias"] == 2 * 100 * 112 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dtype": BF16}, "flash"),
+        ({"dtype": F16, "head": 60}, "flash"),  # padded to 64
+        ({"dtype": BF16, "head": 264}, "efficient"),
+        ({"dtype": BF16, "heads": (4, 2), "enable_gqa": True}, "flash"),
+        ({"dtype": F32, "heads": (4, 2), "enable_gqa": True}, "math"),
+        ({"dtype": F32, "head": 62}, "math"),  # not a multiple of 4
+        ({"dtype": F16, "capability": (7, 5)}, "efficient"),
+        ({"dtype": BF16, "capability": (7, 0)}, "math"),
+        ({"dtype": BF16, "head": 224, "capability": (8, 6)}, "efficient"),  # 256 KiB of shared memory are lacking
+        ({"dtype": BF16, "capability": (9, 0)}, "cudnn"),
+        ({"dtype": BF16, "capability": (9, 0), "dropout_p": 0.1}, "flash"),
+        ({"dtype": BF16, "capability": (12, 0)}, "flash"),
+    ],
+)
+def test_the_kernel_is_the_one_that_torch_would_take(options, expected):
+    assert kernel(attend(**options)) == expected
+
+
+def test_a_kernel_that_the_user_switched_off_is_not_taken():
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert kernel(attend(BF16)) == "efficient"
+
+
+@pytest.mark.parametrize(("dtype", "head"), [(BF16, 64), (F16, 60), (F32, 64), (F32, 62)])
+def test_attention_gives_gradients_of_its_inputs_shape_and_type(dtype, head):
+    query, key, value = (leaf(2, 4, 100, head, dtype=dtype) for _ in range(3))
+    with cuda.emulated():
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output.sum().backward()
+    assert (output.shape, output.dtype) == (query.shape, dtype)
+    assert [tensor.grad.shape for tensor in (query, key, value)] == [query.shape] * 3
+    assert {tensor.grad.dtype for tensor in (query, key, value)} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "expected"),
+    [
+        (BF16, 4, 4 * 2 * 4 * 128 * (64 + 1)),
+        (BF16, 2, 4 * 2 * 4 * 128 * (64 + 1) + 2 * (2 * 100 * 4 * 64 * 2)),
+        (F32, 4, 2 * 4 * 100 * 4 + 2 * 4 * 2 * (16 + 4 * 64 * 64)),
+    ],
+)
+def test_the_backward_of_attention_needs_scratch_memory(dtype, heads, expected):
+    used = []
+    for parts in (cuda.PARTS, cuda.PARTS.keys() - {"scratch"}):
+        query, key, value = (leaf(2, count, 100, 64, dtype=dtype) for count in (4, heads, heads))
+        with cuda.emulated(parts, compute_capability=(8, 0)):
+            output = functional.scaled_dot_product_attention(query, key, value, enable_gqa=heads != 4)
+            gradient = torch.empty_like(output)
+            with Seen() as seen:
+                output.backward(gradient)
+        used.append(next(size for name, size in seen.at_end.items() if "attention_backward" in name))
+    assert used[0] - used[1] == expected
+
+
+# ---- other operators
+
+
+def test_dropout_keeps_one_byte_an_element():
+    tensor = leaf(10, 7)
+    with cuda.emulated():
+        kept = saved(functional.dropout(tensor, 0.1))
+        assert functional.dropout(tensor, 0.1, training=False) is tensor
+    assert kept == {"result1": 70}
+
+
+def test_softmax_of_fp16_into_fp32_copies_nothing_else():
+    tensor = leaf(10, 7, dtype=F16)
+    with cuda.emulated(), Seen() as seen:
+        output = functional.softmax(tensor, -1, dtype=F32)
+        assert "_to_copy" not in seen.names
+        functional.softmax(leaf(10, 7, dtype=BF16), -1, dtype=F32)
+    assert "_to_copy" in seen.names
+    output.sum().backward()
+    assert tensor.grad.dtype == F16
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(3072, 0), (3073, 8 * (3 * 3073 + 2 * 50 + 357) + 357 * 16 * 4)])
+def test_the_backward_of_an_embedding_sorts_many_indices(tokens, expected):
+    used = []
+    for parts in ((), ("scratch",)):
+        with cuda.emulated(parts):
+            weight, gradient = leaf(50, 16), torch.empty(tokens, 16)
+            output = functional.embedding(torch.zeros(tokens, dtype=torch.long), weight)
+            with Seen() as seen:
+                output.backward(gradient)
+        used.append(seen.at_end["embedding_dense_backward"])
+    assert used[1] - used[0] == expected
+
+
+def test_the_norm_of_many_tensors_needs_a_number_for_each_chunk_of_the_largest():
+    tensors = [torch.empty(65_536 * 3 + 1), torch.empty(1)]
+    with cuda.emulated(), Seen() as seen:
+        torch._foreach_norm(tensors)
+    assert seen.at_end["_foreach_norm.Scalar"] == 2 * 4 * 4 + 2 * 4
+    assert seen.live == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "operator"), [(torch.optim.AdamW, "_foreach_addcdiv_"), (torch.optim.SGD, "_foreach_add_")]
+)
+def test_an_optimizer_takes_its_foreach_form(kind, operator):
+    seen = {}
+    for parts in ((), ("foreach",)):
+        weights = [leaf(3), leaf(2)]
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        with cuda.emulated(parts), Seen() as seen[parts]:
+            kind(weights).step()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    assert any(name.startswith(operator) for name in seen["foreach",].names)
+    assert not any(name.startswith(operator) for name in seen[()].names)
+    assert any(name.startswith("_foreach_norm") for name in seen["foreach",].names)
+
+
+def test_a_batch_is_told_when_it_is_sent_and_the_next_one_waits_on_the_host():
+    from accelerate.data_loader import DataLoaderShard
+
+    sent = []
+    with unset_fake_temporarily():
+        rows = [{"ids": torch.tensor([row, row])} for row in range(4)]
+        with cuda.emulated(sent=sent.append):
+            for number, batch in enumerate(DataLoaderShard(rows, batch_size=2, device=torch.device("cpu")), 1):
+                assert sent[-1] is batch["ids"] and len(sent) == number
+    assert sent[1].tolist() == [[2, 2], [3, 3]]
+
+
+# ---- autocast
+
+
+def test_the_rules_of_autocast_are_those_that_this_torch_registers_for_cuda():
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    registered = {name.removeprefix("aten::") for name in registered}
+    rules = {*cuda._LOWER, *cuda._FP32, *cuda._FP32_RESULT, *cuda._WIDEST, *cuda._NORMS, *cuda._BANNED}
+    named = {name for name in registered if "dimname" in name.lower() or ".names_" in name}  # until torch 2.12
+    called_by_no_model = {
+        "_cudnn_rnn",  # of CUDA builds, and called on a GPU only
+        "linalg_matrix_sqrth",  # since torch 2.14
+    }
+    assert registered - rules <= named | called_by_no_model
+    assert rules - registered <= {"rms_norm"}  # since torch 2.12
+
+
+def test_an_operator_without_a_rule_is_named_where_it_is_called_and_not_before(monkeypatch):
+    monkeypatch.setattr(cuda, "_FP32", [name for name in cuda._FP32 if name != "exp"])
+    with cuda.emulated(), torch.autocast("cpu", BF16):
+        leaf(4).sin()
+        with pytest.raises(RuntimeError, match="autocasts exp on CUDA by a rule that is not known"):
+            leaf(4).exp()
+
+
+@pytest.mark.parametrize("half", [F16, BF16])
+def test_autocast_gives_each_operator_the_type_that_it_has_on_cuda(half):
+    x, weight = leaf(4, 8), leaf(8, 8)
+    with unset_fake_temporarily():
+        real = torch.zeros(4, 8)
+    with cuda.emulated(), torch.autocast("cpu", half):
+        low = functional.linear(x, weight)
+        types = {
+            "linear": low,
+            "matmul": x @ weight,
+            "gelu": functional.gelu(low),
+            "softmax": low.softmax(-1),
+            "layer_norm": functional.layer_norm(low, [8]),
+            "sum": low.sum(),
+            "norm": torch.ops.aten.norm.Scalar(low),
+            "exp": low.exp(),
+            "cat": torch.cat([low, x.to(half)]),
+            "nll_loss": functional.nll_loss(low, torch.zeros(4, dtype=torch.long)),
+            "addcmul, one of them wide": torch.addcmul(low, low, x),
+            "attention": functional.scaled_dot_product_attention(*[x.view(1, 1, 4, 8)] * 3),
+            "real, as an image is": functional.linear(real, weight),
+            "double": x.double() @ weight.double(),
+            "cumsum of integers": torch.zeros(3, dtype=torch.long).cumsum(0),
+        }
+        with pytest.raises(RuntimeError, match="with_logits"):
+            functional.binary_cross_entropy(low, low)
+    halves = {name for name, tensor in types.items() if tensor.dtype == half}
+    assert halves == {"linear", "matmul", "gelu", "cat", "attention", "real, as an image is"}
+    assert {types[name].dtype for name in types.keys() - halves} == {F32, torch.float64, torch.long}
+
+
+def test_autocast_casts_a_weight_once_and_casts_its_gradient_back():
+    x, weight = torch.empty(4, 8), leaf(8, 8)
+    with cuda.emulated():
+        for _ in range(2):
+            with Seen() as seen, torch.autocast("cpu", F16):
+                output = functional.linear(x, weight) + functional.linear(x, weight)
+                output.backward(torch.empty_like(output))
+            assert seen.names.count("_to_copy") == 2 + 1 + 1  # x twice, the weight once; the gradient once
+    assert weight.grad.dtype == F32
+
+
+def test_a_trainer_with_fp16_autocasts():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model = torch.nn.Linear(8, 8, bias=False)
+    try:
+        with cuda.emulated(), Seen() as seen:
+            AcceleratorState._reset_state()
+            Accelerator(mixed_precision="fp16", cpu=True).prepare_model(model, device_placement=False)(
+                torch.empty(4, 8)
+            )
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert seen.names.count("_to_copy") == 3  # input, weight, and the output back to fp32
+
+
+# ---- as a whole
+
+
+def test_everything_is_as_before_after_it():
+    def observe():
+        x = leaf(2, 2, 4, 8)
+        with torch.autocast("cpu", BF16), Seen() as seen:
+            functional.dropout(functional.scaled_dot_product_attention(x, x, x), 0.5).softmax(-1).sum().backward()
+            torch.optim.SGD([x]).step()
+        return seen.names, torch.clear_autocast_cache, optimizer._foreach_supported_types
+
+    before = observe()
+    with pytest.raises(KeyError), cuda.emulated():
+        inside = observe()
+        raise KeyError
+    assert observe() == before
+    assert inside != before
+
+
+def test_without_parts_nothing_changes():
+    with cuda.emulated(()), Seen() as seen:
+        functional.dropout(leaf(3), 0.5)
+    assert "native_dropout" not in seen.names and seen.names
+
+
+def test_an_unknown_part_is_named():
+    for call in (cuda.emulated(["flash"]).__enter__, lambda: cuda.assumptions(["flash"])):
+        with pytest.raises(ValueError, match=r"parts='flash'.*attention"):
+            call()
+    with pytest.raises(ValueError, match="parts='dropout'"):
+        cuda.assumptions("dropout")
+
+
+def test_a_missing_private_name_of_torch_is_named(monkeypatch):
+    monkeypatch.delattr(torch.library, "_scoped_library")
+    with pytest.raises(RuntimeError, match=r"no torch\.library\._scoped_library"):
+        cuda.emulated().__enter__()
+
+
+def test_each_part_is_told_whether_in_or_out():
+    told = cuda.assumptions(["dropout"])
+    assert "not yet checked on a GPU" in told[0]
+    assert len(told) == 1 + len(cuda.PARTS)
+    assert [line for line in told if "1 byte" in line] and "autocast: left out" in " ".join(told)
+
+
+# ---- the allocator
+
+
+def reserved(*sizes):
+    return cuda.reserved_peak((key, size, 1) for key, size in enumerate(sizes))
+
+
+def test_blocks_are_multiples_of_512_bytes():
+    assert [cuda.rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1], 2 * MIB),
+        ([MIB, MIB], 2 * MIB),
+        ([MIB, MIB, 1], 4 * MIB),
+        ([MIB + 1], 20 * MIB),
+        ([10 * MIB - 512], 20 * MIB),
+        ([10 * MIB], 10 * MIB),
+        ([10 * MIB + 1], 12 * MIB),
+        ([9 * MIB, 9 * MIB], 20 * MIB),
+        ([9 * MIB, 9 * MIB, 2 * MIB], 20 * MIB),
+        ([9 * MIB, 10 * MIB - 512, MIB + 512], 20 * MIB),  # a rest of more than 1 MiB is split off,
+        ([9 * MIB, 10 * MIB, MIB + 512], 40 * MIB),  # one of 1 MiB stays with its block,
+        ([9 * MIB, 10 * MIB - 512, MIB], 22 * MIB),  # and a small request never looks there
+        ([0], 0),
+    ],
+)
+def test_the_segments_of_requests_are_those_counted_by_hand(sizes, expected):
+    assert reserved(*sizes) == expected
+
+
+def test_a_rest_of_1_mib_counts_with_its_block():
+    allocator = CachingAllocator()
+    allocator.allocate("first", 9 * MIB)
+    allocator.allocate("second", 10 * MIB)
+    assert allocator.allocated_bytes == 20 * MIB
+
+
+def test_the_smallest_free_block_that_fits_is_taken():
+    log = [("a", 30 * MIB, 1), ("b", 20 * MIB, 1), ("a", 0, -1), ("b", 0, -1), ("c", 18 * MIB, 1), ("d", 30 * MIB, 1)]
+    assert cuda.reserved_peak(log) == 50 * MIB
+
+
+def test_free_neighbours_are_joined():
+    log = [(key, 5 * MIB, 1) for key in "abcd"] + [("b", 0, -1), ("c", 0, -1), ("e", 9 * MIB, 1)]
+    assert cuda.reserved_peak(log) == 20 * MIB
+    log[4:6] = [("a", 0, -1), ("c", 0, -1)]
+    assert cuda.reserved_peak(log) == 40 * MIB
+
+
+def test_a_key_is_born_once():
+    with pytest.raises(ValueError, match="key='a' is born twice"):
+        cuda.reserved_peak([("a", 1, 1), ("a", 1, 1)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_never_overlap_and_everything_joins_again(seed):
+    chance, allocator, live = random.Random(seed), CachingAllocator(), {}
+    for key in range(300):
+        if live and chance.random() < 0.45:
+            allocator.free(gone := chance.choice([*live]))
+            del live[gone]
+        else:
+            live[key] = int(2 ** chance.uniform(0, 26))
+            allocator.allocate(key, live[key])
+        used = [(block.address, block.bytes) for block in allocator._used.values()]
+        free = [(address, size) for pool in (allocator._small, allocator._large) for size, address, _ in pool]
+        blocks = sorted(used + free)
+        assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(blocks)), "a gap or an overlap"
+        assert sum(size for _, size in blocks) == allocator.reserved_bytes
+        assert allocator.allocated_bytes == sum(size for _, size in used) >= sum(live.values())
+        assert all(block.bytes - cuda.rounded(live[key]) <= MIB for key, block in allocator._used.items())
+    for key in live:
+        allocator.free(key)
+    assert allocator.allocated_bytes == 0
+    whole = [*allocator._small, *allocator._large]
+    assert all(block.before is block.after is None for _, _, block in whole)
+    assert {size for size, _, _ in allocator._small} == {2 * MIB}
+    assert sum(size for size, _, _ in whole) == allocator.reserved_bytes
+
+
+# ---- what no tensor shows
+
+
+def test_the_workspaces_of_cublas_are_two_in_a_training():
+    assert cuda.workspace_bytes((8, 0), training=False) == 8_519_680
+    assert cuda.workspace_bytes((8, 0)) == 2 * 8_519_680
+    assert [cuda.workspace_bytes((major, 0)) for major in (9, 10, 12)] == [64 * MIB] * 3
+
+
+def test_an_unknown_context_is_none():
+    assert cuda.context_bytes((9, 0)) is None
+    assert cuda.context_bytes((7, 0)) == 1341 * MIB

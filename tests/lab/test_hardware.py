@@ -1,0 +1,616 @@
+"""The machine as it is described, with fake drivers, cgroups and CPUs: none of these needs a GPU, or reads a clock."""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from perf_helpers import hardware
+from perf_helpers.lab.hardware import Gpu, Machine
+
+T4 = Gpu(0, "GPU-aaaa", "Tesla T4", 16_000_000_000, (7, 5), "580.1", 15_000_000_000)
+H200 = Gpu(1, "GPU-bbbb", "NVIDIA H200", 150_000_000_000, (9, 0), "580.1", 147_000_000_000)
+GOOD = Machine(
+    name="NVIDIA H200",
+    kind="cuda",
+    cpu_model="AMD EPYC",
+    cpu_cores=8,
+    machine_cores=8,
+    cpu_features=("avx2",),
+    memory_bytes=64_000_000_000,
+    memory_available_bytes=60_000_000_000,
+    shm_bytes=8_000_000_000,
+    gpus=(replace(H200, index=0),),
+    torch_build="2.13.0+cu130",
+)
+PLAIN = replace(GOOD, name="AMD EPYC, 8 cores", kind="cpu", gpus=(), cuda_reason="this machine has no NVIDIA GPU")
+INSTALLED = dict.fromkeys(hardware.PACKAGES, "1.0")
+
+
+def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
+    """A pynvml module for these GPUs: it raises for every query in `refuse`, and at nvmlInit where told to."""
+    module = ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}
+
+    def memory(gpu):
+        used = gpu.memory_bytes - gpu.free_bytes
+        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.free_bytes, used=used)
+
+    def start():
+        if init_error:
+            raise module.NVMLError(init_error)
+
+    answers = {
+        "nvmlInit": start,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: b"580.1",  # old bindings answer in bytes
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
+        "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
+        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+        "nvmlDeviceGetName": lambda gpu: gpu.name,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
+        "nvmlDeviceGetMigMode": lambda gpu: [int(bool(slices))] * 2,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: slices[index],  # IndexError past the last
+    }
+
+    def refused(*_):
+        raise module.NVMLError("Not Supported")
+
+    for name, answer in answers.items():
+        setattr(module, name, refused if name in refuse else answer)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    """No GPU, no CUDA driver, a torch with CUDA, nothing in the environment: each test adds what it is about."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(variable, raising=False)
+    hardware.visible_uuids.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(init_error="NVML Shared Library Not Found"))
+    monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cu130", True))
+    yield
+    hardware.visible_uuids.cache_clear()
+
+
+@pytest.fixture
+def use(monkeypatch):
+    def install(*gpus, driver=None, driver_reason=None, **fake):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*gpus, **fake))
+        monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (driver, driver_reason))
+
+    return install
+
+
+# The machine as a whole
+
+
+def test_importing_and_describing_load_neither_torch_nor_a_cuda_context():
+    script = (
+        "import sys, perf_helpers.lab.hardware as h; early = 'pynvml' in sys.modules;"
+        "machine = h.describe(); h.diagnose(machine); h.device_used_bytes();"
+        "print(early, 'torch' in sys.modules, 'transformers' in sys.modules, machine.torch_build)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:3] == ["False"] * 3
+    assert done.stdout.split()[3].startswith(importlib.metadata.version("torch").split("+")[0])
+
+
+def test_this_machine_is_described_and_survives_json():
+    machine = hardware.describe()
+    assert machine.kind == "cpu" and machine.cuda_reason == "no NVIDIA driver was found (NVML Shared Library Not Found)"
+    assert 1 <= machine.cpu_cores <= os.cpu_count()
+    assert 0 < machine.memory_available_bytes <= machine.memory_bytes
+    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
+
+
+def test_a_record_of_another_version_can_be_read():
+    record = json.loads(json.dumps(GOOD.to_dict())) | {"colour": "blue"}
+    del record["shm_bytes"]
+    assert Machine.from_dict(record) == replace(GOOD, shm_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("AMD EPYC, 2 cores", "amd-epyc-2-cores"),
+        ("2 x NVIDIA H200", "2-x-nvidia-h200"),
+        ("NVIDIA A100 MIG 1g.5gb", "nvidia-a100-mig-1g-5gb"),
+        ("../..", "machine"),
+    ],
+)
+def test_slug_is_safe_as_a_folder(name, slug):
+    assert replace(GOOD, name=name).slug == slug
+
+
+def test_versions_name_what_is_missing_without_importing(monkeypatch):
+    monkeypatch.setattr(hardware, "PACKAGES", ("torch", "no-such-package"))
+    found = hardware.versions()
+    assert found["no-such-package"] is None
+    assert found["torch"] == importlib.metadata.version("torch") and found["python"].startswith("3.")
+
+
+# NVML and CUDA
+
+
+def test_gpus_are_not_guessed_where_cudas_order_is_unknown(use):
+    use(T4, H200)
+    machine = hardware.describe()
+    assert [(gpu.index, gpu.uuid, gpu.name) for gpu in machine.gpus] == [(0, None, None), (1, None, None)]
+    assert machine.native_bf16 is None
+    assert hardware.device_used_bytes(0) is None
+
+
+def test_gpus_come_in_cudas_order_with_what_nvml_knows_of_the_same_uuid(use):
+    fastest_first = [Gpu(0, "GPU-bbbb", "H200 says CUDA", 1, (9, 0)), Gpu(1, "GPU-aaaa", "T4 says CUDA", 1, (7, 5))]
+    use(T4, H200, driver=fastest_first)
+    machine = hardware.describe()
+    assert machine.gpus == (replace(H200, index=0), replace(T4, index=1))
+    assert machine.name == "NVIDIA H200 + Tesla T4" and machine.native_bf16 is True
+    assert hardware.device_used_bytes(0) == H200.memory_bytes - H200.free_bytes
+    assert hardware.device_used_bytes(1) == T4.memory_bytes - T4.free_bytes == 1_000_000_000
+    assert hardware.device_used_bytes(2) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "names"),
+    [
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID", ["Tesla T4", "NVIDIA H200"]),
+        ("CUDA_VISIBLE_DEVICES", "GPU-bbbb,GPU-aaaa", ["NVIDIA H200", "Tesla T4"]),
+        ("CUDA_VISIBLE_DEVICES", "GPU-b", ["NVIDIA H200"]),
+    ],
+)
+def test_pci_order_and_uuids_need_no_driver_to_ask(use, monkeypatch, variable, value, names):
+    use(T4, H200, driver=[], driver_reason="must not be asked")
+    monkeypatch.setenv(variable, value)
+    gpus = hardware.describe().gpus
+    assert [gpu.name for gpu in gpus] == names and [gpu.index for gpu in gpus] == list(range(len(names)))
+
+
+def test_several_equal_gpus_are_counted_in_the_name(use, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    use(H200, replace(H200, uuid="GPU-cccc"))
+    assert hardware.describe().name == "2 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("nvmlDeviceGetMemoryInfo", "memory_bytes"),
+        ("nvmlDeviceGetCudaComputeCapability", "capability"),
+        ("nvmlDeviceGetName", "name"),
+        ("nvmlDeviceGetUUID", "uuid"),
+        ("nvmlSystemGetDriverVersion", "driver"),
+        ("nvmlDeviceGetMigMode", None),
+        ("nvmlShutdown", None),
+    ],
+)
+def test_an_unsupported_query_costs_only_its_own_field(use, query, field):
+    use(T4, refuse=[query])
+    (gpu,) = hardware.describe().gpus
+    lost = {field: None} if field else {}
+    assert gpu == replace(T4, **lost | ({"free_bytes": None} if field == "memory_bytes" else {}))
+
+
+def test_memory_that_nvml_refuses_is_asked_of_the_driver(use):
+    use(T4, refuse=["nvmlDeviceGetMemoryInfo"], driver=[Gpu(0, "GPU-aaaa", "T4", 16_000_000_000, (7, 5))])
+    assert hardware.describe().gpus == (replace(T4, free_bytes=None),)
+
+
+def test_a_mig_slice_is_the_gpu_that_cuda_shows(use, monkeypatch):
+    slices = [replace(H200, uuid="MIG-1111", memory_bytes=18_000_000_000, free_bytes=17_000_000_000)]
+    slices.append(replace(slices[0], uuid="MIG-2222", free_bytes=16_000_000_000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
+    use(H200, slices=slices, driver=[Gpu(0, "GPU-2222", "H200 MIG", 18_000_000_000, (9, 0))])
+    machine = hardware.describe()
+    assert machine.gpus == (replace(slices[1], index=0),) and machine.visible_reason is None
+    assert hardware.device_used_bytes() == 2_000_000_000
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # settles the order of GPUs, not which slice CUDA shows
+    assert hardware.describe().gpus == (replace(slices[1], index=0),)
+
+
+def test_cuda_is_asked_for_used_memory_only_where_it_already_runs(use, monkeypatch):
+    use(T4, refuse=["nvmlDeviceGetMemoryInfo"])
+    running = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1, mem_get_info=lambda index: (3, 10))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=running))
+    assert hardware.device_used_bytes() == 7
+    assert hardware.device_used_bytes(1) is None
+    running.is_initialized = lambda: False
+    assert hardware.device_used_bytes() is None
+
+
+def test_a_driver_mismatch_is_one_line_and_cuda_may_still_work(use):
+    use(T4, init_error="RM has detected an NVML/RM version mismatch.")
+    machine = hardware.describe()
+    assert machine.kind == "cpu" and machine.nvml_reason == "RM has detected an NVML/RM version mismatch"
+    assert hardware.diagnose(machine, INSTALLED)[0].remedy.startswith("Restart the machine")
+    use(T4, init_error="RM has detected an NVML/RM version mismatch.", driver=[T4])
+    machine = hardware.describe()
+    assert machine.kind == "cuda" and machine.gpus == (T4,)
+    (finding,) = [found for found in hardware.diagnose(machine, INSTALLED) if found.subject == "NVML"]
+    assert finding.level == "warning" and finding.remedy.startswith("Restart the machine")
+
+
+def test_a_missing_nvidia_ml_py_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # what Python takes for "not importable"
+    machine = hardware.describe()
+    assert machine.nvml_reason == "nvidia-ml-py is not installed"
+    assert hardware.diagnose(machine, INSTALLED)[0].remedy == "pip install nvidia-ml-py"
+
+
+def test_a_container_without_its_gpus_is_told_apart_from_a_machine_without(use, tmp_path):
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: 580.1")
+    assert "no GPU was given to this container" in hardware.describe(tmp_path).cuda_reason
+    use()
+    assert hardware.describe(tmp_path).cuda_reason == "this machine has no NVIDIA GPU"
+
+
+def test_a_gpu_that_torch_cannot_use_is_named_with_the_remedy(use, monkeypatch):
+    use(T4)
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", False))
+    machine = hardware.describe()
+    assert machine.kind == "cpu" and machine.gpus == (T4,) and "core" in machine.name
+    finding = hardware.diagnose(machine, INSTALLED)[0]
+    assert finding.level == "warning" and "pip uninstall -y torch" in finding.remedy
+    assert "Tesla T4" in finding.text and "2.13.0+cpu is built without CUDA" in finding.text
+    assert hardware.supports("cuda", machine) == (False, "needs an NVIDIA GPU (torch 2.13.0+cpu is built without CUDA)")
+
+
+def test_torch_is_read_from_its_version_file_alone(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.99.0+cu130'\ncuda: str | None = '13.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert hardware.torch_build() == ("2.99.0+cu130", True)
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.99.0+cpu'\ncuda = None\n")
+    assert hardware.torch_build() == ("2.99.0+cpu", False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert hardware.torch_build() == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "words"),
+    [
+        (None, [0, 1], None),
+        ("0", [0], None),
+        ("1,0", [1, 0], None),
+        (" 1 ", [1], None),
+        ("+1", [1], None),
+        ("1gpu0,0gpu1", [1, 0], None),  # read like C's strtoul
+        ("", [], "set but empty"),
+        ("  ", [], "set but empty"),
+        ("-1", [], "'-1' fits none of the 2 GPU(s) here, so every GPU is hidden"),
+        ("abc", [], "'abc' fits none"),
+        ("2", [], "'2' fits none"),
+        ("0,0", [], "names one GPU twice"),
+        ("0,-1,1", [0], "'-1' fits none of the 2 GPU(s) here, so only the 1 before it can be used"),
+        ("0,5,1", [0], "'5' fits none"),
+        ("0,,1", [0], "'' fits none"),
+        ("GPU-aa", [0], None),
+        ("GPU-ab,GPU-aa", [1, 0], None),
+        ("GPU-a", [], "'GPU-a' fits several GPUs"),
+        ("GPU-aa,GPU-aab", [], "names one GPU twice"),
+        ("GPU-zz", [], "'GPU-zz' fits none"),
+        ("GPU-aa,1", [0], "'1' fits none"),
+        ("gpu-aa", [], "'gpu-aa' fits none"),
+        ("MIG-aa", [], "'MIG-aa' fits none"),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(value, shown, words):
+    positions, reason = hardware.visible_devices(value, ["GPU-aabb", "GPU-abcd"])
+    assert positions == shown
+    assert reason is None if words is None else words in reason
+    assert reason is None or "CUDA_VISIBLE_DEVICES" in reason
+
+
+def test_an_empty_name_does_not_fit_an_only_gpu():
+    assert hardware.visible_devices("GPU-a,", ["GPU-aabb"])[0] == [0]
+
+
+@pytest.mark.parametrize("value", ["", "-1", "abc", "0,0", "GPU-zz"])
+def test_hidden_gpus_mean_the_cpu_with_the_reason_and_the_remedy(use, monkeypatch, value):
+    use(T4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    machine = hardware.describe()
+    assert machine.kind == "cpu" and machine.gpus == () and machine.cuda_visible_devices == value
+    assert machine.cuda_reason == machine.visible_reason and "CUDA_VISIBLE_DEVICES" in machine.cuda_reason
+    finding = hardware.diagnose(machine, INSTALLED)[0]
+    assert finding.level == "warning" and "unset CUDA_VISIBLE_DEVICES" in finding.remedy
+
+
+def run_driver_script(monkeypatch, capsys, cu_init=0):
+    """The script of the child process, here, over a libcuda in Python with an H200 and a T4, fastest first."""
+    gpus = [(b"NVIDIA H200", 0xBB, 9, 0), (b"Tesla T4", 0xAA, 7, 5)]
+
+    def write(reference, value):
+        reference._obj.value = value
+        return 0
+
+    cuda = SimpleNamespace(
+        cuInit=lambda flags: cu_init,
+        cuGetErrorString=lambda code, text: write(text, b"no CUDA-capable device is detected"),
+        cuDeviceGetCount=lambda count: write(count, len(gpus)),
+        cuDeviceGet=lambda device, index: write(device, index),
+        cuDeviceGetName=lambda name, size, device: setattr(name, "value", gpus[device][0]),
+        cuDeviceGetUuid_v2=lambda key, device: ctypes.memset(key, gpus[device][1], 16) and None,
+        cuDeviceTotalMem_v2=lambda total, device: write(total, 150 if device == 0 else 16),
+        cuDeviceGetAttribute=lambda value, which, device: write(value, gpus[device][which - 73]),
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: cuda)
+    monkeypatch.setattr(sys, "argv", ["-c", "libcuda.so.1"])
+    exec(hardware.DRIVER_SCRIPT, {})
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_driver_is_asked_without_a_context(monkeypatch, capsys):
+    h200, t4 = run_driver_script(monkeypatch, capsys)
+    assert h200["uuid"] == "GPU-" + "-".join("b" * length for length in (8, 4, 4, 4, 12))
+    assert (h200["index"], h200["name"], h200["memory_bytes"]) == (0, "NVIDIA H200", 150)
+    assert (t4["index"], t4["name"], t4["capability"]) == (1, "Tesla T4", [7, 5])
+
+
+def test_the_drivers_own_words_come_through(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=r"no CUDA-capable device is detected \(cuInit: 100\)"):
+        run_driver_script(monkeypatch, capsys, cu_init=100)
+
+
+def test_a_driver_that_fails_in_the_child_leaves_a_reason(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # here it loads; the child meets what is really there
+    monkeypatch.setattr(hardware, "DRIVER_SCRIPT", "import sys; sys.exit('no luck')")
+    assert hardware.ask_driver.__wrapped__(None, None) == ([], "the CUDA driver says: no luck")
+    monkeypatch.setattr(hardware, "DRIVER_SCRIPT", """print('[{"index": 0, "uuid": "GPU-1", "capability": [9, 0]}]')""")
+    assert hardware.ask_driver.__wrapped__(None, None) == ([Gpu(0, "GPU-1", capability=(9, 0))], None)
+
+
+# What a claim may ask for
+
+
+@pytest.mark.parametrize(
+    ("feature", "machine", "missing"),
+    [
+        ("any", PLAIN, ""),
+        ("cuda", GOOD, ""),
+        ("cuda", PLAIN, "needs an NVIDIA GPU"),
+        ("sm80", GOOD, ""),
+        ("sm80", PLAIN, "needs an NVIDIA GPU"),
+        ("sm80", replace(GOOD, gpus=(T4,)), "needs compute capability 8.0 or more, this is 7.5"),
+        ("sm80", replace(GOOD, gpus=(Gpu(0),)), "needs compute capability 8.0 or more, this one's is unknown"),
+        ("sm80", replace(PLAIN, cpu_features=("amx_bf16",)), "needs an NVIDIA GPU"),
+        ("gpus2", replace(GOOD, gpus=(H200, T4)), ""),
+        ("gpus2", GOOD, "needs two GPUs, this machine shows one"),
+        ("gpus2", PLAIN, "needs an NVIDIA GPU"),
+        ("cpu-bf16", replace(PLAIN, cpu_features=("avx2", "amx_bf16")), ""),
+        ("cpu-bf16", GOOD, "needs a CPU with bf16 instructions"),
+        ("cpu-bf16", replace(PLAIN, cpu_features=None), "a CPU with bf16 instructions, this one's are unknown"),
+        ("cuda-or-cpu-bf16", GOOD, ""),
+        ("cuda-or-cpu-bf16", replace(PLAIN, cpu_features=("bf16",)), ""),
+        ("cuda-or-cpu-bf16", PLAIN, "needs an NVIDIA GPU or a CPU with bf16 instructions"),
+        ("text", GOOD, "nothing to measure"),
+    ],
+)
+def test_supports_names_what_is_missing(feature, machine, missing):
+    met, words = hardware.supports(feature, machine)
+    assert met is (missing == "")
+    assert missing in words and bool(words) is bool(missing)
+
+
+def test_supports_rejects_an_unknown_feature():
+    with pytest.raises(ValueError, match="'sm90': use one of any, cuda, sm80"):
+        hardware.supports("sm90", GOOD)
+
+
+# The CPU and its limits
+
+SAPPHIRE_RAPIDS = """processor	: 0
+model name	: Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz
+flags		: fpu sse2 avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8
+
+processor	: 1
+model name	: something else
+flags		: fpu
+"""
+AVX2 = "processor : 0\nmodel name : AMD EPYC 7763 64-Core Processor\nflags : fpu sse2 avx2 avx512foo\n"
+GRAVITON2 = "processor : 0\nFeatures : fp asimd fphp asimdhp\nCPU implementer : 0x41\nCPU part : 0xd0c\n"
+GRAVITON3 = "processor : 0\nFeatures : fp asimd fphp asimdhp sve bf16\nCPU implementer : 0x41\nCPU part : 0xd40\n"
+M2 = "machdep.cpu.brand_string: Apple M2\nhw.optional.arm.FEAT_BF16: 1\nhw.optional.arm.FEAT_FP16: 1\n"
+M1 = "machdep.cpu.brand_string: Apple M1\nhw.optional.arm.FEAT_BF16: 0\nhw.optional.arm.FEAT_FP16: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "features", "bf16"),
+    [
+        (
+            SAPPHIRE_RAPIDS,
+            "Intel Xeon Platinum 8481C",
+            ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"),
+            True,
+        ),
+        (AVX2, "AMD EPYC 7763", ("avx2",), False),
+        (GRAVITON2, "Neoverse-N1", ("asimdhp",), False),
+        (GRAVITON3, "Neoverse-V1", ("bf16", "asimdhp"), True),
+        (M2, "Apple M2", ("bf16", "asimdhp"), True),
+        (M1, "Apple M1", ("asimdhp",), False),
+        ("processor : 0\ncpu : POWER9\n", None, None, None),
+        ("", None, None, None),
+    ],
+)
+def test_cpu_is_read_as_far_as_it_tells(text, model, features, bf16):
+    assert hardware.parse_cpu(text) == (model, features)
+    assert replace(PLAIN, cpu_features=features).native_bf16 is bf16
+
+
+def test_cpuinfo_is_read_from_the_root_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "linux")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(SAPPHIRE_RAPIDS)
+    machine = hardware.describe(tmp_path)
+    assert "amx_bf16" in machine.cpu_features and machine.name.startswith("Intel Xeon Platinum 8481C, ")
+    assert machine.shm_bytes is None
+
+
+def write_files(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+V1_FREE = "9223372036854771712\n"
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (None, None, None)),
+        ({"proc/self/cgroup": "0::/\n"}, (None, None, None)),
+        (  # v2 in a container; of the 3 GiB in use, 1 GiB is page cache
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+                "sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+                "sys/fs/cgroup/cpu.max": "150000 100000\n",
+            },
+            (8 * GIB, 6 * GIB, 1.5),
+        ),
+        (  # v2: no limit of its own, but one above; the quota's period is not the usual one
+            {
+                "proc/self/cgroup": "0::/job/task\n",
+                "sys/fs/cgroup/job/task/memory.max": "max\n",
+                "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
+                "sys/fs/cgroup/job/cpu.max": "100000 50000\n",
+            },
+            (4 * GIB, 0, 2.0),
+        ),
+        (  # v1, as seen from inside a container: the path named is the host's and does not exist here
+            {
+                "proc/self/cgroup": "9:name=systemd:/docker/12\n4:memory:/docker/12\n2:cpu,cpuacct:/docker/12\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+                "sys/fs/cgroup/memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            (2 * GIB, 2 * GIB - GIB // 2, 4.0),
+        ),
+        (  # v1 without limits
+            {
+                "proc/self/cgroup": "4:memory:/user\n1:cpu:/\n0::/\n",
+                "sys/fs/cgroup/memory/user/memory.limit_in_bytes": V1_FREE,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": V1_FREE,
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            (None, None, None),
+        ),
+    ],
+)
+def test_cgroup_limits_of_both_versions(tmp_path, files, expected):
+    write_files(tmp_path, files)
+    assert hardware.cgroup_limits(tmp_path) == expected
+
+
+def test_a_cgroups_limits_bound_the_machine(tmp_path):
+    write_files(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "sys/fs/cgroup/memory.current": "400000\n",
+            "sys/fs/cgroup/cpu.max": "50000 100000\n",
+        },
+    )
+    machine = hardware.describe(tmp_path)
+    assert (machine.memory_bytes, machine.memory_available_bytes) == (1_000_000, 600_000)
+    assert (machine.cpu_cores, machine.cpu_quota, machine.machine_cores) == (1, 0.5, os.cpu_count())
+
+
+# The doctor
+
+
+def test_a_good_machine_has_nothing_to_repair(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
+    findings = hardware.diagnose(GOOD, INSTALLED)
+    assert {finding.level for finding in findings} == {"ok"}
+    assert {"GPU 0", "precision", "CPU", "memory"} <= {finding.subject for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "subject", "text", "remedy"),
+    [
+        (PLAIN, "note", "GPU", "runs on the CPU: this machine has no NVIDIA GPU", "Colab"),
+        (PLAIN, "note", "precision", "fp16 and bf16 operations run but are emulated: slower, same memory", "fp32"),
+        (replace(PLAIN, cpu_features=None), "note", "precision", "unknown", "lesson 07"),
+        (replace(PLAIN, cpu_features=("amx_bf16",)), "ok", "precision", "native on this CPU", ""),
+        (replace(GOOD, gpus=(T4,)), "note", "precision", "no native bf16", "fp16=True"),
+        (replace(GOOD, gpus=(replace(T4, capability=(6, 1)),)), "note", "precision", "no native bf16", "fp32"),
+        (replace(GOOD, gpus=(replace(T4, capability=(7, 0)),)), "error", "GPU 0", "CUDA 13 dropped", "CUDA 12.6"),
+        (replace(GOOD, gpus=(replace(T4, free_bytes=10**9),)), "warning", "GPU 0", "Only 1 GB", "nvidia-smi"),
+        (replace(GOOD, gpus=(H200, T4)), "note", "GPUs", "2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"),
+        (replace(GOOD, visible_reason="'-1' ends it"), "note", "GPU", "'-1' ends it", "unset CUDA_VISIBLE_DEVICES"),
+        (replace(GOOD, nvml_reason="Unknown Error"), "warning", "NVML", "Unknown Error", "nvidia-smi"),
+        (replace(GOOD, memory_available_bytes=10**9), "warning", "memory", "Only 1 GB of 64 GB", "--memory"),
+        (replace(GOOD, shm_bytes=64_000_000), "warning", "/dev/shm", "64 MB", "--shm-size"),
+        (replace(GOOD, cpu_cores=1), "warning", "CPU", "One core", "two cores"),
+        (replace(GOOD, cpu_quota=2.5, cpu_cores=2), "warning", "CPU", "2.5 of 8 cores", "OMP_NUM_THREADS=2"),
+    ],
+)
+def test_the_doctor_finds_it_and_says_what_to_do(machine, level, subject, text, remedy):
+    found = [finding for finding in hardware.diagnose(machine, INSTALLED) if finding.level == level]
+    assert [f for f in found if f.subject == subject and text in f.text and remedy in f.remedy], found
+
+
+def test_every_finding_is_one_sentence_and_every_warning_has_a_remedy():
+    worst = replace(PLAIN, cpu_cores=1, cpu_quota=0.5, shm_bytes=1, memory_available_bytes=1, nvml_reason="broken")
+    findings = hardware.diagnose(worst, dict.fromkeys(hardware.PACKAGES))
+    assert len(findings) >= 6 + len(hardware.PACKAGES)
+    for finding in findings:
+        assert finding.text[-1] == "." and "\n" not in finding.text
+        assert finding.remedy or finding.level == "ok", finding
+
+
+def test_a_missing_package_is_an_error_except_bitsandbytes():
+    found = hardware.diagnose(PLAIN, {"torch": None, "bitsandbytes": None, "numpy": "2.0"})
+    levels = {finding.subject: finding.level for finding in found if "is not installed" in finding.text}
+    assert levels == {"torch": "error", "bitsandbytes": "note"}
+
+
+@pytest.mark.parametrize(
+    ("version", "outside"),
+    [("2.10.1", True), ("2.11.0", False), ("2.13.0+cpu", False), ("2.16.0", True), ("2.15.0.dev1", False)],
+)
+def test_versions_outside_of_the_packages_own_requirement_are_named(monkeypatch, version, outside):
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: ["torch<2.16,>=2.11", 'ruff>=0.12; extra == "dev"']
+    )
+    found = hardware.diagnose(PLAIN, {"torch": version})
+    ranged = [finding for finding in found if "tested range" in finding.text]
+    assert [finding.subject for finding in ranged] == ["torch"] * outside
+    assert all(finding.remedy == 'pip install "torch<2.16,>=2.11"' for finding in ranged)
+
+
+def test_a_checkout_that_is_not_installed_has_no_range(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert "torch" not in {finding.subject for finding in hardware.diagnose(PLAIN, {"torch": "0.1"})}

@@ -1,0 +1,117 @@
+"""Experiments of several ranks: the run says which one ended and how, and nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.task import Task
+
+TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("ranks"), timeout=120)
+
+
+def ending(how):
+    """A function whose rank 1 ends in some way while rank 0 waits for it."""
+
+    def wait(task):
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+        if torch.distributed.get_rank() == 1:
+            how()
+        torch.distributed.barrier()
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    "how, status, message",
+    [
+        (lambda: os._exit(9), "crashed", "rank 1: the process ended with exit code 9"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was ended by SIGKILL"),
+        (lambda: [].pop(), "crashed", "rank 1: IndexError: pop from empty list"),
+        (lambda: (_ for _ in ()).throw(MemoryError("too much")), "out of memory", "rank 1: MemoryError: too much"),
+    ],
+    ids=["exit", "signal", "exception", "out of memory"],
+)
+def test_the_rank_at_fault_is_named_and_not_the_one_that_noticed(lab, how, status, message):
+    run = lab.run(ending(how), measure=("none",), processes=2)
+    assert run.status == status and run.message.startswith(message)
+
+
+def test_a_rank_that_hangs_ends_with_the_timeout(lab, tmp_path):
+    def hang(task):
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(600)
+
+    run = lab.run(hang, measure=("none",), processes=2, timeout=6)
+    assert run.status == "timed out"
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_a_user_got_wrong_is_told_to_the_user(lab):
+    with pytest.raises(ValueError, match="eager"):
+        lab.train("wrong", task=TINY, processes=2, attn_implementation="no such kernel")
+
+
+def test_each_rank_keeps_its_memory_and_its_value(lab):
+    def different_sizes(task):
+        import torch
+
+        rank = int(os.environ["RANK"])
+        model = torch.nn.Linear(100, 100 * (1 + rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+        return rank
+
+    run = lab.run(different_sizes, processes=2)
+    assert [rank["value"] for rank in run.ranks] == [0, 1]
+    small, large = (rank["breakdown"]["weights"] for rank in run.ranks)
+    assert (small, large) == (4 * 101 * 100, 4 * 101 * 200)
+
+
+def test_one_process_and_two_take_turns(lab):
+    """Also a function that has more steps than there are turns."""
+    one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
+
+    def loop(task):
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(task.build_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(9):
+            model(**task.batch(2)).loss.backward()
+            optimizer.step()
+
+    two = lab.run(loop, task=TINY, measure=("time",), processes=2, samples_per_step=4)
+    assert len(lab.compare(one, two, turns=3).speed_ratio.pairs) == 3
+
+
+def test_ranks_leave_no_files_behind(lab, tmp_path, monkeypatch):
+    import tempfile
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lab.run(ending(lambda: [].pop()), measure=("none",), processes=2)
+    assert [*Path(tmp_path).iterdir()] == []

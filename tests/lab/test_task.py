@@ -1,0 +1,173 @@
+"""Tasks: any model that transformers can build, with data to fit; profiles by machine; names of training arguments."""
+
+import dataclasses
+import json
+
+import pytest
+
+from perf_helpers import arguments, hardware
+from perf_helpers.lab.task import PRESETS, PROFILES, TINY, Task, choose_profile
+
+STANDARD = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 500,
+}
+IMAGES = {**STANDARD, "image_size": 32, "patch_size": 8}
+
+
+def configuration(folder, model_type, architecture, **fields):
+    content = {"model_type": model_type, **fields} | ({"architectures": [architecture]} if architecture else {})
+    (folder / "config.json").write_text(json.dumps(content))
+    return Task(str(folder), seq_len=16, dataset_size=8)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "fields", "built"),
+    [
+        ("bert", None, STANDARD, "BertForSequenceClassification"),
+        ("bert", "BertModel", STANDARD, "BertForSequenceClassification"),
+        ("bert", "BertForMaskedLM", STANDARD, "BertForMaskedLM"),
+        ("bert", "BertForTokenClassification", STANDARD, "BertForTokenClassification"),
+        ("bert", "BertForQuestionAnswering", STANDARD, "BertForQuestionAnswering"),
+        ("roberta", "RobertaForSequenceClassification", STANDARD, "RobertaForSequenceClassification"),
+        ("llama", "LlamaForCausalLM", STANDARD, "LlamaForCausalLM"),
+        ("llama", None, STANDARD, "LlamaForCausalLM"),
+        ("llama", "LlamaForSequenceClassification", STANDARD, "LlamaForSequenceClassification"),
+        ("mixtral", "MixtralForCausalLM", {**STANDARD, "num_key_value_heads": 2}, "MixtralForCausalLM"),
+        (
+            "t5",
+            "T5ForConditionalGeneration",
+            {"d_model": 32, "d_ff": 64, "num_layers": 1},
+            "T5ForConditionalGeneration",
+        ),
+        (
+            "vit",
+            "ViTForImageClassification",
+            {**STANDARD, "image_size": 32, "patch_size": 8},
+            "ViTForImageClassification",
+        ),
+        ("vit", None, IMAGES, "ViTForImageClassification"),
+        # Its configuration has no image size; XLNet's number of positions is -1.
+        ("resnet", None, {"embedding_size": 8, "hidden_sizes": [16, 24]}, "ResNetForImageClassification"),
+        ("xlnet", None, {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "XLNetLMHeadModel"),
+    ],
+)
+def test_data_fits_the_model_that_a_configuration_names(tmp_path, model_type, architecture, fields, built):
+    task = configuration(tmp_path, model_type, architecture, **fields)
+    model = task.build_model()
+    assert type(model).__name__ == built
+    loss = model(**task.batch(2)).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert task.parameters() == sum(parameter.numel() for parameter in model.parameters())
+
+
+# Parameters as published with the models (in millions, with the heads that the presets have).
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("bert-base-uncased", 109.5),
+        ("bert-large-uncased", 335.1),
+        ("roberta-base", 124.6),
+        ("gpt2", 124.4),
+        ("gpt2-xl", 1557.6),
+        ("t5-3b", 2851.6),
+        ("llama-3-8b", 8030.3),
+        ("mixtral-8x7b", 46702.8),
+    ],
+)
+def test_presets_have_the_published_sizes(preset, millions):
+    assert Task(preset).parameters() / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_every_preset_has_data():
+    for preset in PRESETS:
+        assert Task(preset).family() and Task(preset).length() == 512
+
+
+def test_weights_and_data_follow_from_the_seed():
+    first, second, other = (Task("bert-tiny", seq_len=8, seed=seed) for seed in (0, 0, 1))
+    assert (first.arrays(4)["input_ids"] == second.arrays(4)["input_ids"]).all()
+    assert (first.arrays(4)["input_ids"] != other.arrays(4)["input_ids"]).any()
+    names = [
+        model.state_dict()["bert.pooler.dense.weight"] for model in (t.build_model() for t in (first, second, other))
+    ]
+    assert names[0].equal(names[1]) and not names[0].equal(names[2])
+
+
+def test_a_learnable_task_can_be_learnt():
+    import torch
+
+    task = Task("bert-tiny", seq_len=16, data="learnable", config={"hidden_dropout_prob": 0.0})
+    torch.manual_seed(0)
+    model, batch = task.build_model(), task.batch(256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(40):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 < losses[0]
+
+
+def test_mistakes_name_what_is_wrong(tmp_path):
+    for content, hint in (("{", "not JSON"), ("[]", "model_type"), ('{"hidden_size": 3}', "model_type")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=hint):
+            Task(str(tmp_path)).build_config()
+    with pytest.raises(ValueError, match="no class"):
+        Task("bert-tiny", architecture="BertForEverything").model_class()
+    with pytest.raises(ValueError, match="seq_len"):
+        Task("bert-tiny").replace(sequence_length=3)
+
+
+def test_the_profile_follows_from_the_machine():
+    machine = hardware.describe()
+    gpu = hardware.Gpu(
+        index=0, uuid="x", name="T4", memory_bytes=15 * 2**30, capability=(7, 5), driver=None, free_bytes=None
+    )
+    small = dataclasses.replace(machine, kind="cuda", gpus=(gpu,))
+    large = dataclasses.replace(small, gpus=(dataclasses.replace(gpu, memory_bytes=80 * 2**30),))
+    cpu = dataclasses.replace(machine, kind="cpu", gpus=())
+    assert [choose_profile("auto", each).name for each in (cpu, small, large)] == ["cpu", "t4", "gpu"]
+    assert choose_profile("gpu", cpu) is PROFILES["gpu"]
+    with pytest.raises(ValueError, match="auto, cpu, t4, gpu"):
+        choose_profile("laptop")
+
+
+def test_the_profile_for_tests_is_the_smallest_and_no_learner_is_offered_it():
+    assert choose_profile("tiny") is TINY and "tiny" not in PROFILES
+    for profile in PROFILES.values():
+        assert TINY.task.parameters() < profile.task.parameters() and TINY.task.seq_len < profile.task.seq_len
+        assert TINY.steps < profile.steps and TINY.turns <= profile.turns and TINY.micro_batch <= profile.micro_batch
+    with pytest.raises(ValueError, match=r"one of auto, cpu, t4, gpu$"):
+        choose_profile("laptop")
+
+
+def test_the_gpu_profile_is_the_guides_set_up():
+    task = PROFILES["gpu"].task
+    assert (task.model, task.dataset_size, task.seq_len, PROFILES["gpu"].micro_batch) == (
+        "bert-large-uncased",
+        512,
+        512,
+        4,
+    )
+
+
+def test_words_are_read_as_transformers_own_parser_reads_them():
+    batch = ["--per_device_train_batch_size", "4"]
+    given, rest = arguments.parse(["--bf16", "--fp16", "False", *batch, "--optim=adafactor", "--no-such", "3"])
+    assert given == {"bf16": True, "fp16": False, "per_device_train_batch_size": 4, "optim": "adafactor"}
+    assert rest == ["--no-such", "3"]
+    assert arguments.parse([]) == ({}, [])
+
+
+def test_samples_per_step_is_the_effective_batch():
+    recipe = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert arguments.samples_per_step(recipe, processes=3) == 24
+    assert arguments.samples_per_step({}) == 8  # the library's own micro-batch
