@@ -1,6 +1,17 @@
-"""Numbers and names in words, the same in lessons, tables, pictures and reports."""
+"""Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
+
+import difflib
+from collections.abc import Iterable
 
 from perf_helpers.unknown import is_measured
+
+
+def number_text(value: float | None, unit: str = "") -> str:
+    """A number in four digits or whole, so that 65,504 stays apart from 65,535: "0.3333 x", "12,346 MB"."""
+    if not is_measured(value):
+        return "not measured"
+    number = f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return f"{number} {unit}".strip()
 
 
 def bytes_text(size: float | None) -> str:
@@ -26,3 +37,16 @@ def seconds_text(seconds: float | None) -> str:
 def name_text(category: str) -> str:
     """A category as it stands in a legend."""
     return category.replace("_", " ")
+
+
+def nearest_text(given: str, allowed: Iterable[str]) -> str:
+    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
+    there are none, or few are allowed, all."""
+
+    def alike(word: str) -> float:
+        return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
+
+    allowed = sorted(allowed, key=alike, reverse=True)
+    near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
+    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
+    return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))

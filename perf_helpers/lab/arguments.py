@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from perf_helpers.texts import nearest_text
+
 # Arguments of `from_config` rather than of the Trainer: how the model is built.
 MODEL_ARGUMENTS = {
     "attn_implementation": "attention kernel: 'eager', 'sdpa', ...",
@@ -168,22 +170,9 @@ def _refused(parser, words: list[str], error) -> str:
     if error.message.startswith("expected"):
         return f"{name}: it takes a value, as in --{name} VALUE"
     if action is not None and action.choices:
-        return f"{name}={value!r} is none of its values. {one_of(value, map(str, action.choices))}"
+        return f"{name}={value!r} is none of its values. {nearest_text(value, map(str, action.choices))}"
     kind = _KINDS.get(getattr(action, "type", None)) or ("True or False" if "ruthy" in error.message else "")
     return f"{name}={value!r}: give {kind}" if kind else f"{name}={value!r}: {error.message}"
-
-
-def one_of(given: str, allowed: Iterable[str]) -> str:
-    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
-    there are none, or few are allowed, all."""
-
-    def alike(word: str) -> float:
-        return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
-
-    allowed = sorted(allowed, key=alike, reverse=True)
-    near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
-    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
-    return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
 # Smallest value that makes sense, where the library itself would find out late or not at all.
@@ -215,14 +204,14 @@ def check_values(arguments: Mapping[str, Any]) -> None:
         names = [optimizer.value for optimizer in OptimizerNames]
         name = getattr(training["optim"], "value", training["optim"])
         if name not in names:
-            raise ValueError(f"optim={name!r} is no optimizer of the Trainer. {one_of(str(name), names)}")
+            raise ValueError(f"optim={name!r} is no optimizer of the Trainer. {nearest_text(str(name), names)}")
     attention = model.get("attn_implementation")
     if isinstance(attention, str) and not {"/", "|"} & set(attention):  # those are kernels of a Hub, and variants
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         kernels = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)]
         if attention not in kernels:
-            raise ValueError(f"attn_implementation={attention!r} is not known. {one_of(attention, kernels)}")
+            raise ValueError(f"attn_implementation={attention!r} is not known. {nearest_text(attention, kernels)}")
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
         raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")

@@ -3,7 +3,8 @@
 import dataclasses
 from dataclasses import dataclass
 
-from perf_helpers.lab import arguments, hardware
+from perf_helpers.lab import hardware
+from perf_helpers.texts import nearest_text
 
 CONTEXT_BYTES = 500 << 20  # assumed: drivers and loaded kernels vary two to three times
 
@@ -67,7 +68,7 @@ def card(
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError(f"name a card ({', '.join(CARDS)}), or a compute capability and a memory")
     if name is not None and name.lower() not in CARDS:
-        raise ValueError(f"no card {name!r}. {arguments.one_of(name.lower(), CARDS)}")
+        raise ValueError(f"no card {name!r}. {nearest_text(name.lower(), CARDS)}")
     found = CARDS[name.lower()] if name else Card("", tuple(compute_capability), 0)
     if compute_capability:
         found = found.replace(capability=tuple(compute_capability))
