@@ -20,7 +20,8 @@ from perf_helpers import claims, plots
 from perf_helpers.course.results import load_results, measured
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.runs import CATEGORIES, Run, write_whole
+from perf_helpers.lab.runs import CATEGORIES, Run
+from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
 
 HERE = Path(__file__).parent

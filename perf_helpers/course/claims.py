@@ -21,7 +21,7 @@ from pathlib import Path
 
 from perf_helpers.course import journal
 from perf_helpers.lab import hardware
-from perf_helpers.lab.runs import write_whole
+from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import PROFILES, choose_profile
 from perf_helpers.unknown import Unknown
 

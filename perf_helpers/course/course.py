@@ -26,7 +26,7 @@ from pathlib import Path
 from perf_helpers.course import claims
 from perf_helpers.course.results import SCHEMA, UNDECIDED, VERDICTS, Changes, compare, load_results, problems, report
 from perf_helpers.lab import hardware
-from perf_helpers.lab.runs import write_whole
+from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import choose_profile
 
 __all__ = ["CourseResult", "compare", "find_lessons", "load_results", "report", "run_course"]

@@ -6,13 +6,14 @@ the measurement, whatever the clocks say.
 
 import datetime
 import json
+import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.lab.runs import Record, Store
+from perf_helpers.lab.runs import Record
+from perf_helpers.lab.store import Store
 
 # What a line of each kind holds, at least.
 KINDS = {
@@ -47,22 +48,11 @@ class Entry(Record):
             raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {absent}")
 
 
-class Journal(Store):
-    """Entries in a file of JSON lines, appended as a `Store` appends its runs."""
+class Journal(Store[Entry]):
+    """Entries in a file of JSON lines, appended and read as a lab's runs are."""
 
-    def read(self) -> list[Entry]:
-        """All entries in the order in which they were written; a damaged line is reported as a warning and skipped."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        entries = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entries += [Entry.from_dict(json.loads(line))] if line.strip() else []
-            except (ValueError, TypeError) as error:
-                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
-        return entries
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path, Entry)
 
     def reset(self) -> None:
         """Forget everything, e.g. before the next learner sits down at a workshop's machine."""

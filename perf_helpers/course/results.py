@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from perf_helpers.course.claims import Verdict
-from perf_helpers.lab.runs import write_whole
+from perf_helpers.lab.store import write_whole
 
 SCHEMA = 1
 VERDICTS = tuple(map(str, Verdict))

@@ -23,7 +23,8 @@ import numpy as np
 
 from perf_helpers.estimate import estimates as estimate
 from perf_helpers.lab import hardware
-from perf_helpers.lab.runs import CATEGORIES, Memory, write_whole
+from perf_helpers.lab.runs import CATEGORIES, Memory
+from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
 from perf_helpers.lab.techniques import ADAFACTOR, ADAM_8BIT, ADAMW, BF16, BF16_WEIGHTS, CHECKPOINTING, FP16, SGD
 from perf_helpers.lab.training import Experiment

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from perf_helpers.lab import arguments as training_arguments
 from perf_helpers.lab import hardware, processes, progress, worker
-from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Store, Timing
+from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
+from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment
 from perf_helpers.unknown import NeedsValues, Unknown

@@ -1,16 +1,11 @@
-"""What experiments yield: runs, comparisons, and the file they are kept in.
+"""What experiments yield: runs and comparisons.
 
 Every figure of a run is None where nobody asked for it, a ratio is unknown where a run failed; nothing is ever 0 for
 want of a measurement. In files both are null.
 """
 
-import contextlib
 import dataclasses
-import json
-import os
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from perf_helpers.unknown import Unknown
@@ -230,80 +225,3 @@ class Comparison(Record):
         from perf_helpers import plots
 
         return plots.comparison_html(self)
-
-
-class Store:
-    """Runs in a file of JSON lines that several notebooks may write at once.
-
-    A line is appended whole, under a lock, and flushed to the disk. A line that a crash or a full disk damaged is
-    reported when the file is read and skipped; the lines around it are kept.
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-
-    def append(self, run: Run) -> None:
-        """Raises OSError where the file cannot be written; nothing is left half written then."""
-        line = json.dumps({"schema": SCHEMA} | run.to_dict(), allow_nan=True, default=str).encode() + b"\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file, _locked(file):
-            start = file.seek(0, os.SEEK_END)
-            # A writer that died in mid-line leaves no newline: begin on a line of our own.
-            if start and not _ends_with_newline(self.path):
-                line = b"\n" + line
-            try:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(start)
-                raise
-
-    def read(self) -> list[Run]:
-        """All runs in the order in which they were written; a damaged line is reported as a warning and skipped."""
-        if not self.path.exists():
-            return []
-        runs = []
-        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                runs.append(Run.from_dict(json.loads(line)))
-            except (ValueError, TypeError, AttributeError) as error:
-                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
-        return runs
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-@contextlib.contextmanager
-def _locked(file):
-    try:
-        import fcntl
-    except ImportError:  # Windows: appends of one write are not interleaved there
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)

@@ -6,7 +6,7 @@ import pytest
 
 from perf_helpers import journal
 from perf_helpers.course.journal import Entry
-from perf_helpers.lab.runs import Store
+from perf_helpers.lab.store import Store
 
 LESSON = "05_gradient_accumulation"
 
@@ -39,7 +39,7 @@ def test_what_was_kept_is_read_in_order_and_lies_beside_the_runs(lab, tmp_path):
     first, second = journal.of(lab).read()
     assert (first.kind, first.lesson, first.key, first.content) == ("guess", LESSON, "peak", {"guess": 40, "unit": "%"})
     assert second.content == {"claims": {"accumulation-memory": "holds"}} and second.date >= first.date
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["journal.jsonl"]
 
 
 WHOLE = '{"kind": "%s", "lesson": "", "key": "", "date": "", "content": %s}'

@@ -12,7 +12,8 @@ import pytest
 
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.runs import Memory, Ratio, Store
+from perf_helpers.lab.runs import Memory, Ratio
+from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.unknown import Unknown
 

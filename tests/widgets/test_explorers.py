@@ -14,7 +14,8 @@ from kernel import alive, box, inside
 from perf_helpers import explorers, hardware, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate import surfaces as fits
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Store, Timing
+from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
+from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import PROFILES, Task
 from perf_helpers.unknown import Unknown
 from perf_helpers.widgets import drawings

@@ -17,7 +17,7 @@ from kernel import VIEW, alive, box, inside
 
 from perf_helpers import exercises, journal, widgets
 from perf_helpers.course import course
-from perf_helpers.lab.runs import Store
+from perf_helpers.lab.store import Store
 from perf_helpers.unknown import Unknown
 
 LESSON = "05_gradient_accumulation"
