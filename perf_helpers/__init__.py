@@ -9,7 +9,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # The room in which a public name lives; plots and widgets are at home here.
-_ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "hardware": "lab", "links": "lab"}
+_ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "links": "lab"}
 _ROOMS |= {"claims": "course", "journal": "course"}
 _ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
 __all__ = sorted([*_ROOMS, "plots", "widgets"])

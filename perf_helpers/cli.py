@@ -29,10 +29,11 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command()
 def doctor(json_output: Json = False) -> None:
     """What this machine is and can do, what is wrong, and the remedy."""
+    from perf_helpers.lab.doctor import diagnose
     from perf_helpers.rehearsal import build
 
     machine, versions = hardware.describe(), hardware.versions()
-    findings = [*hardware.diagnose(machine, versions), build.finding()]
+    findings = [*diagnose(machine, versions), build.finding()]
     if json_output:
         found = [{"level": f.level, "subject": f.subject, "text": f.text, "remedy": f.remedy} for f in findings]
         _print_json({"machine": machine.to_dict(), "versions": versions, "findings": found})

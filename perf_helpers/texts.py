@@ -1,9 +1,15 @@
 """Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
 
 import difflib
+import math
+import re
 from collections.abc import Iterable
 
 from perf_helpers.unknown import is_measured
+
+_UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
+_UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
+_UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
 
 
 def number_text(value: float | None, unit: str = "") -> str:
@@ -50,3 +56,24 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
     every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
+
+
+def parse_bytes(memory: int | float | str) -> int:
+    """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
+
+    Raises:
+        ValueError: anything else, and less than 1 MB.
+    """
+    example = "give bytes, or a text such as '16GB', '16GiB' or '300MB'"
+    if isinstance(memory, str):
+        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())
+        if not found:
+            raise ValueError(f"memory={memory!r}: {example}")
+        size = float(found[1]) * _UNITS[found[2]]
+    elif isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+        raise ValueError(f"memory={memory!r}: {example}")
+    else:
+        size = memory
+    if size < 1e6:
+        raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
+    return int(size)

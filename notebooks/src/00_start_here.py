@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import psutil
 import torch
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers import Lab, Task, claims, doctor, exercises, hardware, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.task import PROFILES
 
@@ -55,7 +55,7 @@ widgets.predict(lab, "batch", asked, "%", 50, 300)
 
 # %%
 signs = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
-findings = hardware.diagnose(lab.machine)
+findings = doctor.diagnose(lab.machine)
 rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found.remedy] for found in findings]
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 

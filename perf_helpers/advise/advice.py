@@ -37,6 +37,7 @@ from perf_helpers.lab.techniques import (
     Technique,
     techniques,
 )
+from perf_helpers.texts import parse_bytes
 
 _FAR = 1.2  # beyond the limit by this factor, an optimizer's difference seen elsewhere is believed
 
@@ -241,7 +242,7 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
             estimate within `timeout`.
     """
-    limit = hardware.parse_bytes(memory)
+    limit = parse_bytes(memory)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
@@ -303,7 +304,7 @@ def largest_micro_batch(
     Raises:
         ValueError: as `advise`; to confirm what this machine cannot run; two real runs that both need too much.
     """
-    limit = hardware.parse_bytes(memory)
+    limit = parse_bytes(memory)
     training_arguments.check(arguments)
     if "per_device_train_batch_size" in training_arguments.current(arguments):
         raise ValueError("per_device_train_batch_size is what is looked for: leave it out")

@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import re
@@ -19,36 +18,21 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 
 import psutil
 
-DISTRIBUTION = "perf-helpers"
+# What a claim may need of a machine, see `supports`.
+FEATURES = ("any", "cuda", "sm80", "gpus2", "cpu-bf16", "cuda-or-cpu-bf16", "text")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
 PACKAGES += ("papermill", "ipywidgets", "jupyterlab")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-LITTLE_BYTES, SMALL_SHM_BYTES = 4_000_000_000, 500_000_000
-_UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
-_UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
-_UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
 
-# What to type or do, by words of a reason; the first that fits counts.
-REMEDIES = {
-    "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` (Windows: `set CUDA_VISIBLE_DEVICES=`) and start again.",
-    "container": "Start the container with `docker run --gpus all ...`; the host needs the NVIDIA Container Toolkit.",
-    "mismatch": "Restart the machine: its driver was updated while the old one was loaded.",
-    "nvidia-ml-py": "pip install nvidia-ml-py",
-    "without CUDA": "Run `pip uninstall -y torch`, then install the CUDA build that pytorch.org names for this system.",
-    "not installed": "pip install torch",
-    "Driver Not Loaded": "Run `nvidia-smi`; if it fails too, `sudo modprobe nvidia` or install the driver again.",
-    "CUDA driver": "Run `nvidia-smi`; if it works, restart the machine or container, else install the driver again.",
-}
 
 _MEMORY_V2 = 0x02000028  # pynvml.nvmlMemory_v2: the call whose `used` leaves the driver's reserve out
 
@@ -151,18 +135,32 @@ def describe(root: str | Path = "/") -> Machine:
     gpus, nvml_reason, visible_reason, reason = find_gpus(root)
     if gpus and not built_with_cuda:
         reason = f"torch {build} is built without CUDA" if build else "torch is not installed"
-    kind, machine_cores = "cpu" if reason else "cuda", os.cpu_count()
+    kind = "cpu" if reason else "cuda"
     names = Counter(gpu.name or "NVIDIA GPU" for gpu in gpus)
     name = " + ".join(f"{count} x {each}" if count > 1 else each for each, count in names.items())
     if reason:
         name = f"{model or platform.machine() or 'CPU'}, {cores} core{'s' * (cores > 1)}"
-    system, python = f"{platform.system()} {platform.release()} {platform.machine()}", platform.python_version()
-    total, available = least(memory.total, limit), least(memory.available, left)
-    shm = shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    host = (name, kind, system, python, model, cores, features, total, available, shm)
-    about_gpus = (gpus, reason, nvml_reason, visible, build, quota, machine_cores, visible_reason)
-    return Machine(*host, *about_gpus, is_rehearsal())
+    return Machine(
+        name=name,
+        kind=kind,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        cpu_model=model,
+        cpu_cores=cores,
+        cpu_features=features,
+        memory_bytes=least(memory.total, limit),
+        memory_available_bytes=least(memory.available, left),
+        shm_bytes=shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None,
+        gpus=gpus,
+        cuda_reason=reason,
+        nvml_reason=nvml_reason,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        torch_build=build,
+        cpu_quota=quota,
+        machine_cores=os.cpu_count(),
+        visible_reason=visible_reason,
+        rehearsed=is_rehearsal(),
+    )
 
 
 this_machine = functools.cache(describe)
@@ -190,11 +188,6 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def is_supported() -> bool:
-    """Whether the packages installed are those that this project promises to work with: see its dependencies."""
-    return all(finding.level == "note" for finding in _about_packages(versions()))
-
-
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
     """Whether a machine (this one, if none is given) has what a claim needs, and if not, what is missing, in words."""
     machine = machine or this_machine()
@@ -216,8 +209,8 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
         "cuda-or-cpu-bf16": (cuda or bf16, f"{no_cuda} or {no_bf16}"),
         "text": (False, "nothing to measure: explained and sourced"),
     }
-    if feature not in needs:
-        raise ValueError(f"unknown feature {feature!r}: use one of {', '.join(needs)}")
+    if feature not in FEATURES:
+        raise ValueError(f"unknown feature {feature!r}: use one of {', '.join(FEATURES)}")
     met, missing = needs[feature]
     return met, "" if met else missing
 
@@ -241,27 +234,6 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
         free, total = torch.cuda.mem_get_info(gpu_index)
         return total - free
     return None
-
-
-def parse_bytes(memory: int | float | str) -> int:
-    """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
-
-    Raises:
-        ValueError: anything else, and less than 1 MB.
-    """
-    example = "give bytes, or a text such as '16GB', '16GiB' or '300MB'"
-    if isinstance(memory, str):
-        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())
-        if not found:
-            raise ValueError(f"memory={memory!r}: {example}")
-        size = float(found[1]) * _UNITS[found[2]]
-    elif isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
-        raise ValueError(f"memory={memory!r}: {example}")
-    else:
-        size = memory
-    if size < 1e6:
-        raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
-    return int(size)
 
 
 # GPUs ----------------------------------------------------------------------------------------------------------------
@@ -467,116 +439,3 @@ def number(*paths: Path) -> int | None:
 
 def least(*values):
     return min((value for value in values if value is not None), default=None)
-
-
-# The doctor ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor's: level "ok", "note", "warning" or "error"; remedy: what to type or do, or empty."""
-
-    level: str
-    subject: str
-    text: str
-    remedy: str = ""
-
-
-def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
-    """What a user of this machine should know, each with its remedy. `installed` is what versions() gives."""
-    return [
-        *_about_gpus(machine),
-        *_about_precision(machine),
-        *_about_host(machine),
-        *_about_packages(versions() if installed is None else installed),
-    ]
-
-
-def _about_gpus(machine: Machine) -> Iterator[Finding]:
-    def remedy(reason: str, otherwise: str) -> str:
-        return next((what for words, what in REMEDIES.items() if words in reason), otherwise)
-
-    if machine.cuda_reason:
-        fix, unused = remedy(machine.cuda_reason, ""), ", ".join(gpu.name or "an NVIDIA GPU" for gpu in machine.gpus)
-        text = f"Everything runs on the CPU{unused and f', though there is {unused}'}: {machine.cuda_reason}."
-        elsewhere = "Nothing to repair. For claims about CUDA use a machine with an NVIDIA GPU, such as Colab's T4."
-        yield Finding("warning" if fix else "note", "GPU", text, fix or elsewhere)
-    elif machine.visible_reason:
-        yield Finding("note", "GPU", f"{machine.visible_reason}.", REMEDIES["CUDA_VISIBLE_DEVICES"])
-    silent = machine.nvml_reason
-    if silent and (machine.gpus or (remedy(silent, "") and silent not in machine.cuda_reason)):
-        text = f"NVML gives nothing ({silent}): device-used memory can only be asked of CUDA."
-        yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it says what is wrong."))
-    for gpu in machine.gpus if machine.kind == "cuda" else ():
-        subject, free = f"GPU {gpu.index}", _size(gpu.free_bytes)
-        capability = "{}.{}".format(*gpu.capability) if gpu.capability else "unknown"
-        text = f"{gpu.name or 'an NVIDIA GPU'} with {_size(gpu.memory_bytes)} of memory, {free} of it free"
-        yield Finding("ok", subject, f"{text}; compute capability {capability}, driver {gpu.driver or 'unknown'}.")
-        if gpu.free_bytes is not None and gpu.free_bytes < LITTLE_BYTES:
-            text = f"Only {free} of its memory are free: other programs hold the rest."
-            yield Finding("warning", subject, text, "`nvidia-smi` lists them; shut down notebooks that are done.")
-        if "+cu13" in (machine.torch_build or "") and gpu.capability and gpu.capability < (7, 5):
-            text = f"torch {machine.torch_build} has no kernels for this GPU: CUDA 13 dropped what is below 7.5."
-            yield Finding("error", subject, text, "Install torch built for CUDA 12.6, listed on pytorch.org.")
-    if machine.kind == "cuda" and len(machine.gpus) > 1:
-        text = f"{len(machine.gpus)} GPUs are visible, and a Trainer in one process uses them all (DataParallel)."
-        yield Finding("note", "GPUs", text, "For one: `export CUDA_VISIBLE_DEVICES=0`. Lesson 15 is about several.")
-
-
-def _about_precision(machine: Machine) -> Iterator[Finding]:
-    native, on_gpu = machine.native_bf16, machine.kind == "cuda"
-    if native:
-        yield Finding("ok", "precision", f"bf16 is native on this {'GPU' if on_gpu else 'CPU'}.")
-    elif native is None:
-        yield Finding("note", "precision", "Whether bf16 is native here is unknown.", "Let lesson 07 measure it.")
-    else:
-        what = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
-        fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
-        text = f"This {what} operations run but are emulated: slower, same memory."
-        yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
-
-
-def _about_host(machine: Machine) -> Iterator[Finding]:
-    cores, everything, free = machine.cpu_cores, machine.machine_cores, machine.memory_available_bytes
-    if machine.cpu_quota and everything and machine.cpu_quota < everything:
-        allowed = f"{machine.cpu_quota:g} of {everything} cores"
-        text = f"A cgroup allows the time of {allowed}, but torch starts a thread for each: it is throttled."
-        remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
-        yield Finding("warning", "CPU", text, remedy)
-    if cores == 1:
-        text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."
-        yield Finding("warning", "CPU", text, "Use two cores or more for lessons 12, 15 and 19.")
-    else:
-        yield Finding("ok", "CPU", f"{machine.cpu_model or 'CPU'}: {cores} of {everything} cores can be used.")
-    little = free is not None and free < LITTLE_BYTES
-    remedy = "Close other programs, or allow more (`docker run --memory=8g`)." if little else ""
-    text = f"{'Only ' if little else ''}{_size(free)} of {_size(machine.memory_bytes)} are free."
-    yield Finding("warning" if little else "ok", "memory", text, remedy)
-    if machine.shm_bytes is not None and machine.shm_bytes < SMALL_SHM_BYTES:
-        text = f"/dev/shm has {_size(machine.shm_bytes)} free: DataLoader workers can die in it (Bus error)."
-        yield Finding("warning", "/dev/shm", text, "Start the container with `--shm-size=2g` or `--ipc=host`.")
-
-
-def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
-    for package in (name for name, version in installed.items() if version is None):
-        level, without = "error", "lessons cannot run"
-        if package == "bitsandbytes":
-            level, without = "note", "8-bit Adam (lessons 09, 13 and 14) cannot run"
-        yield Finding(level, package, f"{package} is not installed: {without}.", f"pip install {package}")
-    try:
-        from packaging.requirements import Requirement
-
-        tested = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or ()]
-    except ImportError:  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
-        return
-    for wanted in tested:
-        version = installed.get(wanted.name)
-        if version and not wanted.specifier.contains(version, prereleases=True):
-            text = f"{wanted.name} {version} is outside of the tested range {wanted.specifier}: verdicts may differ."
-            yield Finding("warning", wanted.name, text, f'pip install "{wanted.name}{wanted.specifier}"')
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "an unknown amount"
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perf_helpers.lab import arguments as training_arguments
-from perf_helpers.lab import hardware, processes, progress, worker
+from perf_helpers.lab import doctor, hardware, processes, progress, worker
 from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task, choose_profile
@@ -234,7 +234,7 @@ class Lab:
                 return question(*arguments, **options)
         except Exception as error:
             self._patience -= time.monotonic() - began
-            if self.strict and hardware.is_supported():
+            if self.strict and doctor.is_supported():
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             print(f"no estimate: {reason}")

@@ -17,7 +17,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from perf_helpers.lab import hardware
+from perf_helpers.lab import doctor, hardware
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")
@@ -36,17 +36,17 @@ def problem() -> str | None:
     return None
 
 
-def finding() -> hardware.Finding:
+def finding() -> doctor.Finding:
     """What the doctor says of rehearsals."""
     if hardware.is_rehearsal():
-        return hardware.Finding("note", "rehearsal", "The GPU is a stand-in: memory is real, nothing is computed.")
+        return doctor.Finding("note", "rehearsal", "The GPU is a stand-in: memory is real, nothing is computed.")
     if why := problem():
         install = "" if compiler() else "`apt install g++`, or your system's C++ compiler."
-        return hardware.Finding("note", "rehearsal", f"No GPU can be rehearsed: {why}.", install)
+        return doctor.Finding("note", "rehearsal", f"No GPU can be rehearsed: {why}.", install)
     if interpreter() is None:
         text = "GPUs can be rehearsed once torch's CUDA build is there: 5 GB, in an environment of its own."
-        return hardware.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` makes it.")
-    return hardware.Finding("ok", "rehearsal", "`perf-helpers rehearse` tells what a training takes on other GPUs.")
+        return doctor.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` makes it.")
+    return doctor.Finding("ok", "rehearsal", "`perf-helpers rehearse` tells what a training takes on other GPUs.")
 
 
 def compiler() -> str | None:
@@ -162,7 +162,7 @@ def _rest(site: Path, header: Path) -> str:
 def _packages() -> list[str]:
     """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
     pins = []
-    for text in importlib.metadata.requires(hardware.DISTRIBUTION) or ():
+    for text in importlib.metadata.requires(doctor.DISTRIBUTION) or ():
         name = re.match(r"[\w.-]+", text)[0]
         if "extra ==" not in text and name != "torch":
             pins.append(f"{name}=={importlib.metadata.version(name)}")

@@ -3,8 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from perf_helpers.lab import hardware
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, parse_bytes
 
 CONTEXT_BYTES = 500 << 20  # assumed: drivers and loaded kernels vary two to three times
 
@@ -75,7 +74,7 @@ def card(
     if not (7, 0) <= found.capability < (13, 0):
         raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*found.capability))
     if device_memory is not None:
-        found = found.replace(memory_bytes=hardware.parse_bytes(device_memory))
+        found = found.replace(memory_bytes=parse_bytes(device_memory))
     if not name:
         size = f"{found.memory_bytes / 1e9:.3g} GB"
         found = found.replace(name="GPU of compute capability {}.{}, {}".format(*found.capability, size))

@@ -13,6 +13,7 @@ from perf_helpers import Lab, Task, cli, hardware
 from perf_helpers.advise import advice as advise
 from perf_helpers.advise import search, speeds
 from perf_helpers.lab.runs import Memory, Run, Timing
+from perf_helpers.texts import parse_bytes
 from perf_helpers.unknown import Unknown
 
 TASK = Task("bert-tiny", seq_len=32)
@@ -296,11 +297,11 @@ def test_a_shorter_sequence_is_the_longest_that_fits(followed):
 @pytest.mark.parametrize("memory", ["16", "16 gigs", "16gb", "-1GB", "", "GB", 0, True, None, 16, float("nan"), "1kB"])
 def test_memory_is_read_strictly(memory):
     with pytest.raises(ValueError, match=r"memory=.*'16GB'"):
-        hardware.parse_bytes(memory)
+        parse_bytes(memory)
 
 
 def test_memory_in_its_units():
-    found = [hardware.parse_bytes(text) for text in ("16GB", "16 GiB", "1.5MB", 2_000_000, 3e9)]
+    found = [parse_bytes(text) for text in ("16GB", "16 GiB", "1.5MB", 2_000_000, 3e9)]
     assert found == [16 * 10**9, 16 * 2**30, 1_500_000, 2_000_000, 3_000_000_000]
 
 

@@ -7,68 +7,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from machines import GOOD, H200, INSTALLED, PLAIN, T4, fake_nvml
 
-from perf_helpers import hardware
+from perf_helpers import doctor, hardware
 from perf_helpers.lab.hardware import Gpu, Machine
-
-T4 = Gpu(0, "GPU-aaaa", "Tesla T4", 16_000_000_000, (7, 5), "580.1", 15_000_000_000)
-H200 = Gpu(1, "GPU-bbbb", "NVIDIA H200", 150_000_000_000, (9, 0), "580.1", 147_000_000_000)
-GOOD = Machine(
-    name="NVIDIA H200",
-    kind="cuda",
-    cpu_model="AMD EPYC",
-    cpu_cores=8,
-    machine_cores=8,
-    cpu_features=("avx2",),
-    memory_bytes=64_000_000_000,
-    memory_available_bytes=60_000_000_000,
-    shm_bytes=8_000_000_000,
-    gpus=(replace(H200, index=0),),
-    torch_build="2.13.0+cu130",
-)
-PLAIN = replace(GOOD, name="AMD EPYC, 8 cores", kind="cpu", gpus=(), cuda_reason="this machine has no NVIDIA GPU")
-INSTALLED = dict.fromkeys(hardware.PACKAGES, "1.0")
-
-
-def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
-    """A pynvml module for these GPUs: it raises for every query in `refuse`, and at nvmlInit where told to."""
-    module = ModuleType("pynvml")
-    module.NVMLError = type("NVMLError", (Exception,), {})
-    by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}
-
-    def memory(gpu):
-        used = gpu.memory_bytes - gpu.free_bytes
-        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.free_bytes, used=used)
-
-    def start():
-        if init_error:
-            raise module.NVMLError(init_error)
-
-    answers = {
-        "nvmlInit": start,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: b"580.1",  # old bindings answer in bytes
-        "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
-        "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
-        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
-        "nvmlDeviceGetName": lambda gpu: gpu.name,
-        "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
-        "nvmlDeviceGetMigMode": lambda gpu: [int(bool(slices))] * 2,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: slices[index],  # IndexError past the last
-    }
-
-    def refused(*_):
-        raise module.NVMLError("Not Supported")
-
-    for name, answer in answers.items():
-        setattr(module, name, refused if name in refuse else answer)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +43,8 @@ def use(monkeypatch):
 
 def test_importing_and_describing_load_neither_torch_nor_a_cuda_context():
     script = (
-        "import sys, perf_helpers.lab.hardware as h; early = 'pynvml' in sys.modules;"
-        "machine = h.describe(); h.diagnose(machine); h.device_used_bytes();"
+        "import sys, perf_helpers.lab.hardware as h, perf_helpers.lab.doctor as d; early = 'pynvml' in sys.modules;"
+        "machine = h.describe(); d.diagnose(machine); h.device_used_bytes();"
         "print(early, 'torch' in sys.modules, 'transformers' in sys.modules, machine.torch_build)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -235,11 +180,11 @@ def test_a_driver_mismatch_is_one_line_and_cuda_may_still_work(use):
     use(T4, init_error="RM has detected an NVML/RM version mismatch.")
     machine = hardware.describe()
     assert machine.kind == "cpu" and machine.nvml_reason == "RM has detected an NVML/RM version mismatch"
-    assert hardware.diagnose(machine, INSTALLED)[0].remedy.startswith("Restart the machine")
+    assert doctor.diagnose(machine, INSTALLED)[0].remedy.startswith("Restart the machine")
     use(T4, init_error="RM has detected an NVML/RM version mismatch.", driver=[T4])
     machine = hardware.describe()
     assert machine.kind == "cuda" and machine.gpus == (T4,)
-    (finding,) = [found for found in hardware.diagnose(machine, INSTALLED) if found.subject == "NVML"]
+    (finding,) = [found for found in doctor.diagnose(machine, INSTALLED) if found.subject == "NVML"]
     assert finding.level == "warning" and finding.remedy.startswith("Restart the machine")
 
 
@@ -247,7 +192,7 @@ def test_a_missing_nvidia_ml_py_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # what Python takes for "not importable"
     machine = hardware.describe()
     assert machine.nvml_reason == "nvidia-ml-py is not installed"
-    assert hardware.diagnose(machine, INSTALLED)[0].remedy == "pip install nvidia-ml-py"
+    assert doctor.diagnose(machine, INSTALLED)[0].remedy == "pip install nvidia-ml-py"
 
 
 def test_a_container_without_its_gpus_is_told_apart_from_a_machine_without(use, tmp_path):
@@ -264,7 +209,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_remedy(use, monkeypatch):
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", False))
     machine = hardware.describe()
     assert machine.kind == "cpu" and machine.gpus == (T4,) and "core" in machine.name
-    finding = hardware.diagnose(machine, INSTALLED)[0]
+    finding = doctor.diagnose(machine, INSTALLED)[0]
     assert finding.level == "warning" and "pip uninstall -y torch" in finding.remedy
     assert "Tesla T4" in finding.text and "2.13.0+cpu is built without CUDA" in finding.text
     assert hardware.supports("cuda", machine) == (False, "needs an NVIDIA GPU (torch 2.13.0+cpu is built without CUDA)")
@@ -330,7 +275,7 @@ def test_hidden_gpus_mean_the_cpu_with_the_reason_and_the_remedy(use, monkeypatc
     machine = hardware.describe()
     assert machine.kind == "cpu" and machine.gpus == () and machine.cuda_visible_devices == value
     assert machine.cuda_reason == machine.visible_reason and "CUDA_VISIBLE_DEVICES" in machine.cuda_reason
-    finding = hardware.diagnose(machine, INSTALLED)[0]
+    finding = doctor.diagnose(machine, INSTALLED)[0]
     assert finding.level == "warning" and "unset CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
@@ -542,75 +487,3 @@ def test_a_cgroups_limits_bound_the_machine(tmp_path):
     machine = hardware.describe(tmp_path)
     assert (machine.memory_bytes, machine.memory_available_bytes) == (1_000_000, 600_000)
     assert (machine.cpu_cores, machine.cpu_quota, machine.machine_cores) == (1, 0.5, os.cpu_count())
-
-
-# The doctor
-
-
-def test_a_good_machine_has_nothing_to_repair(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
-    findings = hardware.diagnose(GOOD, INSTALLED)
-    assert {finding.level for finding in findings} == {"ok"}
-    assert {"GPU 0", "precision", "CPU", "memory"} <= {finding.subject for finding in findings}
-
-
-@pytest.mark.parametrize(
-    ("machine", "level", "subject", "text", "remedy"),
-    [
-        (PLAIN, "note", "GPU", "runs on the CPU: this machine has no NVIDIA GPU", "Colab"),
-        (PLAIN, "note", "precision", "fp16 and bf16 operations run but are emulated: slower, same memory", "fp32"),
-        (replace(PLAIN, cpu_features=None), "note", "precision", "unknown", "lesson 07"),
-        (replace(PLAIN, cpu_features=("amx_bf16",)), "ok", "precision", "native on this CPU", ""),
-        (replace(GOOD, gpus=(T4,)), "note", "precision", "no native bf16", "fp16=True"),
-        (replace(GOOD, gpus=(replace(T4, capability=(6, 1)),)), "note", "precision", "no native bf16", "fp32"),
-        (replace(GOOD, gpus=(replace(T4, capability=(7, 0)),)), "error", "GPU 0", "CUDA 13 dropped", "CUDA 12.6"),
-        (replace(GOOD, gpus=(replace(T4, free_bytes=10**9),)), "warning", "GPU 0", "Only 1 GB", "nvidia-smi"),
-        (replace(GOOD, gpus=(H200, T4)), "note", "GPUs", "2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"),
-        (replace(GOOD, visible_reason="'-1' ends it"), "note", "GPU", "'-1' ends it", "unset CUDA_VISIBLE_DEVICES"),
-        (replace(GOOD, nvml_reason="Unknown Error"), "warning", "NVML", "Unknown Error", "nvidia-smi"),
-        (replace(GOOD, memory_available_bytes=10**9), "warning", "memory", "Only 1 GB of 64 GB", "--memory"),
-        (replace(GOOD, shm_bytes=64_000_000), "warning", "/dev/shm", "64 MB", "--shm-size"),
-        (replace(GOOD, cpu_cores=1), "warning", "CPU", "One core", "two cores"),
-        (replace(GOOD, cpu_quota=2.5, cpu_cores=2), "warning", "CPU", "2.5 of 8 cores", "OMP_NUM_THREADS=2"),
-    ],
-)
-def test_the_doctor_finds_it_and_says_what_to_do(machine, level, subject, text, remedy):
-    found = [finding for finding in hardware.diagnose(machine, INSTALLED) if finding.level == level]
-    assert [f for f in found if f.subject == subject and text in f.text and remedy in f.remedy], found
-
-
-def test_every_finding_is_one_sentence_and_every_warning_has_a_remedy():
-    worst = replace(PLAIN, cpu_cores=1, cpu_quota=0.5, shm_bytes=1, memory_available_bytes=1, nvml_reason="broken")
-    findings = hardware.diagnose(worst, dict.fromkeys(hardware.PACKAGES))
-    assert len(findings) >= 6 + len(hardware.PACKAGES)
-    for finding in findings:
-        assert finding.text[-1] == "." and "\n" not in finding.text
-        assert finding.remedy or finding.level == "ok", finding
-
-
-def test_a_missing_package_is_an_error_except_bitsandbytes():
-    found = hardware.diagnose(PLAIN, {"torch": None, "bitsandbytes": None, "numpy": "2.0"})
-    levels = {finding.subject: finding.level for finding in found if "is not installed" in finding.text}
-    assert levels == {"torch": "error", "bitsandbytes": "note"}
-
-
-@pytest.mark.parametrize(
-    ("version", "outside"),
-    [("2.10.1", True), ("2.11.0", False), ("2.13.0+cpu", False), ("2.16.0", True), ("2.15.0.dev1", False)],
-)
-def test_versions_outside_of_the_packages_own_requirement_are_named(monkeypatch, version, outside):
-    monkeypatch.setattr(
-        importlib.metadata, "requires", lambda name: ["torch<2.16,>=2.11", 'ruff>=0.12; extra == "dev"']
-    )
-    found = hardware.diagnose(PLAIN, {"torch": version})
-    ranged = [finding for finding in found if "tested range" in finding.text]
-    assert [finding.subject for finding in ranged] == ["torch"] * outside
-    assert all(finding.remedy == 'pip install "torch<2.16,>=2.11"' for finding in ranged)
-
-
-def test_a_checkout_that_is_not_installed_has_no_range(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert "torch" not in {finding.subject for finding in hardware.diagnose(PLAIN, {"torch": "0.1"})}

@@ -93,7 +93,7 @@ def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, mon
     strict = Lab("cpu", strict=True, out=tmp_path)
     with pytest.raises(ZeroDivisionError):
         strict.foresee(lambda: 1 / 0)
-    monkeypatch.setattr("perf_helpers.lab.hardware.is_supported", lambda: False)
+    monkeypatch.setattr("perf_helpers.lab.doctor.is_supported", lambda: False)
     assert strict.foresee(lambda: 1 / 0) is None and "no estimate: division by zero" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from test_hardware import GOOD, PLAIN, fake_nvml
+from machines import GOOD, PLAIN, fake_nvml
 
 from perf_helpers import hardware, monitor
 

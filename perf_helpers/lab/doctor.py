@@ -1,0 +1,136 @@
+"""The doctor: what a user of a machine should know before a lesson runs there, each with its remedy."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from perf_helpers.lab.hardware import Machine, versions
+from perf_helpers.texts import bytes_text
+
+DISTRIBUTION = "perf-helpers"
+LITTLE_BYTES, SMALL_SHM_BYTES = 4_000_000_000, 500_000_000
+
+# What to type or do, by words of a reason; the first that fits counts.
+REMEDIES = {
+    "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` (Windows: `set CUDA_VISIBLE_DEVICES=`) and start again.",
+    "container": "Start the container with `docker run --gpus all ...`; the host needs the NVIDIA Container Toolkit.",
+    "mismatch": "Restart the machine: its driver was updated while the old one was loaded.",
+    "nvidia-ml-py": "pip install nvidia-ml-py",
+    "without CUDA": "Run `pip uninstall -y torch`, then install the CUDA build that pytorch.org names for this system.",
+    "not installed": "pip install torch",
+    "Driver Not Loaded": "Run `nvidia-smi`; if it fails too, `sudo modprobe nvidia` or install the driver again.",
+    "CUDA driver": "Run `nvidia-smi`; if it works, restart the machine or container, else install the driver again.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's: level "ok", "note", "warning" or "error"; remedy: what to type or do, or empty."""
+
+    level: str
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
+    """What a user of this machine should know, each with its remedy. `installed` is what versions() gives."""
+    return [
+        *_about_gpus(machine),
+        *_about_precision(machine),
+        *_about_host(machine),
+        *_about_packages(versions() if installed is None else installed),
+    ]
+
+
+def is_supported() -> bool:
+    """Whether the packages installed are those that this project promises to work with: see its dependencies."""
+    return all(finding.level == "note" for finding in _about_packages(versions()))
+
+
+def _about_gpus(machine: Machine) -> Iterator[Finding]:
+    def remedy(reason: str, otherwise: str) -> str:
+        return next((what for words, what in REMEDIES.items() if words in reason), otherwise)
+
+    if machine.cuda_reason:
+        fix, unused = remedy(machine.cuda_reason, ""), ", ".join(gpu.name or "an NVIDIA GPU" for gpu in machine.gpus)
+        text = f"Everything runs on the CPU{unused and f', though there is {unused}'}: {machine.cuda_reason}."
+        elsewhere = "Nothing to repair. For claims about CUDA use a machine with an NVIDIA GPU, such as Colab's T4."
+        yield Finding("warning" if fix else "note", "GPU", text, fix or elsewhere)
+    elif machine.visible_reason:
+        yield Finding("note", "GPU", f"{machine.visible_reason}.", REMEDIES["CUDA_VISIBLE_DEVICES"])
+    silent = machine.nvml_reason
+    if silent and (machine.gpus or (remedy(silent, "") and silent not in machine.cuda_reason)):
+        text = f"NVML gives nothing ({silent}): device-used memory can only be asked of CUDA."
+        yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it says what is wrong."))
+    for gpu in machine.gpus if machine.kind == "cuda" else ():
+        subject, free = f"GPU {gpu.index}", _amount(gpu.free_bytes)
+        capability = "{}.{}".format(*gpu.capability) if gpu.capability else "unknown"
+        text = f"{gpu.name or 'an NVIDIA GPU'} with {_amount(gpu.memory_bytes)} of memory, {free} of it free"
+        yield Finding("ok", subject, f"{text}; compute capability {capability}, driver {gpu.driver or 'unknown'}.")
+        if gpu.free_bytes is not None and gpu.free_bytes < LITTLE_BYTES:
+            text = f"Only {free} of its memory are free: other programs hold the rest."
+            yield Finding("warning", subject, text, "`nvidia-smi` lists them; shut down notebooks that are done.")
+        if "+cu13" in (machine.torch_build or "") and gpu.capability and gpu.capability < (7, 5):
+            text = f"torch {machine.torch_build} has no kernels for this GPU: CUDA 13 dropped what is below 7.5."
+            yield Finding("error", subject, text, "Install torch built for CUDA 12.6, listed on pytorch.org.")
+    if machine.kind == "cuda" and len(machine.gpus) > 1:
+        text = f"{len(machine.gpus)} GPUs are visible, and a Trainer in one process uses them all (DataParallel)."
+        yield Finding("note", "GPUs", text, "For one: `export CUDA_VISIBLE_DEVICES=0`. Lesson 15 is about several.")
+
+
+def _about_precision(machine: Machine) -> Iterator[Finding]:
+    native, on_gpu = machine.native_bf16, machine.kind == "cuda"
+    if native:
+        yield Finding("ok", "precision", f"bf16 is native on this {'GPU' if on_gpu else 'CPU'}.")
+    elif native is None:
+        yield Finding("note", "precision", "Whether bf16 is native here is unknown.", "Let lesson 07 measure it.")
+    else:
+        what = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
+        fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
+        text = f"This {what} operations run but are emulated: slower, same memory."
+        yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
+
+
+def _about_host(machine: Machine) -> Iterator[Finding]:
+    cores, everything, free = machine.cpu_cores, machine.machine_cores, machine.memory_available_bytes
+    if machine.cpu_quota and everything and machine.cpu_quota < everything:
+        allowed = f"{machine.cpu_quota:g} of {everything} cores"
+        text = f"A cgroup allows the time of {allowed}, but torch starts a thread for each: it is throttled."
+        remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
+        yield Finding("warning", "CPU", text, remedy)
+    if cores == 1:
+        text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."
+        yield Finding("warning", "CPU", text, "Use two cores or more for lessons 12, 15 and 19.")
+    else:
+        yield Finding("ok", "CPU", f"{machine.cpu_model or 'CPU'}: {cores} of {everything} cores can be used.")
+    little = free is not None and free < LITTLE_BYTES
+    remedy = "Close other programs, or allow more (`docker run --memory=8g`)." if little else ""
+    text = f"{'Only ' if little else ''}{_amount(free)} of {_amount(machine.memory_bytes)} are free."
+    yield Finding("warning" if little else "ok", "memory", text, remedy)
+    if machine.shm_bytes is not None and machine.shm_bytes < SMALL_SHM_BYTES:
+        text = f"/dev/shm has {_amount(machine.shm_bytes)} free: DataLoader workers can die in it (Bus error)."
+        yield Finding("warning", "/dev/shm", text, "Start the container with `--shm-size=2g` or `--ipc=host`.")
+
+
+def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
+    for package in (name for name, version in installed.items() if version is None):
+        level, without = "error", "lessons cannot run"
+        if package == "bitsandbytes":
+            level, without = "note", "8-bit Adam (lessons 09, 13 and 14) cannot run"
+        yield Finding(level, package, f"{package} is not installed: {without}.", f"pip install {package}")
+    try:
+        from packaging.requirements import Requirement
+
+        tested = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or ()]
+    except ImportError:  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
+        return
+    for wanted in tested:
+        version = installed.get(wanted.name)
+        if version and not wanted.specifier.contains(version, prereleases=True):
+            text = f"{wanted.name} {version} is outside of the tested range {wanted.specifier}: verdicts may differ."
+            yield Finding("warning", wanted.name, text, f'pip install "{wanted.name}{wanted.specifier}"')
+
+
+def _amount(size: int | None) -> str:
+    return "an unknown amount" if size is None else bytes_text(size)

@@ -1,0 +1,63 @@
+"""Machines that tests bring along, and an NVML for their GPUs."""
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
+
+T4 = Gpu(0, "GPU-aaaa", "Tesla T4", 16_000_000_000, (7, 5), "580.1", 15_000_000_000)
+H200 = Gpu(1, "GPU-bbbb", "NVIDIA H200", 150_000_000_000, (9, 0), "580.1", 147_000_000_000)
+GOOD = Machine(
+    name="NVIDIA H200",
+    kind="cuda",
+    cpu_model="AMD EPYC",
+    cpu_cores=8,
+    machine_cores=8,
+    cpu_features=("avx2",),
+    memory_bytes=64_000_000_000,
+    memory_available_bytes=60_000_000_000,
+    shm_bytes=8_000_000_000,
+    gpus=(replace(H200, index=0),),
+    torch_build="2.13.0+cu130",
+)
+PLAIN = replace(GOOD, name="AMD EPYC, 8 cores", kind="cpu", gpus=(), cuda_reason="this machine has no NVIDIA GPU")
+
+INSTALLED = dict.fromkeys(PACKAGES, "1.0")
+
+
+def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
+    """A pynvml module for these GPUs: it raises for every query in `refuse`, and at nvmlInit where told to."""
+    module = ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}
+
+    def memory(gpu):
+        used = gpu.memory_bytes - gpu.free_bytes
+        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.free_bytes, used=used)
+
+    def start():
+        if init_error:
+            raise module.NVMLError(init_error)
+
+    answers = {
+        "nvmlInit": start,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: b"580.1",  # old bindings answer in bytes
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
+        "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
+        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+        "nvmlDeviceGetName": lambda gpu: gpu.name,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
+        "nvmlDeviceGetMigMode": lambda gpu: [int(bool(slices))] * 2,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: slices[index],  # IndexError past the last
+    }
+
+    def refused(*_):
+        raise module.NVMLError("Not Supported")
+
+    for name, answer in answers.items():
+        setattr(module, name, refused if name in refuse else answer)
+    return module
