@@ -478,9 +478,9 @@ class _Peaks:
 
 
 def _context_margin() -> int:
-    from perf_helpers.estimate import cuda
+    from perf_helpers.estimate import allocator
 
-    return cuda.context_bytes((7, 0))
+    return allocator.context_bytes((7, 0))
 
 
 # --------------------------------------------------------------------------------------------------------------- search

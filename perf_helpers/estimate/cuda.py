@@ -1,27 +1,25 @@
 """How CUDA differs from the CPU in memory, for an estimate that is made without a GPU.
 
-A training that is traced on fake "cpu" tensors takes the CPU's decisions: its attention kernel, its dropout, its lists
-of autocast operators. `emulated` makes it take CUDA's, as they stand in torch's sources; what no tensor shows (the
-allocator's segments, cuBLAS' workspaces, the context) is computed here too. Each difference is a part with a name, can
-be left out, and is told as an assumption. Read in 2.13's headers and tables and, for C++ and CUDA code that a wheel
-does not carry, in torch's main branch at several dates.
+A training that is followed on fake "cpu" tensors takes the CPU's decisions: its attention kernel, its dropout, its
+lists of autocast operators. `emulated` makes it take CUDA's, as they stand in torch's sources. What no tensor shows is
+computed in `allocator`. Each difference is a part with a name, can be left out, and is told as an assumption. Read in
+2.13's headers and tables and, for C++ and CUDA code that a wheel does not carry, in torch's main branch at several
+dates.
 """
 
-import bisect
 import contextlib
 import functools
 import math
-import operator
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-KIB, MIB = 1024, 1024**2
+from perf_helpers.estimate import autocast
+from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
+from perf_helpers.estimate.patching import overload, private, replaced
+
 HALF = (torch.float16, torch.bfloat16)
 
 PARTS: dict[str, str] = {
@@ -74,20 +72,18 @@ def _check_names(parts: Collection[str]) -> None:
         raise ValueError(f"parts={wrong!r}: give a collection of names from {', '.join(PARTS)}")
 
 
-# ---- what happens to tensors
-
-
 @contextlib.contextmanager
 def emulated(
     parts: Collection[str] = tuple(PARTS),
     *,
-    compute_capability: tuple[int, int] = (9, 0),
+    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     sent: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[None]:
     """A training on fake "cpu" tensors inside this context behaves as it would on CUDA.
 
-    Fake tensors stand for the device's memory, real ones for the host's until they are sent: who counts follows those.
-    The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them.
+    Fake tensors are on the device. Real ones, such as a batch, are on the host until `sent` reports them; whoever
+    counts the device's memory follows the fake ones and those reported. The operators of the whole process are replaced
+    meanwhile, so that C++ and Python callers alike get them.
 
     Args:
         parts: names from `PARTS`; those that concern no tensor ("segments", ...) change nothing here.
@@ -103,7 +99,7 @@ def emulated(
     with contextlib.ExitStack() as stack:
         chosen = [name for name in _EMULATED if name in parts]
         if chosen:
-            library = stack.enter_context(_private("torch.library._scoped_library")("aten", "IMPL"))
+            library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
         if "attention" in chosen:
             attention = _Attention(compute_capability, prefer_cudnn="cudnn_attention" in parts)
             library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
@@ -114,60 +110,49 @@ def emulated(
                 library.impl(f"{name}.int", functools.partial(_softmax, name), "AutogradCPU")
         if "scratch" in chosen:
             for name, needed in _SCRATCH.items():
-                library.impl(name, functools.partial(_with_scratch, _overload(name), needed), "AutogradCPU")
+                library.impl(name, functools.partial(_with_scratch, overload(name), needed), "AutogradCPU")
         if "autocast" in chosen:
-            _Autocast().install(library, stack)
+            stack.enter_context(autocast.emulated(library))
         if "foreach" in chosen:
-            _allow_foreach(stack)
+            stack.enter_context(_foreach_allowed())
         if "host_data" in chosen and sent:
-            _tell_sent(stack, sent)
+            stack.enter_context(_sending_told(sent))
         yield
 
 
-def _private(path: str) -> Any:
-    """A private name of torch, which another version may lack."""
-    try:
-        return operator.attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {path}, which the emulation of CUDA stands on: use torch 2.11 to 2.14"
-        ) from None
-
-
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-def _overload(name: str) -> torch._ops.OpOverload:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
 def _dropout(tensor, p, train):
+    """Dropout by the kernel that keeps a mask of one byte an element."""
     if train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]
     return tensor * 0 if train and p == 1 else tensor
 
 
 def _softmax(name, tensor, dim, dtype=None):
+    """Softmax from fp16 to fp32 in one kernel, without a cast of its input before it."""
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
     return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
 
 
-def _allow_foreach(stack):
+@contextlib.contextmanager
+def _foreach_allowed() -> Iterator[None]:
+    """Optimizers take their foreach form for fake tensors "on the cpu" too."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    devices = _private("torch.utils._foreach_utils._get_foreach_kernels_supported_devices")
-    _replace(stack, optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"])
-    for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
-        _replace(stack, module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+    devices = private("torch.utils._foreach_utils._get_foreach_kernels_supported_devices")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]))
+        for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
+            kinds = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(replaced(module, "_foreach_supported_types", kinds))
+        yield
 
 
-def _tell_sent(stack, sent):
+@contextlib.contextmanager
+def _sending_told(sent: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """`sent` is called with every tensor that accelerate's data loader sends to the device."""
     from accelerate import data_loader
     from accelerate.utils import recursively_apply
 
@@ -180,7 +165,8 @@ def _tell_sent(stack, sent):
     def telling(*args, **kwargs):
         return recursively_apply(tell, send(*args, **kwargs))
 
-    _replace(stack, data_loader, "send_to_device", telling)
+    with replaced(data_loader, "send_to_device", telling):
+        yield
 
 
 # ---- attention
@@ -190,8 +176,8 @@ def _tell_sent(stack, sent):
 class _Attention:
     """scaled_dot_product_attention as on a GPU of this compute capability."""
 
-    capability: tuple[int, int]
-    prefer_cudnn: bool
+    capability: tuple[int, int]  # (major, minor)
+    prefer_cudnn: bool  # whether cuDNN's kernel comes before flash where it can be used
 
     def __call__(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -271,23 +257,26 @@ class _Attention:
 
 
 def _padded(tensor, multiple):
+    """The tensor with zeros behind its last dimension, up to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _additive(mask, dtype):
+    """A mask of numbers to add: a boolean one becomes 0 where it is true and minus infinity elsewhere."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.where(mask.logical_not(), -math.inf, mask.new_zeros((), dtype=dtype))
 
 
-# ---- memory that an operation uses while it runs
+# ---- memory that an operation takes for itself while it runs: bytes, from the arguments of the operator
 
 
 def _with_scratch(function, needed, *args, **kwargs):
+    """The operator, with as many bytes as it takes for itself held while it runs."""
     tensor = args[0][0] if isinstance(args[0], list | tuple) else args[0]
     scratch = tensor.new_empty(size, dtype=torch.uint8) if (size := needed(*args, **kwargs)) else None
-    with _private("torch._C._AutoDispatchBelowAutograd")():
+    with private("torch._C._AutoDispatchBelowAutograd")():
         result = function(*args, **kwargs)
     del scratch
     return result
@@ -334,288 +323,3 @@ _SCRATCH: dict[str, Callable[..., int]] = {
     "embedding_dense_backward": _embedding_backward_bytes,
     "_foreach_norm.Scalar": _norm_bytes,
 }
-
-
-# ---- autocast
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-# The lists of ATen/autocast_mode.h (AT_FORALL_...); what a version of torch does not register is not replaced.
-_LOWER = _names(
-    """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
-    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
-    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-    scaled_dot_product_attention
-    """
-)
-_FP32 = _names(
-    """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
-    dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
-    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """
-)
-_FP32_RESULT = _names(
-    """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """
-)
-_WIDEST = _names(
-    """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """
-)
-_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_BANNED = ("binary_cross_entropy",)
-_FALLTHROUGH = torch.library.fallthrough_kernel
-
-
-class _Autocast:
-    """CUDA's rules under `torch.autocast("cpu")`, at the place in the dispatcher where CUDA has them."""
-
-    def __init__(self):
-        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a weight and its cast
-
-    def install(self, library, stack) -> None:
-        registered = _private("torch._C._dispatch_get_registrations_for_dispatch_key")
-        cuda, cpu = (
-            {name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU")
-        )
-        rules = dict.fromkeys(_LOWER, self._lower) | dict.fromkeys(_FP32, self._fp32)
-        rules |= dict.fromkeys(_FP32_RESULT, _fp32_result) | dict.fromkeys(_WIDEST, self._widest)
-        rules |= dict.fromkeys(_NORMS, _fp32_norm) | dict.fromkeys(_BANNED, _banned)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for name in sorted(cuda | cpu):
-                rule = functools.partial(_ruled, rules.get(name, _no_rule), name) if name in cuda else _FALLTHROUGH
-                library.impl(name, rule, "AutocastCPU")
-        clear = torch.clear_autocast_cache
-
-        def clear_all():
-            self._casts.clear()
-            clear()
-
-        _replace(stack, torch, "clear_autocast_cache", clear_all)  # `torch.autocast` calls it when the outermost ends
-        stack.callback(self._casts.clear)
-        _autocast_fp16_trainings(stack)
-
-    def _lower(self, _, args, kwargs):
-        return self._cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-
-    def _fp32(self, _, args, kwargs):
-        return self._cast((args, kwargs), torch.float32)
-
-    def _widest(self, _, args, kwargs):
-        wide = any(_eligible(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs)))
-        return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
-
-    def _cast(self, arguments, dtype):
-        return tree_map(lambda leaf: self._cast_one(leaf, dtype) if _eligible(leaf) else leaf, arguments)
-
-    def _cast_one(self, tensor, dtype):
-        """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""
-        if tensor.dtype is dtype:
-            return tensor
-        weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        if not weight or dtype is not torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
-            return tensor.to(dtype)
-        if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = (tensor, tensor.to(dtype))
-        return self._casts[id(tensor)][1]
-
-
-def _ruled(rule, name, *args, **kwargs):
-    """The operator with the arguments that the rule gives it, autocast being off inside of it."""
-    function = _overload(_NORMS.get(name, name))
-    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with _private("torch._C._ExcludeDispatchKeyGuard")(below):
-        args, kwargs = rule(name, args, kwargs)
-        return function(*args, **kwargs)
-
-
-def _eligible(leaf) -> bool:
-    """Whether it lies on the device as a number of at most 32 bits; a real scalar is on the host."""
-    if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
-        return False
-    return leaf.is_floating_point() and leaf.dtype is not torch.float64
-
-
-def _fp32_result(name, args, kwargs):
-    place = [argument.name for argument in _overload(name)._schema.arguments].index("dtype")
-    given = args[place] if len(args) > place else kwargs.get("dtype")
-    if given is not None or not _eligible(args[0]):
-        return args, kwargs
-    return args[:place], kwargs | {"dtype": torch.float32}
-
-
-def _fp32_norm(name, args, kwargs):
-    defaults = [argument.default_value for argument in _overload(name)._schema.arguments]
-    dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
-    return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
-
-
-def _no_rule(name, *_):
-    """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
-    raise RuntimeError(
-        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: "
-        "use torch 2.11 to 2.14, or leave the part 'autocast' out"
-    )
-
-
-def _banned(name, *_):
-    raise RuntimeError(f"{name} is not allowed under autocast on CUDA: use binary_cross_entropy_with_logits")
-
-
-def _autocast_fp16_trainings(stack):
-    """Accelerate, and with it the Trainer, autocasts fp16=True on a GPU only."""
-    from accelerate import Accelerator
-
-    prepare = Accelerator.prepare_model
-
-    @functools.wraps(prepare)
-    def preparing(self, *args, **kwargs):
-        before = self.native_amp
-        self.native_amp = before or self.mixed_precision == "fp16"
-        try:
-            return prepare(self, *args, **kwargs)
-        finally:
-            self.native_amp = before  # else it looks for a GradScaler, of which nothing could be read here
-
-    _replace(stack, Accelerator, "prepare_model", preparing)
-
-
-# ---- the allocator
-
-
-def rounded(size: int) -> int:
-    """The bytes of the block that holds `size` bytes: at least 512 and a multiple of it; 0 takes none."""
-    return -(-size // 512) * 512
-
-
-def reserved_peak(log: Iterable[tuple[Hashable, int, int]]) -> int:
-    """Bytes that the caching allocator has taken from the device after these births and deaths.
-
-    Segments are kept once taken, so that the end is the peak: nothing empties the cache, and the device is large enough
-    for the allocator never to do so itself.
-
-    Args:
-        log: (key, bytes, +1 at birth or -1 at death) in order, from the loading of the model on.
-    """
-    allocator = CachingAllocator()
-    for key, size, sign in log:
-        if sign > 0:
-            allocator.allocate(key, size)
-        else:
-            allocator.free(key)
-    return allocator.reserved_bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    address: int
-    bytes: int
-    pool: list[tuple[int, int, "_Block"]]  # where it goes when it is free
-    free: bool = False
-    before: "_Block | None" = None  # its neighbours in the segment
-    after: "_Block | None" = None
-
-
-class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator for one stream (c10/cuda/CUDACachingAllocator.cpp: malloc,
-    get_free_block, should_split, free_block), with its default settings.
-
-    Of two equally large free blocks it takes the one at the lower address; a new segment is taken to have the highest.
-    """
-
-    def __init__(self):
-        self.reserved_bytes = self.allocated_bytes = 0
-        self._small: list[tuple[int, int, _Block]] = []  # the free blocks, by size and address
-        self._large: list[tuple[int, int, _Block]] = []
-        self._used: dict[Hashable, _Block] = {}
-
-    def allocate(self, key: Hashable, size: int) -> None:
-        """Place `size` bytes under the name `key`.
-
-        Raises:
-            ValueError: the key is in use.
-        """
-        if key in self._used:
-            raise ValueError(f"key={key!r} is born twice: give each block a key of its own while it lives")
-        size = rounded(size)
-        if not size:
-            return
-        small = size <= MIB
-        pool = self._small if small else self._large
-        place = bisect.bisect_left(pool, (size,))
-        if place < len(pool):
-            block = pool.pop(place)[2]
-        else:
-            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-            block = _Block(self.reserved_bytes, segment, pool)
-            self.reserved_bytes += segment
-        block.free = False
-        rest = block.bytes - size
-        if rest >= 512 if small else rest > MIB:
-            after = _Block(block.address + size, rest, pool, before=block, after=block.after)
-            if block.after:
-                block.after.before = after
-            block.after, block.bytes = after, size
-            self._put_back(after)
-        self.allocated_bytes += block.bytes
-        self._used[key] = block
-
-    def free(self, key: Hashable) -> None:
-        """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
-        block = self._used.pop(key, None)
-        if block is None:
-            return
-        self.allocated_bytes -= block.bytes
-        for neighbour in (block.before, block.after):
-            if neighbour is None or not neighbour.free:
-                continue
-            neighbour.pool.pop(bisect.bisect_left(neighbour.pool, (neighbour.bytes, neighbour.address)))
-            block.bytes += neighbour.bytes
-            if neighbour is block.before:
-                block.address, block.before = neighbour.address, neighbour.before
-                if block.before:
-                    block.before.after = block
-            else:
-                block.after = neighbour.after
-                if block.after:
-                    block.after.before = block
-        self._put_back(block)
-
-    def _put_back(self, block):
-        block.free = True
-        bisect.insort(block.pool, (block.bytes, block.address, block))
-
-
-# ---- what no tensor shows
-
-
-def workspace_bytes(compute_capability: tuple[int, int], training: bool = True) -> int:
-    """cuBLAS' workspaces, which the caching allocator holds from the first product on: 32 MiB on compute capability 9,
-    10 and 12, else :4096:2:16:8, for each thread that multiplies; a training has two, the forward's and autograd's.
-    """
-    one = 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
-    return 2 * one if training else one
-
-
-def context_bytes(compute_capability: tuple[int, int]) -> int | None:
-    """The CUDA context as device-used memory outside of the allocator; None where nobody has published or measured it.
-
-    It depends on driver, CUDA and the kernels loaded. The one figure known is 1343 MiB on a V100 in "Model training
-    anatomy" of transformers' documentation, taken there with one segment of 2 MiB.
-    """
-    return 1341 * MIB if compute_capability == (7, 0) else None

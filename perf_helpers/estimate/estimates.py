@@ -607,9 +607,11 @@ def _sharded(moments, ranks: int, shards: tuple[str, ...], layers: int) -> tuple
 
 def _on_cuda(memory: Memory, moments, device: Device, training: bool) -> tuple[Memory, list[str]]:
     """The memory with what no tensor shows on a GPU: workspaces, segments, the context."""
-    from perf_helpers.estimate import cuda
+    from perf_helpers.estimate import allocator, cuda
 
-    workspace = cuda.workspace_bytes(device.compute_capability, training) if "cublas_workspace" in device.parts else 0
+    workspace = (
+        allocator.workspace_bytes(device.compute_capability, training) if "cublas_workspace" in device.parts else 0
+    )
     reserved = context = None
     told = cuda.assumptions(device.parts)
     if moments.reserved_bytes is None:
@@ -617,7 +619,7 @@ def _on_cuda(memory: Memory, moments, device: Device, training: bool) -> tuple[M
     elif "segments" in device.parts:
         reserved = moments.reserved_bytes + -(-workspace // _SEGMENT) * _SEGMENT
     if "context" in device.parts:
-        context = cuda.context_bytes(device.compute_capability)
+        context = allocator.context_bytes(device.compute_capability)
     peak = memory.peak_bytes + workspace
     changed = dataclasses.replace(
         memory,
@@ -693,7 +695,7 @@ def _follow(experiment: Experiment) -> tuple[Any, dict]:
     """A trace, and what was learned of operations."""
     import torch
 
-    from perf_helpers.estimate import cuda, trace
+    from perf_helpers.estimate import allocator, cuda, trace
 
     torch.set_num_threads(1)
     known, device = _in_fork["known"], _in_fork["device"]
@@ -706,7 +708,7 @@ def _follow(experiment: Experiment) -> tuple[Any, dict]:
     tracker = trace.FakeTracker(512 if "rounding" in device.parts else 1, follow_host="host_data" not in device.parts)
     with cuda.emulated(device.parts, compute_capability=device.compute_capability, sent=tracker.sent):
         followed = trace.follow(experiment, tracker)
-    return dataclasses.replace(followed, log=[], reserved_bytes=cuda.reserved_peak(followed.log)), {}
+    return dataclasses.replace(followed, log=[], reserved_bytes=allocator.reserved_peak(followed.log)), {}
 
 
 def _repeated(experiment: Experiment) -> dict[str, int]:

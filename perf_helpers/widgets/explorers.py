@@ -194,9 +194,9 @@ class _MemoryExplorer:
     def _prepared(self, found: fits.Fits) -> None:
         """Offer the lengths that the model can take."""
         if found.device == "cuda" and self._context is None:
-            from perf_helpers.estimate import cuda
+            from perf_helpers.estimate import allocator
 
-            self._context = cuda.context_bytes((7, 0))
+            self._context = allocator.context_bytes((7, 0))
         slider = self.controls["seq_len"]
         self._ready.add((found.task.model, found.device))
         if found.lengths:

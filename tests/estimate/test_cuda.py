@@ -1,7 +1,5 @@
 """CUDA's behaviour on fake tensors: what is saved and what is chosen, and the allocator's segments."""
 
-import itertools
-import random
 import weakref
 
 import pytest
@@ -12,7 +10,6 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf_helpers.estimate import cuda
-from perf_helpers.estimate.cuda import MIB, CachingAllocator
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -233,88 +230,6 @@ def test_a_batch_is_told_when_it_is_sent_and_the_next_one_waits_on_the_host():
     assert sent[1].tolist() == [[2, 2], [3, 3]]
 
 
-# ---- autocast
-
-
-def test_the_rules_of_autocast_are_those_that_this_torch_registers_for_cuda():
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    registered = {name.removeprefix("aten::") for name in registered}
-    rules = {*cuda._LOWER, *cuda._FP32, *cuda._FP32_RESULT, *cuda._WIDEST, *cuda._NORMS, *cuda._BANNED}
-    named = {name for name in registered if "dimname" in name.lower() or ".names_" in name}  # until torch 2.12
-    called_by_no_model = {
-        "_cudnn_rnn",  # of CUDA builds, and called on a GPU only
-        "linalg_matrix_sqrth",  # since torch 2.14
-    }
-    assert registered - rules <= named | called_by_no_model
-    assert rules - registered <= {"rms_norm"}  # since torch 2.12
-
-
-def test_an_operator_without_a_rule_is_named_where_it_is_called_and_not_before(monkeypatch):
-    monkeypatch.setattr(cuda, "_FP32", [name for name in cuda._FP32 if name != "exp"])
-    with cuda.emulated(), torch.autocast("cpu", BF16):
-        leaf(4).sin()
-        with pytest.raises(RuntimeError, match="autocasts exp on CUDA by a rule that is not known"):
-            leaf(4).exp()
-
-
-@pytest.mark.parametrize("half", [F16, BF16])
-def test_autocast_gives_each_operator_the_type_that_it_has_on_cuda(half):
-    x, weight = leaf(4, 8), leaf(8, 8)
-    with unset_fake_temporarily():
-        real = torch.zeros(4, 8)
-    with cuda.emulated(), torch.autocast("cpu", half):
-        low = functional.linear(x, weight)
-        types = {
-            "linear": low,
-            "matmul": x @ weight,
-            "gelu": functional.gelu(low),
-            "softmax": low.softmax(-1),
-            "layer_norm": functional.layer_norm(low, [8]),
-            "sum": low.sum(),
-            "norm": torch.ops.aten.norm.Scalar(low),
-            "exp": low.exp(),
-            "cat": torch.cat([low, x.to(half)]),
-            "nll_loss": functional.nll_loss(low, torch.zeros(4, dtype=torch.long)),
-            "addcmul, one of them wide": torch.addcmul(low, low, x),
-            "attention": functional.scaled_dot_product_attention(*[x.view(1, 1, 4, 8)] * 3),
-            "real, as an image is": functional.linear(real, weight),
-            "double": x.double() @ weight.double(),
-            "cumsum of integers": torch.zeros(3, dtype=torch.long).cumsum(0),
-        }
-        with pytest.raises(RuntimeError, match="with_logits"):
-            functional.binary_cross_entropy(low, low)
-    halves = {name for name, tensor in types.items() if tensor.dtype == half}
-    assert halves == {"linear", "matmul", "gelu", "cat", "attention", "real, as an image is"}
-    assert {types[name].dtype for name in types.keys() - halves} == {F32, torch.float64, torch.long}
-
-
-def test_autocast_casts_a_weight_once_and_casts_its_gradient_back():
-    x, weight = torch.empty(4, 8), leaf(8, 8)
-    with cuda.emulated():
-        for _ in range(2):
-            with Seen() as seen, torch.autocast("cpu", F16):
-                output = functional.linear(x, weight) + functional.linear(x, weight)
-                output.backward(torch.empty_like(output))
-            assert seen.names.count("_to_copy") == 2 + 1 + 1  # x twice, the weight once; the gradient once
-    assert weight.grad.dtype == F32
-
-
-def test_a_trainer_with_fp16_autocasts():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    model = torch.nn.Linear(8, 8, bias=False)
-    try:
-        with cuda.emulated(), Seen() as seen:
-            AcceleratorState._reset_state()
-            Accelerator(mixed_precision="fp16", cpu=True).prepare_model(model, device_placement=False)(
-                torch.empty(4, 8)
-            )
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert seen.names.count("_to_copy") == 3  # input, weight, and the output back to fp32
-
-
 # ---- as a whole
 
 
@@ -359,100 +274,3 @@ def test_each_part_is_told_whether_in_or_out():
     assert "not yet checked on a GPU" in told[0]
     assert len(told) == 1 + len(cuda.PARTS)
     assert [line for line in told if "1 byte" in line] and "autocast: left out" in " ".join(told)
-
-
-# ---- the allocator
-
-
-def reserved(*sizes):
-    return cuda.reserved_peak((key, size, 1) for key, size in enumerate(sizes))
-
-
-def test_blocks_are_multiples_of_512_bytes():
-    assert [cuda.rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([1], 2 * MIB),
-        ([MIB, MIB], 2 * MIB),
-        ([MIB, MIB, 1], 4 * MIB),
-        ([MIB + 1], 20 * MIB),
-        ([10 * MIB - 512], 20 * MIB),
-        ([10 * MIB], 10 * MIB),
-        ([10 * MIB + 1], 12 * MIB),
-        ([9 * MIB, 9 * MIB], 20 * MIB),
-        ([9 * MIB, 9 * MIB, 2 * MIB], 20 * MIB),
-        ([9 * MIB, 10 * MIB - 512, MIB + 512], 20 * MIB),  # a rest of more than 1 MiB is split off,
-        ([9 * MIB, 10 * MIB, MIB + 512], 40 * MIB),  # one of 1 MiB stays with its block,
-        ([9 * MIB, 10 * MIB - 512, MIB], 22 * MIB),  # and a small request never looks there
-        ([0], 0),
-    ],
-)
-def test_the_segments_of_requests_are_those_counted_by_hand(sizes, expected):
-    assert reserved(*sizes) == expected
-
-
-def test_a_rest_of_1_mib_counts_with_its_block():
-    allocator = CachingAllocator()
-    allocator.allocate("first", 9 * MIB)
-    allocator.allocate("second", 10 * MIB)
-    assert allocator.allocated_bytes == 20 * MIB
-
-
-def test_the_smallest_free_block_that_fits_is_taken():
-    log = [("a", 30 * MIB, 1), ("b", 20 * MIB, 1), ("a", 0, -1), ("b", 0, -1), ("c", 18 * MIB, 1), ("d", 30 * MIB, 1)]
-    assert cuda.reserved_peak(log) == 50 * MIB
-
-
-def test_free_neighbours_are_joined():
-    log = [(key, 5 * MIB, 1) for key in "abcd"] + [("b", 0, -1), ("c", 0, -1), ("e", 9 * MIB, 1)]
-    assert cuda.reserved_peak(log) == 20 * MIB
-    log[4:6] = [("a", 0, -1), ("c", 0, -1)]
-    assert cuda.reserved_peak(log) == 40 * MIB
-
-
-def test_a_key_is_born_once():
-    with pytest.raises(ValueError, match="key='a' is born twice"):
-        cuda.reserved_peak([("a", 1, 1), ("a", 1, 1)])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_blocks_never_overlap_and_everything_joins_again(seed):
-    chance, allocator, live = random.Random(seed), CachingAllocator(), {}
-    for key in range(300):
-        if live and chance.random() < 0.45:
-            allocator.free(gone := chance.choice([*live]))
-            del live[gone]
-        else:
-            live[key] = int(2 ** chance.uniform(0, 26))
-            allocator.allocate(key, live[key])
-        used = [(block.address, block.bytes) for block in allocator._used.values()]
-        free = [(address, size) for pool in (allocator._small, allocator._large) for size, address, _ in pool]
-        blocks = sorted(used + free)
-        assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(blocks)), "a gap or an overlap"
-        assert sum(size for _, size in blocks) == allocator.reserved_bytes
-        assert allocator.allocated_bytes == sum(size for _, size in used) >= sum(live.values())
-        assert all(block.bytes - cuda.rounded(live[key]) <= MIB for key, block in allocator._used.items())
-    for key in live:
-        allocator.free(key)
-    assert allocator.allocated_bytes == 0
-    whole = [*allocator._small, *allocator._large]
-    assert all(block.before is block.after is None for _, _, block in whole)
-    assert {size for size, _, _ in allocator._small} == {2 * MIB}
-    assert sum(size for size, _, _ in whole) == allocator.reserved_bytes
-
-
-# ---- what no tensor shows
-
-
-def test_the_workspaces_of_cublas_are_two_in_a_training():
-    assert cuda.workspace_bytes((8, 0), training=False) == 8_519_680
-    assert cuda.workspace_bytes((8, 0)) == 2 * 8_519_680
-    assert [cuda.workspace_bytes((major, 0)) for major in (9, 10, 12)] == [64 * MIB] * 3
-
-
-def test_an_unknown_context_is_none():
-    assert cuda.context_bytes((9, 0)) is None
-    assert cuda.context_bytes((7, 0)) == 1341 * MIB

@@ -1,0 +1,200 @@
+"""CUDA's rules of autocast, applied under `torch.autocast("cpu")`: which type each operator computes in.
+
+On CUDA each operator belongs to one list: it runs in 16 bits, in fp32, or in the widest type of its operands. The CPU
+has other lists. `emulated` registers CUDA's at the CPU's place in torch's dispatcher, with the cache of weights' casts
+that CUDA keeps. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from perf_helpers.estimate.patching import overload, private, replaced
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# What a version of torch does not register for CUDA is not replaced.
+_LOWER = _names(
+    """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+    """
+)
+_FP32 = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    """
+)
+_FP32_RESULT = _names(
+    """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+    """
+)
+_WIDEST = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """
+)
+_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+_BANNED = ("binary_cross_entropy",)
+_FALLTHROUGH = torch.library.fallthrough_kernel
+
+Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named arguments of an operator
+
+
+@contextlib.contextmanager
+def emulated(library: torch.library.Library) -> Iterator[None]:
+    """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
+
+    Args:
+        library: a library of "aten" that is open for implementations, and is closed after this context.
+
+    Raises:
+        RuntimeError: this torch lacks a private name that is needed.
+    """
+    registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
+    cuda, cpu = ({name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU"))
+    casts = _Casts()
+    rules = casts.rules()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in sorted(cuda | cpu):
+            rule = functools.partial(_ruled, rules.get(name, _no_rule), name) if name in cuda else _FALLTHROUGH
+            library.impl(name, rule, "AutocastCPU")
+    clear = torch.clear_autocast_cache
+
+    def clear_all():
+        casts.clear()
+        clear()
+
+    # `torch.autocast` calls it when the outermost context ends.
+    with replaced(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast():
+        try:
+            yield
+        finally:
+            casts.clear()
+
+
+class _Casts:
+    """The rules that cast operands, and the casts of weights: each is made once and kept until autocast ends."""
+
+    def __init__(self):
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a weight: the weight and its cast
+
+    def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
+        """For each operator that CUDA's lists name, what its rule makes of the operator's name and arguments."""
+        rules = dict.fromkeys(_LOWER, self._lower) | dict.fromkeys(_FP32, self._fp32)
+        rules |= dict.fromkeys(_FP32_RESULT, _fp32_result) | dict.fromkeys(_WIDEST, self._widest)
+        return rules | dict.fromkeys(_NORMS, _fp32_norm) | dict.fromkeys(_BANNED, _banned)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _lower(self, _, args, kwargs) -> Arguments:
+        return self._cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+
+    def _fp32(self, _, args, kwargs) -> Arguments:
+        return self._cast((args, kwargs), torch.float32)
+
+    def _widest(self, _, args, kwargs) -> Arguments:
+        wide = any(_is_cast(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs)))
+        return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
+
+    def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
+        return tree_map(lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf, arguments)
+
+    def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""
+        if tensor.dtype is dtype:
+            return tensor
+        is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        if not is_weight or dtype is not torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        if id(tensor) not in self._kept:
+            self._kept[id(tensor)] = (tensor, tensor.to(dtype))
+        return self._kept[id(tensor)][1]
+
+
+def _is_cast(leaf: Any) -> bool:
+    """Whether autocast casts it: floating point of at most 32 bits on the device. A real tensor without dimensions is a
+    number on the host."""
+    if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
+        return False
+    return leaf.is_floating_point() and leaf.dtype is not torch.float64
+
+
+def _ruled(rule, name, *args, **kwargs):
+    """The operator with the arguments that its rule gives it. Inside of it autocast is off."""
+    function = overload(_NORMS.get(name, name))
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with private("torch._C._ExcludeDispatchKeyGuard")(below):
+        args, kwargs = rule(name, args, kwargs)
+        return function(*args, **kwargs)
+
+
+def _fp32_result(name, args, kwargs) -> Arguments:
+    """A sum or product is told to make fp32, unless its caller asked for a type."""
+    index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
+    given = args[index] if len(args) > index else kwargs.get("dtype")
+    if given is not None or not _is_cast(args[0]):
+        return args, kwargs
+    return args[:index], kwargs | {"dtype": torch.float32}
+
+
+def _fp32_norm(name, args, kwargs) -> Arguments:
+    """A norm runs in the overload that takes the type of its result, see `_NORMS`."""
+    defaults = [argument.default_value for argument in overload(name)._schema.arguments]
+    dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
+    return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
+
+
+def _banned(name, *_):
+    raise RuntimeError(f"{name} is not allowed under autocast on CUDA: use binary_cross_entropy_with_logits")
+
+
+def _no_rule(name, *_):
+    """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
+    raise RuntimeError(
+        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: "
+        "use torch 2.11 to 2.14, or leave the part 'autocast' out"
+    )
+
+
+@contextlib.contextmanager
+def _fp16_trainings_autocast() -> Iterator[None]:
+    """Accelerate, and with it the Trainer, autocasts fp16=True on a GPU only: here it does too."""
+    from accelerate import Accelerator
+
+    prepare = Accelerator.prepare_model
+
+    @functools.wraps(prepare)
+    def preparing(self, *args, **kwargs):
+        before = self.native_amp
+        self.native_amp = before or self.mixed_precision == "fp16"
+        try:
+            return prepare(self, *args, **kwargs)
+        finally:
+            self.native_amp = before  # else it looks for a GradScaler, of which nothing could be read here
+
+    with replaced(Accelerator, "prepare_model", preparing):
+        yield
