@@ -1,9 +1,12 @@
-"""Keeps recorded course runs, and makes the README's tables and pictures from them.
+"""Keeps recorded course runs, and makes their pictures, results/README.md and the short tables of the README from them.
 
 python results/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
 python results/build.py --estimates              hold the estimate against the recorded GPU runs, then build
-python results/build.py                          pictures and the README's tables, from the newest run of a machine
-python results/build.py --check                  writes nothing; exit code 1 if the README is not up to date
+python results/build.py                          build from the newest run of each machine
+python results/build.py --check                  write nothing; exit code 1 if a page is not up to date
+
+results/README.md is made as a whole and has every table. The README of the repository has, between its markers, what
+a stranger asks first: how many claims hold, the memory of the guides' ten recipes, the estimate beside other tools.
 
 What was measured and what was rehearsed (results/rehearsed/, by rehearse.py) stay apart: no file of the one is read as
 the other, and no column has both.
@@ -14,10 +17,11 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 from perf_helpers import claims, plots
-from perf_helpers.course.results import load_results, measured
+from perf_helpers.course.results import load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.runs import CATEGORIES, Run
@@ -26,10 +30,12 @@ from perf_helpers.lab.task import Task
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-BEGIN, END = "<!-- scoreboard: made by results/build.py -->", "<!-- end of scoreboard -->"
-REHEARSED = "<!-- rehearsed: made by results/build.py -->", "<!-- end of rehearsed -->"
-ESTIMATE = "<!-- estimate: made by results/build.py -->", "<!-- end of estimate -->"
-BESIDE = HERE / "estimate.json"  # by tests/measure_estimate.py
+PAGE = HERE / "README.md"
+BLOCKS = {  # in the README of the repository, each once
+    name: (f"<!-- {name}: made by results/build.py -->", f"<!-- end of {name} -->")
+    for name in ("scoreboard", "rehearsed", "estimate")
+}
+BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 MIB = 2**20
@@ -51,17 +57,6 @@ def record(course: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     return target
-
-
-def newest() -> dict[str, dict]:
-    """{folder name: the newest recorded run of that machine}; what was rehearsed is none.
-
-    Raises:
-        ValueError: a file that is not a course's results.
-    """
-    files = {path.parent.name: path for path in sorted(HERE.glob("*/*.json"))}
-    found = {name: load_results(path) | {"file": path} for name, path in files.items()}
-    return {name: data for name, data in found.items() if not data["machine"].get("rehearsed")}
 
 
 def rehearsals() -> dict[str, dict]:
@@ -99,35 +94,38 @@ def picture(data: dict) -> Path | None:
     return target
 
 
-def scoreboard(recorded: dict[str, dict]) -> str:
-    """The README's table: each claim of the lessons, the guide's figure, and each machine's value and verdict."""
-    ledger, machines = claims.load(), [*recorded]
-    found = {name: {claim["id"]: claim for claim in data["claims"]} for name, data in recorded.items()}
-    lines = [f"- **{name}**: {caption(recorded[name])}" for name in machines]
-    lines += ["", *_head("lesson", "claim", "the guides say", *machines)]
-    for claim in sorted(ledger.values(), key=lambda claim: claim.lesson):
-        decisions = [found[name].get(claim.id) for name in machines]
-        if any(decisions):
-            lines.append(_line(*_said(claim), *map(_cell, decisions)))
-    return "\n".join(lines)
+def scoreboard(measured: dict[str, dict]) -> str:
+    """Each claim of the lessons: what the guides say, and the value and verdict of each recorded machine.
+
+    Args:
+        measured: course runs by machine, as `recorded` finds them.
+    """
+    captions = [f"- **{name}**: {caption(data)}" for name, data in measured.items()]
+    return "\n".join([*captions, "", *_claims_table({name: data["claims"] for name, data in measured.items()})])
 
 
-def rehearsed_tables(cards: dict[str, dict], recorded: dict[str, dict]) -> str:
-    """The guides' table on rehearsed cards, beside what was published and what was measured; then the memory claims.
+def counts(measured: dict[str, dict]) -> str:
+    """The scoreboard in one line a machine: how many of its claims have which verdict."""
+    lines = [f"- **{_count(data['claims'])}** ({caption(data)})" for data in measured.values()]
+    return "\n".join([*lines, "", "[Every claim with its number](results/README.md#scoreboard)."])
+
+
+def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
+    """The guides' ten recipes on rehearsed cards, beside what was published and what was measured.
 
     Args:
         cards: as `rehearsals` finds them.
-        recorded: the measured runs, as `newest` finds them; each is a column of its own.
+        measured: course runs by machine, as `recorded` finds them; each is a column of its own.
     """
     lines = []
-    if not any(data["machine"]["kind"] == "cuda" for data in recorded.values()):
+    if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         lines = ["No GPU has run the course: memory rehearsed by torch's own allocator; speed not measured.", ""]
     if not cards:
         return "\n".join([*lines, "No card is rehearsed yet."])
     one = next(iter(cards.values()))
     there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
     columns = {f"{name}, rehearsed": {row["name"]: row for row in data["rows"]} for name, data in cards.items()}
-    measured_on = {name: runs for name, data in recorded.items() if (runs := _ten(data))}
+    measured_on = {name: runs for name, data in measured.items() if (runs := _ten(data))}
     for name, runs in measured_on.items():
         found = {run.name: {"status": run.status} | (run.to_dict()["memory"] or {}) for run in runs.values()}
         columns[f"{name}, measured"] = found
@@ -142,24 +140,49 @@ def rehearsed_tables(cards: dict[str, dict], recorded: dict[str, dict]) -> str:
     for row in one["rows"]:
         cells = [_mebibytes(column.get(row["name"])) for column in columns.values()]
         lines.append(_line(row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells))
-    return "\n".join([*lines, "", *_rehearsed_claims(cards)])
+    return "\n".join(lines)
 
 
-def _rehearsed_claims(cards: dict[str, dict]) -> list[str]:
+def rehearsed_claims(cards: dict[str, dict]) -> str:
     """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
-    courses = {name: data["course"] for name, data in cards.items() if data["course"]}
+    courses = _rehearsed_courses(cards)
     if not courses:
-        return ["No course is rehearsed yet: no claim has a rehearsed number."]
-    found = {name: {claim["id"]: claim for claim in course["claims"]} for name, course in courses.items()}
+        return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
-    lines = [f"The claims about memory, by the rehearsed course ({told}):", ""]
-    lines += _head("lesson", "claim", "the guides say", *(f"{name}, rehearsed" for name in courses))
+    table = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
+    return "\n".join([f"The claims about memory, by the rehearsed course ({told}):", "", *table])
+
+
+def rehearsed_counts(cards: dict[str, dict]) -> str:
+    """The rehearsed claims in one sentence: how many have which verdict on which card."""
+    counted = "; ".join(f"{name}, {_count(course['claims'])}" for name, course in _rehearsed_courses(cards).items())
+    if not counted:
+        return "No course is rehearsed yet: no claim has a rehearsed number."
+    return f"The claims about memory, rehearsed: {counted}. [Each with its number](results/README.md#on-gpus)."
+
+
+def _rehearsed_courses(cards: dict[str, dict]) -> dict[str, dict]:
+    return {name: data["course"] for name, data in cards.items() if data["course"]}
+
+
+def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") -> list[str]:
+    """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
+    found = {name: {claim["id"]: claim for claim in decided} for name, decided in columns.items()}
+    lines = _head("lesson", "claim", "the guides say", *columns)
     for claim in sorted(claims.load().values(), key=lambda claim: claim.lesson):
-        decisions = [found[name].get(claim.id) for name in courses]
+        decisions = [decided.get(claim.id) for decided in found.values()]
         if any(decisions):
-            cells = [_cell(decision) if decision else "not decided" for decision in decisions]
-            lines.append(_line(*_said(claim), *cells))
+            guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
+            cells = [_cell(decision) if decision else absent for decision in decisions]
+            lines.append(_line(claim.lesson, f"`{claim.id}`", guide, *cells))
     return lines
+
+
+def _count(decided: list[dict]) -> str:
+    """ "52 claims: 36 hold, 7 refuted, 9 not testable here"; a verdict that no claim has is left out."""
+    number = Counter(claim["verdict"] for claim in decided)
+    words = {verdict: "hold" if verdict == claims.Verdict.HOLDS else str(verdict) for verdict in claims.Verdict}
+    return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
 
 
 def _rehearsed_caption(data: dict) -> str:
@@ -180,7 +203,7 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     """What a measured column holds: the task, its precision, the kind of memory."""
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
-    half = ", bf16 as half precision" * any(run.arguments.get("bf16") for run in runs.values())
+    half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""
     counted = first.memory is None or first.memory.kind == "counted"
     what = "MiB counted" if counted else "MiB allocated / reserved, without the context"
     other = "" if task.to_dict() == rehearsed else "; **another model**: to be read downwards, not across"
@@ -195,11 +218,6 @@ def _mebibytes(found: dict | None) -> str:
     return " / ".join(f"{size / MIB:.{0 if size >= 100 * MIB else 1}f}" for size in sizes)
 
 
-def _said(claim: claims.Claim) -> tuple[str, str, str]:
-    guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
-    return claim.lesson, f"`{claim.id}`", guide
-
-
 def _head(*names: str) -> list[str]:
     return [_line(*names), "|" + "---|" * len(names)]
 
@@ -208,18 +226,16 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _cell(decision: dict | None) -> str:
-    if decision is None:
-        return "not measured"
+def _cell(decision: dict) -> str:
     if decision["verdict"] == claims.Verdict.NOT_TESTABLE:
         return "not testable here"
-    return f"**{decision['verdict']}** ({measured(decision)})"
+    return f"**{decision['verdict']}** ({measured_text(decision)})"
 
 
-def held_against(recorded: dict[str, dict]) -> list[dict]:
+def held_against(measured: dict[str, dict]) -> list[dict]:
     """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
     rows = []
-    for data in recorded.values():
+    for data in measured.values():
         machine = Machine.from_dict(data["machine"])
         trainings = (Run.from_dict(run) for run in data["runs"] if machine.kind == "cuda")
         for run in trainings:
@@ -296,45 +312,80 @@ def _share(value: float | None) -> str:
     return "none" if value is None else f"{value:.2%}"
 
 
-def readme(recorded: dict[str, dict]) -> str:
-    """The README with its tables made anew."""
-    rows = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
-    said = beside_others(json.loads(BESIDE.read_text(encoding="utf-8"))) + "\n\n" + error_table(rows)
+def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
+    """The README of the repository with its blocks made anew; the rest of it is kept.
+
+    Raises:
+        ValueError: the markers of a block are missing, or stand there twice.
+    """
+    blocks = {
+        "scoreboard": counts(measured),
+        "rehearsed": f"{rehearsed_recipes(cards, measured)}\n\n{rehearsed_counts(cards)}",
+        "estimate": _estimate(),
+    }
     text = README.read_text(encoding="utf-8")
-    tables = {(BEGIN, END): scoreboard(recorded), REHEARSED: rehearsed_tables(rehearsals(), recorded), ESTIMATE: said}
-    for (begin, end), content in tables.items():
-        block = f"{begin}\n{content}\n{end}"
+    for name, (begin, end) in BLOCKS.items():
+        block = f"{begin}\n{blocks[name]}\n{end}"
         text, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, b=block: b, text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"README.md has {count} places for {begin} ... {end}; it needs one")
     return text
 
 
+def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
+    """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
+    files = {name: data["file"].with_suffix(".png").relative_to(HERE) for name, data in measured.items()}
+    pictures = [f"![Peak memory of the guides' ten recipes on {name}]({file})" for name, file in files.items()]
+    parts = [
+        "# Recorded results",
+        "<!-- made by results/build.py, as a whole -->\n"
+        "Each number stands with its machine; numbers of different machines are not one. "
+        "A number without an interval is an exact count or a single measurement.",
+        "## Scoreboard",
+        scoreboard(measured),
+        *(picture for picture, file in zip(pictures, files.values(), strict=True) if (HERE / file).exists()),
+        "## On GPUs",
+        rehearsed_recipes(cards, measured),
+        rehearsed_claims(cards),
+        "## The estimate",
+        _estimate(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _estimate() -> str:
+    """The estimate beside other tools on a CPU, and beside the recorded trainings on GPUs."""
+    rows = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
+    return beside_others(json.loads(BESIDE.read_text(encoding="utf-8"))) + "\n\n" + error_table(rows)
+
+
 def main(arguments=None) -> int:
     """Record, build or check; the exit code."""
-    parser = argparse.ArgumentParser(description="Keep course runs; make the README's tables and pictures.")
+    parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")
     parser.add_argument("--estimates", action="store_true", help="hold the estimate against recorded GPU runs")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
     options = parser.parse_args(arguments)
     if options.record:
         print(record(options.record))
-    recorded = newest()
-    if not recorded:
+    measured, cards = recorded(HERE), rehearsals()
+    if not measured:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
     if options.estimates:
-        write_whole(ON_GPUS, json.dumps(held_against(recorded), indent=1) + "\n")
-    text = readme(recorded)
-    if options.check:
-        if text != README.read_text(encoding="utf-8"):
-            print("README.md: its tables are stale; run python results/build.py", file=sys.stderr)
-            return 1
-        return 0
-    write_whole(README, text)
-    for data in recorded.values():
-        picture(data)
-    return 0
+        write_whole(ON_GPUS, json.dumps(held_against(measured), indent=1) + "\n")
+    if not options.check:
+        for data in measured.values():
+            picture(data)
+    pages = {README: readme(measured, cards), PAGE: page(measured, cards)}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        name = path.relative_to(README.parent)
+        if options.check:
+            print(f"{name}: its tables are stale; run python results/build.py", file=sys.stderr)
+        else:
+            write_whole(path, pages[path])
+    return 1 if options.check and stale else 0
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ results/rehearse.py: what it keeps of a rehearsed course, and that nothing rehea
 import dataclasses
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from perf_helpers.advise import speeds
+from perf_helpers.course import results
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.runs import Run
@@ -75,6 +77,38 @@ def test_the_percentile_is_one_of_the_errors(build):
     assert "| allocated | 20 | 9.50% | 18.00% | 19.00% |" in table
 
 
+# ---- pages
+
+
+def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
+    measured, cards = results.recorded(RESULTS), build.rehearsals()
+    assert measured and cards
+    counts, page = build.counts(measured), build.page(measured, cards)
+    for data in measured.values():
+        verdicts = Counter(claim["verdict"] for claim in data["claims"])
+        assert f"{len(data['claims'])} claims: {verdicts['holds']} hold, {verdicts['refuted']} refuted" in counts
+        assert build.caption(data) in counts and build.caption(data) in page
+        assert [claim["id"] for claim in data["claims"] if f"`{claim['id']}`" not in page] == []
+    assert all(
+        f"{name}, rehearsed" in page and f"{name}, 21 claims: " in build.rehearsed_counts(cards) for name in cards
+    )
+
+
+@pytest.mark.parametrize("stale", ["README.md", "results/README.md"])
+def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, tmp_path, monkeypatch, capsys):
+    (tmp_path / "results").mkdir()
+    for name, page in (("README", "README.md"), ("PAGE", "results/README.md")):
+        (tmp_path / page).write_text((RESULTS.parent / page).read_text())
+        monkeypatch.setattr(build, name, tmp_path / page)
+    monkeypatch.setattr(build, "picture", lambda data: None)
+    assert build.main([]) == build.main(["--check"]) == 0
+    made = (tmp_path / stale).read_text()
+    (tmp_path / stale).write_text(made.replace("52 claims: ", "53 claims: ").replace("**holds**", "**refuted**"))
+    assert build.main(["--check"]) == 1
+    assert capsys.readouterr().err == f"{stale}: its tables are stale; run python results/build.py\n"
+    assert build.main([]) == 0 and (tmp_path / stale).read_text() == made
+
+
 # ---- rehearsals
 
 
@@ -110,10 +144,10 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     kept.write_text(json.dumps(rehearsal()))
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(speeds, "RECORDED", tmp_path)
-    assert list(build.newest()) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
+    assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
     assert speeds._nearest(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
     measured.unlink()
-    assert build.newest() == {} and speeds._nearest(None, "cuda", (8, 0)) is None
+    assert results.recorded(tmp_path) == {} and speeds._nearest(None, "cuda", (8, 0)) is None
 
 
 def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
@@ -154,13 +188,13 @@ def test_the_table_has_a_column_for_each_card_and_none_for_two(build, tmp_path):
     claim = {"id": "accumulation-memory", "verdict": "holds", "value": 0.5, "interval": None}
     cards = {"A": rehearsal("A", claims=[claim]), "B": rehearsal("B", None, "out of memory")}
     own = json.loads(course(tmp_path / "results.json", rehearsed=False).read_text())
-    text = build.rehearsed_tables(cards, {"nvidia-a100": own})
+    text = build.rehearsed_recipes(cards, {"nvidia-a100": own}) + build.rehearsed_claims(cards)
     size = " / ".join(f"{own['runs'][0]['memory'][name] / 2**20:.1f}" for name in ("peak_bytes", "reserved_bytes"))
     assert "| recipe | V100, published | A, rehearsed | B, rehearsed | nvidia-a100, measured |" in text
     assert f"| vanilla | 14949 (13606) | 7168 / 14336 | out of memory | {size} |" in text
     assert "(8681 MB against 14949 MB) | **holds** (0.5) | not decided |" in text
     assert "speed not measured" not in text, "a GPU has run"
-    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_tables(cards, {})
+    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_recipes(cards, {})
 
 
 def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(rehearse, tmp_path):

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 from perf_helpers.course.claims import Verdict
 from perf_helpers.lab.store import write_whole
+from perf_helpers.texts import number_text
 
 SCHEMA = 1
 VERDICTS = tuple(map(str, Verdict))
@@ -63,6 +64,20 @@ def load_results(path) -> dict:
         raise ValueError(f"{path} is not the results of a course ({what}): run the course again to get one") from None
 
 
+def recorded(folder: str | Path) -> dict[str, dict]:
+    """The newest measured course run of each machine that has a folder in `folder`, as <machine>/<date>.json.
+
+    Returns:
+        {the machine's folder: its results, with the file they were read from under "file"}. What was rehearsed is no
+        measurement and left out.
+
+    Raises:
+        ValueError: a file that is not a course's results.
+    """
+    runs = [(path, load_results(path)) for path in sorted(Path(folder).glob("*/*.json"))]
+    return {path.parent.name: data | {"file": path} for path, data in runs if not data["machine"].get("rehearsed")}
+
+
 def problems(data) -> list[str]:
     """Return what keeps a run (the content of results.json) from being ok, one line each."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
@@ -99,7 +114,7 @@ def compare(old_results, new_results) -> Changes:
             if a[field] != b[field]:
                 note(kind, name, a[field], b[field])
             if part == "claims" and _moved(a, b):
-                note("value", name, measured(a), measured(b))
+                note("value", name, measured_text(a), measured_text(b))
     one, other = ({key: data["machine"].get(key) for key in IDENTITY} for data in (old, new))
     warnings = ["the machines differ: their numbers are not comparable"] if _differences(one, other) else []
     if old.get("profile") != new.get("profile"):
@@ -134,17 +149,10 @@ def _flat(value, name=""):
     return {k: v for key, x in pairs if key not in VOLATILE for k, v in _flat(x, f"{name}.{key}".strip(".")).items()}
 
 
-def number(value) -> str:
-    """Format a number for reading; None is "not measured", never 0."""
-    if value is None:
-        return "not measured"
-    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
-
-
-def measured(claim) -> str:
-    """Format the value of a claim with its interval, if it has a width."""
+def measured_text(claim: dict) -> str:
+    """What a claim measured, with its interval if that has a width: "0.58 [0.55, 0.61]", or "not measured"."""
     low, high = claim.get("interval") or (None, None)
-    return number(claim["value"]) + (f" [{number(low)}, {number(high)}]" if low != high else "")
+    return number_text(claim["value"]) + (f" [{number_text(low)}, {number_text(high)}]" if low != high else "")
 
 
 def report(directory) -> Path:
@@ -158,7 +166,7 @@ def report(directory) -> Path:
     for lesson in lessons:
         lesson["claims"] = [claim for claim in data["claims"] if claim["lesson"] == lesson["name"]]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"measured": measured, "number": number}
+    environment.filters |= {"measured": measured_text, "number": number_text}
     template = environment.from_string(_template("report"))
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"lessons": lessons, "problems": problems(data), "count": count, "verdicts": VERDICTS}
@@ -215,7 +223,7 @@ def _junit(data):
         case("lessons", lesson["name"], lesson["seconds"], outcome, f"{lesson['status']}: {lesson['message']}")
     for claim in data["claims"]:
         outcome = "skipped" if claim["verdict"] == UNDECIDED else None
-        text = f"{claim['verdict']}: {measured(claim)} ({claim.get('quantity')}). {claim.get('reason') or ''}"
+        text = f"{claim['verdict']}: {measured_text(claim)} ({claim.get('quantity')}). {claim.get('reason') or ''}"
         case(claim["lesson"], claim["id"], 0, outcome if claim["as_expected"] else "failure", text)
     for attribute, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(attribute, str(len(list(suite.iter(tag)))))
