@@ -1,15 +1,14 @@
 """What the time meter costs: the Trainer with it (and its losses kept) and bare, in turns, each in a clean process.
 
-    python tests/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
+    python results/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
 
 Compares processor seconds of the whole of `trainer.train()` on one thread, which a busy neighbour disturbs less than
 the clock on the wall. On CUDA it compares seconds on the wall.
 """
 
-import argparse
-import json
 import statistics
-from pathlib import Path
+
+import measuring
 
 from perf_helpers import Lab, Task
 
@@ -57,11 +56,7 @@ def train(task, steps: int, metered: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = measuring.options(__doc__, rounds=9, steps=20)
     lab = Lab(out="build/overhead")
     task = lab.task if lab.machine.kind == "cuda" else Task("bert-small", seq_len=128)
     pairs, shares, inside = [], [], 0.0
@@ -93,9 +88,7 @@ def main() -> None:
         "versions": lab.versions,
         "date": run.date,
     }
-    print(json.dumps(report, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    measuring.keep(report, options.out)
 
 
 if __name__ == "__main__":

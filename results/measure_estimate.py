@@ -1,18 +1,17 @@
 """How good the estimate is beside other tools: error, time and memory of each on trainings that are measured here.
 
-    python tests/measure_estimate.py [--out results/estimate.json]
+    python results/measure_estimate.py [--out results/estimate.json]
 
 Each tool predicts in a process of its own, the libraries already imported. DeepSpeed takes part where it is installed
 (CONTRIBUTING.md says how). Memory is counted bytes on a CPU: a figure that a tool gives for a GPU is
 compared as far as it says the same, weights, gradients, optimizer states and activations.
 """
 
-import argparse
 import importlib.util
-import json
 import statistics
 import time
-from pathlib import Path
+
+import measuring
 
 from perf_helpers import Lab, Task
 from perf_helpers.estimate import estimate
@@ -153,9 +152,7 @@ def row(name, found, measured):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = measuring.options(__doc__)
     lab = Lab("cpu", out="build/measure_estimate")
     tools = ["this estimate", *(name for name in TOOLS if name != "DeepSpeed" or importlib.util.find_spec("deepspeed"))]
     pairs = [(task, recipe) for task in TASKS for recipe in RECIPES]
@@ -184,9 +181,7 @@ def main() -> None:
             for n, ((task, recipe), peak) in enumerate(zip(pairs, measured, strict=True))
         ],
     }
-    print(json.dumps({key: report[key] for key in ("what", "machine", "table", "large")}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    measuring.keep(report, options.out, leave_out=("versions", "date", "pairs"))
 
 
 if __name__ == "__main__":

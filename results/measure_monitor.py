@@ -1,16 +1,16 @@
 """What the live monitor costs: the lab works with it and without it, in turns, in a Jupyter kernel of its own.
 
-    python tests/measure_monitor.py [--rounds 5] [--seconds 20] [--out results/monitor.json]
+    python results/measure_monitor.py [--rounds 5] [--seconds 20] [--out results/monitor.json]
 
 Shares are processor time per second on the wall: of the monitor's thread, drawing included, and of the whole kernel
 with the monitor less that without it, which also has what the kernel spends on sending the pictures. Both hold on a
 busy machine, where the time of the work itself says nothing: with / without gave 0.73 to 1.08 on shared cores.
 """
 
-import argparse
 import json
 import statistics
-from pathlib import Path
+
+import measuring
 
 CELL = """
 import json, time
@@ -46,11 +46,7 @@ def main() -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = measuring.options(__doc__, rounds=5, seconds=20.0)
     source = CELL.format(out="build/monitor", seconds=options.seconds, rounds=options.rounds)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     NotebookClient(notebook, kernel_name="python3").execute()
@@ -66,9 +62,7 @@ def main() -> None:
         "seconds": options.seconds,
         **result,
     }
-    print(json.dumps(report, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    measuring.keep(report, options.out)
 
 
 if __name__ == "__main__":
