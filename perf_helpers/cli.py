@@ -271,12 +271,7 @@ def advise(
 def _training_arguments(words: list[str]) -> dict[str, Any]:
     from perf_helpers.lab import arguments
 
-    given, rest = arguments.parse(words)
-    arguments.check(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
-    if rest:
-        raise ValueError(f"not understood: {' '.join(rest)}")
-    arguments.check_values(given)
-    return given
+    return dict(arguments.parse(words).given)
 
 
 def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None):

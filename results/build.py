@@ -253,7 +253,7 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
 
 def _of_a_trainer(run: Run) -> bool:
     """Whether the arguments say all: a loop of one's own or an optimizer of one's own stands in no argument."""
-    return bool(run.arguments) and "samples_per_step" not in run.arguments and run.value is None
+    return bool(run.arguments) and run.kind == "training" and run.value is None
 
 
 def error_table(rows: list[dict]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 
 from perf_helpers.lab import arguments as training_arguments
 from perf_helpers.lab import hardware, processes, progress, worker
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import CATEGORIES, Memory, explain
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment, Invalid
@@ -321,13 +322,12 @@ def estimate(
     """
     import cloudpickle
 
-    training_arguments.check(arguments)
-    training_arguments.check_values(arguments)
+    told = Arguments.of(arguments)
     whose = target(device, compute_capability, parts)
     experiment = Experiment(
         name=name or task.model,
         task=task,
-        arguments=arguments,
+        arguments=told,
         function=cloudpickle.dumps(function) if function else None,
         optimizer=cloudpickle.dumps(optimizer) if optimizer else None,
         training=training,
@@ -376,7 +376,7 @@ def _predicted(
     return MemoryEstimate(
         name=experiment.name,
         task=experiment.task.to_dict(),
-        arguments=experiment.arguments,
+        arguments=dict(experiment.arguments.given),
         device=device.kind,
         memory=Memory.from_dict(value["memory"]),
         assumptions=tuple(value["assumptions"]),
@@ -400,22 +400,21 @@ def in_clean_process(
     Raises:
         ValueError: `work` raised `Invalid`, the task names no model, or the process failed or took too long.
     """
-    import cloudpickle
-
-    job = cloudpickle.dumps(functools.partial(_with_what_is_known, work, _learned))
-    outcome = processes.execute(Experiment(task.model, task, function=job), "none", timeout, on_percent)
-    if outcome["status"] == "timed out":
-        raise ValueError(f"{task.model} was given up, {outcome['message']}: give it more time with timeout=")
-    if outcome["status"] != "ok":
-        raise ValueError(f"{task.model} cannot be followed on fake tensors: {outcome['message']}")
-    value = outcome["value"]
+    job = functools.partial(_with_what_is_known, work, _learned)
+    try:
+        value = processes.call(job, task, timeout=timeout, on_percent=on_percent)
+    except processes.Failed as failed:
+        if failed.outcome.status == "timed out":
+            raise ValueError(f"{task.model} was given up, {failed}: give it more time with timeout=") from None
+        raise ValueError(f"{task.model} cannot be followed on fake tensors: {failed}") from None
     if "invalid" in value:
         raise ValueError(value["invalid"])
     _learned.append(value.pop("learned"))
     return value
 
 
-def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[str], task: Task) -> dict[str, Any]:
+def _with_what_is_known(work: Callable[..., dict[str, Any]], learned: Sequence[str], task: Task, tell) -> dict[str, Any]:
+    _in_fork["tell"] = tell
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for; no GPU is touched
     from perf_helpers.estimate import trace
     from perf_helpers.estimate.probe import Probe
@@ -559,8 +558,7 @@ def _without_workers(experiment: Experiment) -> Experiment:
     """The experiment with its batches made in the process itself: workers hold theirs elsewhere."""
     if not experiment.arguments.get("dataloader_num_workers"):
         return experiment
-    left = {name: value for name, value in experiment.arguments.items() if name not in _OF_WORKERS}
-    return experiment.replace(arguments=left)
+    return experiment.replace(arguments=experiment.arguments.without(*_OF_WORKERS))
 
 
 def enough_samples(arguments: dict[str, Any], processes: int = 1) -> int:
@@ -582,8 +580,8 @@ def _unsharded(experiment: Experiment) -> Experiment:
     """The experiment as one process runs it, where it would be sharded."""
     if not _shards(experiment):
         return experiment
-    left = {name: value for name, value in experiment.arguments.items() if not name.startswith("fsdp")}
-    return experiment.replace(arguments=left, processes=1)
+    sharding = [name for name in experiment.arguments.given if name.startswith("fsdp")]
+    return experiment.replace(arguments=experiment.arguments.without(*sharding), processes=1)
 
 
 def _sharded(moments, ranks: int, shards: tuple[str, ...], layers: int) -> tuple[Any, str]:
@@ -675,14 +673,13 @@ def _traces(experiments: Sequence[Experiment], device: Device, results) -> list:
     """The traces of experiments, followed in forks of this process, as many at once as there are cores."""
     if not experiments:
         return []
-    _in_fork.clear()
     _in_fork.update(known=results.known, device=device)
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(len(experiments), os.cpu_count() or 1), mp_context=fork) as pool:
         done = []
         for number, each in enumerate(pool.map(_follow, experiments), 1):
             done.append(each)
-            worker.report(80 * number // len(experiments))  # per cent: what hides in operations is found after it
+            _in_fork["tell"](80 * number // len(experiments))  # per cent: what hides in operations is found after it
     for _, new in done:
         results.known |= new
     return [trace for trace, _ in done]

@@ -23,6 +23,7 @@ import numpy as np
 
 from perf_helpers.estimate import estimates as estimate
 from perf_helpers.lab import hardware
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import CATEGORIES, Memory
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
@@ -256,7 +257,7 @@ class Fits:
 
     def _traced(self, nodes: Sequence[tuple[Choice, int, int | None]]) -> Surface:
         experiments = [
-            Experiment("fit", self._task(choice, size, length), choice.arguments(size))
+            Experiment("fit", self._task(choice, size, length), Arguments(choice.arguments(size)))
             for choice, size, length in nodes
         ]
         points = [(size, length) for _, size, length in nodes]

@@ -1,4 +1,4 @@
-"""Training arguments: one vocabulary, the one of the `transformers.TrainingArguments` that is installed.
+"""What a training is told: one vocabulary, that of the installed `transformers.TrainingArguments`, and one form.
 
 Every name that a user types is checked here, before anything is built, and every name that changed between library
 versions is mapped here and nowhere else.
@@ -9,6 +9,7 @@ import difflib
 import functools
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from perf_helpers.texts import nearest_text
@@ -52,6 +53,94 @@ QUIET = {
 }
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one training, made once and passed on whole.
+
+    Attributes:
+        given: by the names that the user typed: fields of `TrainingArguments`, and `MODEL_ARGUMENTS`.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, also: Iterable[str] = ()) -> "Arguments":
+        """Arguments that are known to be right in name and range.
+
+        Args:
+            also: further names that the caller takes itself: they are offered as corrections too.
+
+        Raises:
+            ValueError: an unknown name, with the nearest one that is known; a value out of range; one argument under
+                two names.
+        """
+        check_names(given, also=also)
+        made = cls(dict(given))
+        _check_values(made.training, made.model)
+        return made
+
+    @functools.cached_property
+    def current(self) -> dict[str, Any]:
+        """The same arguments by the names that the installed library knows, whichever of two was typed."""
+        names = _current_names()
+        renamed = {names.get(name, name): value for name, value in self.given.items()}
+        if len(renamed) != len(self.given):
+            twice = [name for name in self.given if names.get(name, name) != name]
+            raise ValueError(f"{', '.join(twice)}: given under its old and its new name. Keep one.")
+        return renamed
+
+    @functools.cached_property
+    def training(self) -> dict[str, Any]:
+        """What the Trainer is told, by current names."""
+        return {name: value for name, value in self.current.items() if name not in MODEL_ARGUMENTS}
+
+    @functools.cached_property
+    def model(self) -> dict[str, Any]:
+        """How the model is built: those of `MODEL_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in MODEL_ARGUMENTS}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument by any of its names; `default` where it was not given."""
+        return self.current.get(_current_names().get(name, name), default)
+
+    def samples_per_step(self, processes: int = 1) -> int:
+        """The effective batch, in samples: micro-batch x accumulation x processes."""
+        micro_batch = self.training.get("per_device_train_batch_size", 8)
+        return micro_batch * self.training.get("gradient_accumulation_steps", 1) * processes
+
+    def replace(self, **changes: Any) -> "Arguments":
+        """The same with some values changed or added; nothing is checked again."""
+        names = _current_names()
+        changed = {names.get(name, name) for name in changes}
+        kept = {n: value for n, value in self.given.items() if n in changes or names.get(n, n) not in changed}
+        return Arguments(kept | changes)
+
+    def without(self, *names: str) -> "Arguments":
+        """The same without these, where they were given."""
+        return Arguments({name: value for name, value in self.given.items() if name not in names})
+
+    def build(self, output_dir: str):
+        """The library's own `TrainingArguments`; model arguments are left out.
+
+        Raises:
+            ValueError: a name that is unknown, or a value that the library refuses.
+        """
+        import torch
+        from transformers import TrainingArguments
+
+        check_names(self.given)
+        # Without a GPU the library refuses bf16 unless it is told that the CPU is meant.
+        defaults = QUIET | ({} if torch.cuda.is_available() else {"use_cpu": True})
+        return TrainingArguments(output_dir=output_dir, **(defaults | self.training))
+
+    def to_python(self) -> str:
+        """As Python, to paste."""
+        lines = [f"    {name}={value!r}," for name, value in self.training.items()]
+        text = "\n".join(["TrainingArguments(", *lines, ")"])
+        given = ", ".join(f"{name}={value!r}" for name, value in self.model.items())
+        return f"{text}\n# and where the model is loaded: from_pretrained(..., {given})" if given else text
+
+
 @functools.cache
 def known() -> frozenset[str]:
     """Names that an experiment takes: the fields of the installed `TrainingArguments` and `MODEL_ARGUMENTS`."""
@@ -60,7 +149,13 @@ def known() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(TrainingArguments)) | MODEL_ARGUMENTS.keys()
 
 
-def check(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
+@functools.cache
+def _current_names() -> dict[str, str]:
+    """{the name of a pair in `_SYNONYMS` that the installed library does not know: the one that it does}."""
+    return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
+
+
+def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
     """Raise ValueError at the first name that is no training argument, naming the nearest one that is.
 
     `also` are further names that the caller takes: they are offered as corrections too.
@@ -77,63 +172,12 @@ def check(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
         raise ValueError(f"unknown training argument {name!r}.{hint}")
 
 
-def current(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments under the names that the installed library knows (see `_SYNONYMS`)."""
-    names = {}
-    for old, new in _SYNONYMS:
-        names |= {old: new} if new in known() else {new: old}
-    renamed = {names.get(name, name): value for name, value in arguments.items()}
-    if len(renamed) != len(arguments):
-        twice = [name for name in arguments if names.get(name, name) != name]
-        raise ValueError(f"{', '.join(twice)}: given under its old and its new name. Keep one.")
-    return renamed
-
-
-def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(training arguments, model arguments) under current names."""
-    arguments = current(arguments)
-    model = {name: arguments.pop(name) for name in MODEL_ARGUMENTS if name in arguments}
-    return arguments, model
-
-
-def to_python(arguments: Mapping[str, Any]) -> str:
-    """The arguments as Python, to paste."""
-    training, model = split(arguments)
-    text = "\n".join(["TrainingArguments(", *(f"    {name}={value!r}," for name, value in training.items()), ")"])
-    given = ", ".join(f"{name}={value!r}" for name, value in model.items())
-    return f"{text}\n# and where the model is loaded: from_pretrained(..., {given})" if given else text
-
-
-def build(arguments: Mapping[str, Any], output_dir: str):
-    """The `TrainingArguments` of an experiment; model arguments are left out.
+def parse(words: list[str]) -> Arguments:
+    """Arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`): only those
+    that were typed.
 
     Raises:
-        ValueError: an unknown name, or a value that the library refuses.
-    """
-    import torch
-    from transformers import TrainingArguments
-
-    check(arguments)
-    training, _ = split(arguments)
-    # Without a GPU the library refuses bf16 unless it is told that the CPU is meant.
-    defaults = QUIET | ({} if torch.cuda.is_available() else {"use_cpu": True})
-    return TrainingArguments(output_dir=output_dir, **(defaults | training))
-
-
-def samples_per_step(arguments: Mapping[str, Any], processes: int = 1) -> int:
-    """The effective batch: micro-batch x accumulation x processes."""
-    training, _ = split(arguments)
-    micro_batch = training.get("per_device_train_batch_size", 8)
-    return micro_batch * training.get("gradient_accumulation_steps", 1) * processes
-
-
-def parse(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Training arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`).
-
-    Returns the arguments that were given (only those) and the words that were not understood.
-
-    Raises:
-        ValueError: a value that the argument does not take.
+        ValueError: words that are no training argument, or a value that an argument does not take.
     """
     import argparse
 
@@ -154,7 +198,10 @@ def parse(words: list[str]) -> tuple[dict[str, Any], list[str]]:
                 json.loads(value)
             except ValueError as error:
                 raise ValueError(f"{name}={value!r}: give a JSON object ({error})") from None
-    return vars(given), rest
+    check_names(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
+    if rest:
+        raise ValueError(f"not understood: {' '.join(rest)}")
+    return Arguments.of(vars(given))
 
 
 _KINDS = {int: "a whole number, in digits", float: "a number"}
@@ -184,9 +231,8 @@ _AT_LEAST = {
 }
 
 
-def check_values(arguments: Mapping[str, Any]) -> None:
+def _check_values(training: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise ValueError at a value out of range, naming the argument and what it takes."""
-    training, model = split(arguments)
     for name, least in _AT_LEAST.items():
         value = training.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -215,3 +261,31 @@ def check_values(arguments: Mapping[str, Any]) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
         raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")
+
+
+# Until every room takes `Arguments`.
+check = check_names
+
+
+def current(arguments):
+    return dict(_whole(arguments).current)
+
+
+def split(arguments):
+    return dict(_whole(arguments).training), dict(_whole(arguments).model)
+
+
+def check_values(arguments):
+    _check_values(_whole(arguments).training, _whole(arguments).model)
+
+
+def to_python(arguments):
+    return _whole(arguments).to_python()
+
+
+def samples_per_step(arguments, processes=1):
+    return _whole(arguments).samples_per_step(processes)
+
+
+def _whole(arguments):
+    return arguments if isinstance(arguments, Arguments) else Arguments(arguments)

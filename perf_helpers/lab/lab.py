@@ -6,14 +6,16 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perf_helpers.lab import arguments as training_arguments
 from perf_helpers.lab import doctor, hardware, processes, progress, worker
-from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.forkserver import SERVER
+from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment
@@ -68,7 +70,7 @@ class Lab:
         self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
         progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
-            processes.start()
+            SERVER.start()
         _give_pictures_words()
 
     def train(
@@ -99,16 +101,15 @@ class Lab:
             ValueError: an unknown argument or a value out of range, before anything is built. What goes wrong while the
                 experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
         """
-        training_arguments.check(arguments)
-        training_arguments.check_values(arguments)
-        if arguments.get("fp16") and (self.machine.kind == "cpu" or arguments.get("use_cpu")):
+        told = Arguments.of(arguments)
+        if told.get("fp16") and (self.machine.kind == "cpu" or told.get("use_cpu")):
             warnings.warn(
                 "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured", stacklevel=2
             )
         experiment = Experiment(
             name=name,
             task=task or self.task,
-            arguments=arguments,
+            arguments=told,
             optimizer=_pickled(optimizer),
             processes=_count("processes", processes),
             steps=_count("steps", self.profile.steps if steps is None else steps),
@@ -122,9 +123,7 @@ class Lab:
         Raises:
             ValueError: as `train`.
         """
-        training_arguments.check(arguments)
-        training_arguments.check_values(arguments)
-        experiment = Experiment(name, task or self.task, arguments, training=False)
+        experiment = Experiment(name, task or self.task, Arguments.of(arguments), training=False)
         return self._run(experiment, ("memory",), timeout)
 
     def run(
@@ -150,8 +149,8 @@ class Lab:
         experiment = Experiment(
             name=name or getattr(function, "__name__", "function"),
             task=task or self.task,
-            arguments={} if samples_per_step is None else {"samples_per_step": samples_per_step},
             function=_pickled(function),
+            samples_of_function=samples_per_step,
             processes=_count("processes", processes),
             steps=self.profile.steps,
             warmup_steps=self.profile.warmup_steps,
@@ -202,19 +201,7 @@ class Lab:
 
         It is unknown where a pair is.
         """
-        import numpy as np
-
-        for pair in pairs:
-            if isinstance(pair, Unknown):
-                return Ratio.unknown(pair.why)
-        if len(pairs) < 3:
-            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
-        values = np.asarray(pairs, dtype=float)
-        rng = np.random.default_rng(0)
-        medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
-        low, high = np.quantile(medians, [0.025, 0.975])
-        value, floor = float(np.median(values)), self.noise_floor(*runs)
-        return Ratio(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
+        return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
         """The answer to a question that trains nothing: an estimate, an advice, an explorer made of them.
@@ -251,59 +238,62 @@ class Lab:
         measure = (measure,) if isinstance(measure, str) else tuple(measure)
         if not measure or set(measure) - {"memory", "time", "none"}:
             raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
-        merged: dict[str, Any] = {"status": "ok", "message": ""}
+        outcome = Outcome()
         try:
-            self._measure(experiment, measure, timeout or self.timeout, merged)
+            for known in self._measured(experiment, measure, timeout or self.timeout):
+                outcome = known
         except KeyboardInterrupt:
-            self._keep(experiment, merged | {"status": "killed", "message": "interrupted by the user"})
+            self._keep(experiment, outcome.replace(status="killed", message="interrupted by the user"))
             raise
-        if merged["status"] == "invalid":
-            raise ValueError(merged["message"])
-        if merged["status"] == "needs values":
-            raise NeedsValues(merged["message"])
-        if experiment.function and merged.get("output"):
-            print(merged["output"], end="")
-        return self._keep(experiment, merged)
+        if outcome.status == "invalid":
+            raise ValueError(outcome.message)
+        if outcome.status == "needs values":
+            raise NeedsValues(outcome.message)
+        if experiment.function and outcome.output:
+            print(outcome.output, end="")
+        return self._keep(experiment, outcome)
 
-    def _measure(
-        self, experiment: Experiment, measure: tuple[str, ...], timeout: float, merged: dict[str, Any]
-    ) -> None:
-        """Perform the experiment under each meter, and merge the outcomes into `merged`."""
+    def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
+        """What is known of the experiment after each of the meters, until one of them fails."""
         quiet = bool(self.executor) or measure == ("none",)  # no progress from afar, nor without steps
-        total = experiment.steps + experiment.warmup_steps
-        with progress.bar(experiment.name, total, quiet=quiet) as bar:
-            told = _Told(bar, _samples(experiment))
-            on_step = None if self.executor else told.on_step
-            for meter in measure:
-                if meter == "time" and merged.get("memory") and self.machine.rehearsed and self._has_rehearsed_time:
-                    merged |= worker.untimed(experiment)  # it ran, and there is no time to be had
-                    continue
-                outcome = self._perform(processes.execute, experiment, meter, timeout, on_step)
-                self._has_rehearsed_time |= meter == "time"
-                if "ranks" in outcome and "ranks" in merged:  # each rank keeps what its earlier meter said
-                    outcome["ranks"] = [a | b for a, b in zip(merged["ranks"], outcome["ranks"], strict=True)]
-                merged |= {key: value for key, value in outcome.items() if value is not None or key not in merged}
-                if outcome["status"] != "ok":
-                    break
-                if meter == "memory" and outcome["memory"]["breakdown"] is None:
-                    parts = self._perform(processes.execute, experiment, "categories", timeout, on_step)
-                    merged |= _explained(outcome, parts)
-                if meter == "memory":
-                    told.measured(outcome["memory"]["peak_bytes"])
+        known = Outcome()
+        with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
+            text = _BarText(bar, experiment.samples_per_step)
 
-    def _keep(self, experiment: Experiment, merged: dict[str, Any]) -> Run:
+            def perform(meter: str) -> Outcome:
+                on_step = None if self.executor else text.on_step
+                return self._perform(processes.execute, experiment, meter, timeout, on_step)
+
+            for meter in measure:
+                if meter == "time" and known.memory and self.machine.rehearsed and self._has_rehearsed_time:
+                    outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
+                else:
+                    outcome = perform(meter)
+                    self._has_rehearsed_time |= meter == "time"
+                if outcome.ok and meter == "memory":
+                    if outcome.memory.breakdown is None:
+                        outcome = outcome.explained(perform("categories"))
+                    text.measured(outcome.memory.peak_bytes)
+                known = known.joined(outcome)
+                yield known
+                if not outcome.ok:
+                    break
+
+    def _keep(self, experiment: Experiment, outcome: Outcome) -> Run:
         """Make a run of what was measured, and store it."""
         run = Run(
             name=experiment.name,
-            status=merged["status"],
-            message=merged["message"],
-            arguments=experiment.arguments,
+            status=outcome.status,
+            message=outcome.message,
+            kind=experiment.kind,
+            arguments=dict(experiment.arguments.given),
             task=experiment.task.to_dict(),
-            memory=Memory.from_dict(merged.get("memory")),
-            timing=Timing.from_dict(merged.get("timing")),
-            losses=tuple(merged["losses"]) if merged.get("losses") is not None else None,
-            value=merged.get("value"),
-            ranks=tuple(_rank_summary(rank) for rank in merged["ranks"]) if merged.get("ranks") else None,
+            samples_per_step=experiment.samples_per_step if experiment.training else None,
+            memory=outcome.memory,
+            timing=outcome.timing,
+            losses=outcome.losses,
+            value=outcome.value,
+            ranks=tuple(map(_rank_summary, outcome.ranks)) or None,
             processes=experiment.processes,
             profile=self.profile.name,
             machine=self.machine.to_dict(),
@@ -343,13 +333,13 @@ class Lab:
                 together,
                 None if self.executor else bar.update,
             )
-        if outcome["status"] != "ok":
-            reason = f"{outcome['status']}, {outcome['message']}"
+        if not outcome.ok:
+            reason = f"{outcome.status}, {outcome.message}"
             print(f"Speed not measured: {reason}.", file=sys.stderr)
             return Ratio.unknown(f"speed not measured: {reason}")
-        samples = [_samples(experiment) for experiment in pair]
+        samples = [experiment.samples_per_step for experiment in pair]
         per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
-        pairs = [a / b * per_sample for a, b in zip(outcome["first"], outcome["second"], strict=True)]
+        pairs = [a / b * per_sample for a, b in zip(outcome.first, outcome.second, strict=True)]
         return self.ratio(pairs, baseline, other)
 
     def _on_cpu(self, *runs: Run) -> bool:
@@ -381,28 +371,14 @@ class Lab:
             memory = next((other.memory for other in equal), None)
             if memory is None:
                 outcome = self._perform(processes.execute, experiment, "memory", self.timeout)
-                memory = Memory.from_dict(outcome.get("memory")) if outcome["status"] == "ok" else None
+                memory = outcome.memory if outcome.ok else None
             self._sizes[run.id] = memory
         return self._sizes[run.id]
 
 
-def _explained(outcome: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    """The memory of an outcome with the categories of a second pass, on each rank; as it was where that pass failed."""
-    if parts["status"] != "ok":
-        return {}
-    joined: dict[str, Any] = {
-        "memory": Memory.from_dict(outcome["memory"]).explained(Memory.from_dict(parts["memory"])).to_dict()
-    }
-    if outcome.get("ranks"):
-        pairs = zip(outcome["ranks"], parts["ranks"], strict=True)
-        joined["ranks"] = [total | _explained({**total, "ranks": None}, each) for total, each in pairs]
-    return joined
-
-
-def _endless(experiment: Experiment) -> dict[str, Any]:
+def _endless(experiment: Experiment) -> Arguments:
     """Its arguments but those that say how long to train."""
-    lengths = ("max_steps", "num_train_epochs")
-    return {name: value for name, value in experiment.arguments.items() if name not in lengths}
+    return experiment.arguments.without("max_steps", "num_train_epochs")
 
 
 def _apart_from_name_and_length(experiment: Experiment) -> Experiment:
@@ -410,15 +386,10 @@ def _apart_from_name_and_length(experiment: Experiment) -> Experiment:
     return experiment.replace(name="", arguments=_endless(experiment), steps=1, warmup_steps=1, threads=None)
 
 
-def _samples(experiment: Experiment) -> int | None:
-    if experiment.function:
-        return experiment.arguments.get("samples_per_step")
-    return training_arguments.samples_per_step(experiment.arguments, experiment.processes)
-
-
-def _rank_summary(outcome: dict[str, Any]) -> dict[str, Any]:
-    memory = outcome.get("memory") or {}
-    return {"peak_bytes": memory.get("peak_bytes"), "breakdown": memory.get("breakdown"), "value": outcome.get("value")}
+def _rank_summary(outcome: Outcome) -> dict[str, Any]:
+    memory = outcome.memory
+    breakdown = memory and memory.breakdown
+    return {"peak_bytes": memory and memory.peak_bytes, "breakdown": breakdown, "value": outcome.value}
 
 
 def _pickled(function: Callable | None) -> bytes | None:
@@ -443,7 +414,7 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-class _Told:
+class _BarText:
     """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
 
     def __init__(self, bar, samples: int | None):

@@ -5,23 +5,32 @@ want of a measurement. In files both are null.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from perf_helpers.unknown import Unknown
 
-SCHEMA = 1
-CATEGORIES = (
-    "weights",
-    "weight_copies",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "inputs",
-    "temporaries",
-    "inside_operations",
-)
-STATUSES = ("ok", "out of memory", "crashed", "killed", "timed out", "refused")
+SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
+
+
+class Category(StrEnum):
+    """What live memory is for, in the order of tables and pictures."""
+
+    WEIGHTS = "weights"
+    WEIGHT_COPIES = "weight_copies"  # casts of weights, e.g. autocast's
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    ACTIVATIONS = "activations"  # made in forward while gradients are recorded
+    INPUTS = "inputs"  # batches
+    TEMPORARIES = "temporaries"
+    INSIDE_OPERATIONS = "inside_operations"  # what no tensor shows: workspaces
+
+    __repr__ = str.__repr__  # a breakdown is shown as the dict of texts that a file holds
+
+
+CATEGORIES = tuple(Category)
 
 
 class Record:
@@ -57,32 +66,26 @@ def _null_for_unknown(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Memory of an experiment in bytes.
+    """Memory of an experiment, in bytes; None is not measured."""
 
-    `kind` says what was counted: "counted" (CPU: live bytes, from the allocator's own events) or "allocated" (CUDA:
-    the peak that torch's caching allocator handed out). `breakdown` splits `peak_bytes` by `CATEGORIES`, and sums to
-    it; `peak_operation` and `peak_module` say what ran there. `phases` is what is live at the end of forward, backward
-    and step in the last step recorded; `timeline` is that step as a series: {"phase": [...], "operation": [...],
-    "module": [...], "weights": [bytes, ...], ...}, one entry for each of some 200 stretches of operations, taken where
-    the stretch is highest. `reserved_bytes` is the peak that the CUDA allocator holds,
-    `device_used_bytes` what NVML reports for the whole device, `context_bytes` what the CUDA context takes of it,
-    `rss_bytes` the peak resident memory of the process (information only).
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # from the first forward on
+    # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
+    # handed out) or "estimated"
     kind: str
-    peak_phase: str | None = None
-    peak_operation: str | None = None
-    peak_module: str | None = None
-    breakdown: dict[str, int] | None = None
-    phases: dict[str, int] | None = None
-    phase_breakdowns: dict[str, dict[str, int]] | None = None
+    peak_phase: str | None = None  # "forward", "backward" or "step"
+    peak_operation: str | None = None  # e.g. "aten.mm.default"
+    peak_module: str | None = None  # by its name in the model; in backward the one whose forward is undone
+    breakdown: dict[str, int] | None = None  # of `peak_bytes` by `Category`; sums to it
+    phases: dict[str, int] | None = None  # live at the end of each phase of the last step recorded
+    phase_breakdowns: dict[str, dict[str, int]] | None = None  # of these, by `Category`
+    # The last step recorded as a series: {"phase": [...], "operation": [...], "module": [...], "weights": [bytes, ...],
+    # ...}, one entry for each of some 200 stretches of operations, taken where the stretch is highest.
     timeline: dict[str, Any] | None = None
-    parameters: int | None = None
-    reserved_bytes: int | None = None
-    device_used_bytes: int | None = None
-    context_bytes: int | None = None
-    rss_bytes: int | None = None
+    parameters: int | None = None  # numbers, not bytes
+    reserved_bytes: int | None = None  # the most that the CUDA allocator held
+    device_used_bytes: int | None = None  # what NVML reports for the whole device, contexts included
+    context_bytes: int | None = None  # what the CUDA context takes of it
+    rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
         """This total with the breakdowns of a second pass that followed every tensor; the parts sum to the total."""
@@ -111,36 +114,47 @@ def explain(live: dict[str, int], total: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Timing(Record):
-    """Seconds of an optimizer step: median, interquartile range, and every step that was timed, warm-up left out."""
+    """Seconds of an optimizer step, warm-up left out."""
 
-    step_seconds: float
-    spread_seconds: float
-    steps: int
-    warmup_steps: int
-    samples_per_second: float | None
-    all_seconds: tuple[float, ...] = ()
+    step_seconds: float  # median
+    spread_seconds: float  # interquartile range
+    steps: int  # that were timed
+    warmup_steps: int  # that came before
+    samples_per_second: float | None  # None where it is not known how many samples a step sees
+    all_seconds: tuple[float, ...] = ()  # of every step that was timed
 
 
 @dataclass(frozen=True, slots=True)
 class Run(Record):
-    """What one experiment yielded. `status` is one of `STATUSES`; anything but "ok" comes with a `message`."""
+    """What one experiment yielded; None is not measured."""
 
-    name: str
-    status: str
-    message: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    task: dict[str, Any] = field(default_factory=dict)
+    name: str  # for people: in tables and pictures
+    status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
+    message: str = ""  # why it is not "ok"
+    kind: str = "training"  # by the Trainer; "inference", or a "function" of the user's
+    arguments: dict[str, Any] = field(default_factory=dict)  # as they were given, see `arguments.Arguments`
+    task: dict[str, Any] = field(default_factory=dict)  # of `Task`
+    samples_per_step: int | None = None  # that one optimizer step sees, all processes together
     memory: Memory | None = None
     timing: Timing | None = None
-    losses: tuple[float, ...] | None = None
-    value: Any = None
-    ranks: tuple[Any, ...] | None = None
-    processes: int = 1
-    profile: str = ""
-    machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    date: str = ""
+    losses: tuple[float, ...] | None = None  # of each optimizer step
+    value: Any = None  # what a function returned
+    ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, where there are several
+    processes: int = 1  # ranks
+    profile: str = ""  # of the lab
+    machine: dict[str, Any] = field(default_factory=dict)  # of `hardware.Machine`
+    versions: dict[str, str] = field(default_factory=dict)  # of packages
+    date: str = ""  # ISO 8601, UTC
     id: str = ""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any] | None):
+        """Read what to_dict wrote, also by an older version."""
+        if data and "samples_per_step" in (data.get("arguments") or {}):  # schema 1
+            arguments = dict(data["arguments"])
+            samples = arguments.pop("samples_per_step")
+            data = data | {"kind": "function", "samples_per_step": samples, "arguments": arguments}
+        return super(Run, cls).from_dict(data)
 
     @property
     def ok(self) -> bool:
@@ -184,6 +198,32 @@ class Ratio(Record):
     def unknown(cls, why: str) -> "Ratio":
         """A ratio that was not measured, and why: it is carried along and shown, and decides nothing."""
         return cls(*[Unknown(why)] * 3)
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
+        """The ratio that pairs of measurements in turns give: their median; its interval is the bootstrap's of the
+        median (95 %), widened to the noise floor. It is unknown where a pair is.
+
+        Args:
+            pairs: ratios, at least 3.
+            floor: the factor within which two speeds are not told apart.
+
+        Raises:
+            ValueError: fewer than 3 pairs.
+        """
+        import numpy as np
+
+        for pair in pairs:
+            if isinstance(pair, Unknown):
+                return cls.unknown(pair.why)
+        if len(pairs) < 3:
+            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
+        values = np.asarray(pairs, dtype=float)
+        rng = np.random.default_rng(0)
+        medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        value = float(np.median(values))
+        return cls(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
 
     @property
     def known(self) -> bool:

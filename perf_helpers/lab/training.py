@@ -7,35 +7,39 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.lab import arguments as training_arguments
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training (or any function) of a task under given arguments.
+    """One training, inference or function of a task, and how long it is measured."""
 
-    `function` is a cloudpickled callable: it takes the task and returns something that JSON can hold. Without one, the
-    Trainer runs. `optimizer` is a cloudpickled callable (model, training arguments) -> optimizer for the Trainer.
-    """
-
-    name: str
+    name: str  # for people: in tables and pictures
     task: Task
-    arguments: dict[str, Any] = field(default_factory=dict)
-    function: bytes | None = None
-    optimizer: bytes | None = None
+    arguments: Arguments = field(default_factory=Arguments)
+    function: bytes | None = None  # a cloudpickled callable: it takes the task; without one the Trainer runs
+    optimizer: bytes | None = None  # a cloudpickled callable (model, training arguments) -> optimizer, for the Trainer
     training: bool = True  # False: forward passes without gradients
-    processes: int = 1
-    steps: int = 4
-    warmup_steps: int = 1
-    threads: int | None = None
+    processes: int = 1  # ranks
+    steps: int = 4  # optimizer steps that are timed
+    warmup_steps: int = 1  # before these
+    threads: int | None = None  # that it computes on; None: as many as torch takes
+    samples_of_function: int | None = None  # that one step of a function sees, all processes together
+
+    @property
+    def kind(self) -> str:
+        """As `runs.Run.kind`."""
+        return "function" if self.function else "training" if self.training else "inference"
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples that one optimizer step sees, all processes together; None where a function did not say."""
+        return self.samples_of_function if self.function else self.arguments.samples_per_step(self.processes)
 
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)
-
-
-class Invalid(ValueError):
-    """What the user asked for cannot be built."""
 
 
 def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
@@ -46,16 +50,16 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     import cloudpickle
     from transformers import PrinterCallback, Trainer
 
-    training, model_arguments = training_arguments.split(experiment.arguments)
+    arguments = experiment.arguments
     if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
-        training["max_steps"] = min(training.get("max_steps", steps), steps)
-    elif not {"max_steps", "num_train_epochs"} & training.keys():
-        training["max_steps"] = steps
+        arguments = arguments.replace(max_steps=min(arguments.get("max_steps", steps), steps))
+    elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
+        arguments = arguments.replace(max_steps=steps)
     try:
-        args = training_arguments.build(training, folder)
+        args = arguments.build(folder)
         if args.n_gpu > 1:
             args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
-        model = experiment.task.build_model(**model_arguments)
+        model = experiment.task.build_model(**experiment.arguments.model)
         dataset = experiment.task.dataset()
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
@@ -84,11 +88,11 @@ def infer(experiment: Experiment, passes: int = 2) -> None:
     """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8)."""
     import torch
 
-    settings, model_arguments = training_arguments.split(experiment.arguments)
+    settings = experiment.arguments.training
     size = settings.get("per_device_eval_batch_size", 8)
     device = "cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu"
     try:
-        model = experiment.task.build_model(**model_arguments).to(device).eval()
+        model = experiment.task.build_model(**experiment.arguments.model).to(device).eval()
         batch = experiment.task.batch(size, device)
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error

@@ -4,96 +4,38 @@ The process that calls `perform` is fresh and will end after it: nothing needs t
 """
 
 import contextlib
-import dataclasses
-import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from perf_helpers.lab import arguments as training_arguments
-from perf_helpers.lab import hardware
+from perf_helpers.lab import hardware, outcomes
+from perf_helpers.lab.forkserver import die_with_parent
+from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.runs import Timing
-from perf_helpers.lab.training import Experiment, Invalid, infer, train
-from perf_helpers.unknown import NeedsValues, Unknown
+from perf_helpers.lab.training import Experiment, infer, train
+from perf_helpers.unknown import Unknown
 
 NO_TIME = "a rehearsal: no kernel computes, so there is no time"
 
-# Imported by the fork server once, so that a clean process has them at no cost. bitsandbytes is among them
-# only where there is no device: importing it touches one.
-PRELOAD = (
-    "torch",
-    "torch.profiler",
-    "torch.distributed.launcher.api",
-    "numpy",
-    "datasets",
-    "accelerate",
-    "transformers",
-    "transformers.trainer",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.bert.modeling_bert",
-    "cloudpickle",
-    "perf_helpers.estimate.trace",
-)
 
-
-def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Perform an experiment under one meter; the outcome is a dict with `status`, `message` and what was measured.
+def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
+    """Perform an experiment under one meter. Whatever ends it, there is an outcome.
 
     Args:
         measure: "memory" (two optimizer steps under the memory meter), "categories" (the same, followed tensor by
-        tensor,
-            see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
+            tensor, see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
-    global _on_step
-    _on_step = on_step
     try:
-        if experiment.processes > 1:
-            return _launch(experiment, measure, on_step)
-        return _perform(experiment, measure, on_step)
-    except BaseException as error:  # whatever ended it, the caller gets a result
-        return failure(error)
+        return (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
+    except BaseException as error:
+        return outcomes.failed(error)
 
 
-_on_step: Callable[[int], None] | None = None
-
-
-def report(number: int) -> None:
-    """From an experiment that is a function: how far it is, told as a finished step is."""
-    if _on_step:
-        _on_step(number)
-
-
-def failure(error: BaseException) -> dict[str, Any]:
-    """The outcome of an experiment that an exception ended."""
-    if isinstance(error, Invalid):
-        return {"status": "invalid", "message": str(error)}
-    if isinstance(error, NeedsValues):
-        return {"status": "needs values", "message": str(error)}
-    text = f"{type(error).__name__}: {error}".strip()
-    lowered = text.lower()
-    out_of_memory = (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "out of memory" in lowered
-        or "defaultcpuallocator: can't allocate" in lowered
-        or "not enough memory" in lowered
-    )
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
-    return {
-        "status": "out of memory" if out_of_memory else "crashed",
-        "message": text.split("\n")[0][:1000] + where,
-        "traceback": "".join(traceback.format_exception(error))[-4000:],
-    }
-
-
-def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
+def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
     import torch
 
     from perf_helpers.lab import meters
@@ -101,30 +43,23 @@ def _perform(experiment: Experiment, measure: str, on_step) -> dict[str, Any]:
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
     if refusal := _refusal(experiment):
-        return {"status": "refused", "message": refusal}
-    outcome: dict[str, Any] = {"status": "ok", "message": ""}
+        return Outcome("refused", refusal)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
         if measure in ("memory", "categories"):
             categories = True if measure == "categories" else None
             with meters.MemoryMeter(categories, on_cpu=bool(experiment.arguments.get("use_cpu"))) as meter:
-                outcome |= _execute(experiment, folder, steps=2, keep_losses=False)
-            outcome["memory"] = meter.result().to_dict()
-        elif hardware.is_rehearsal():
-            outcome |= _rehearse(experiment, folder, measure, on_step)
-        elif measure == "time":
+                outcome = _execute(experiment, folder, steps=2, keep_losses=False)
+            return outcome.replace(memory=meter.result())
+        if hardware.is_rehearsal():
+            return _rehearse(experiment, folder, measure, on_step)
+        if measure == "time":
             with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
-                outcome |= _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
-            samples = training_arguments.samples_per_step(experiment.arguments, experiment.processes)
-            if experiment.function:
-                samples = experiment.arguments.get("samples_per_step")
-            timing = meter.result(samples)
-            outcome["timing"] = timing.to_dict() if timing else None
-        else:
-            outcome |= _execute(experiment, folder, experiment.steps, keep_losses=True)
-    return outcome
+                outcome = _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
+            return outcome.replace(timing=meter.result(experiment.samples_per_step))
+        return _execute(experiment, folder, experiment.steps, keep_losses=True)
 
 
-def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> dict[str, Any]:
+def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
     """What an experiment yields in a rehearsal without the memory meter: nothing is known of its time.
 
     It runs, two steps long where the Trainer makes the steps.
@@ -132,36 +67,35 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> dic
     from perf_helpers.lab import meters
 
     known, short = untimed(experiment, measure), experiment
-    if known.get("losses"):
-        short = experiment.replace(arguments=experiment.arguments | {"max_steps": min(len(known["losses"]), 2)})
+    if known.losses:
+        short = experiment.replace(arguments=experiment.arguments.replace(max_steps=min(len(known.losses), 2)))
     with meters.TimeMeter(1, on_step) as meter:
         outcome = _execute(short, folder, 2, keep_losses=True)
     timed = meter.result() is not None and measure == "time"
-    return outcome | {key: value for key, value in known.items() if key == "losses" or timed}
+    return outcome.replace(losses=known.losses, timing=known.timing if timed else None)
 
 
-def untimed(experiment: Experiment, measure: str = "time") -> dict[str, Any]:
+def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     """What is known of an experiment's time, and of its losses, where it need not even run: that they are unknown."""
-    unknown, arguments = Unknown(NO_TIME), experiment.arguments
+    unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
+    if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
+        steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
+        losses = (unknown,) * arguments.get("max_steps", steps)
     every = (unknown,) * experiment.steps
     timing = Timing(unknown, unknown, experiment.steps, experiment.warmup_steps, unknown, every)
-    outcome: dict[str, Any] = {"timing": dataclasses.asdict(timing)}  # not to_dict, which writes null for the unknown
-    if not experiment.function and experiment.training and "num_train_epochs" not in arguments:
-        steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
-        outcome["losses"] = [Unknown(NO_TIME)] * arguments.get("max_steps", steps)
-    return outcome
+    return Outcome(timing=timing, losses=losses)
 
 
-def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool) -> dict[str, Any]:
+def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool) -> Outcome:
     if experiment.function:
         import cloudpickle
 
-        return {"value": _plain(cloudpickle.loads(experiment.function)(experiment.task))}
+        return Outcome(value=_plain(cloudpickle.loads(experiment.function)(experiment.task)))
     if not experiment.training:
         infer(experiment)
-        return {}
+        return Outcome()
     losses = train(experiment, folder, steps, keep_losses)
-    return {"losses": losses} if keep_losses else {}
+    return Outcome(losses=tuple(losses) if keep_losses else None)
 
 
 def _plain(value: Any) -> Any:
@@ -188,11 +122,10 @@ def _refusal(experiment: Experiment) -> str | None:
     except ValueError as error:
         raise Invalid(str(error)) from error
 
-    training, model = training_arguments.split(experiment.arguments)
-    on_cpu = training.get("use_cpu") or not torch.cuda.is_available()
+    on_cpu = experiment.arguments.get("use_cpu") or not torch.cuda.is_available()
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
-    size = 4 if model.get("dtype") in (None, "float32") else 2
+    size = 4 if experiment.arguments.get("dtype") in (None, "float32") else 2
     needed = 2 * size * parameters
     if not available or needed <= available:
         return None
@@ -209,7 +142,7 @@ def threads_of(experiment: Experiment) -> int | None:
     return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
 
 
-def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> dict[str, Any]:
+def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform the experiment on `processes` ranks under torch's elastic launcher; rank 0 speaks for all."""
     import multiprocessing
 
@@ -218,11 +151,10 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    settings, _ = training_arguments.split(experiment.arguments)
     devices = torch.cuda.device_count()
-    if not experiment.function and not settings.get("use_cpu") and 0 < devices < experiment.processes:
+    if not experiment.function and not experiment.arguments.get("use_cpu") and 0 < devices < experiment.processes:
         text = f"{experiment.processes} ranks need a GPU each, and there are {devices}: use_cpu=True trains on the CPU"
-        return {"status": "refused", "message": text}
+        return Outcome("refused", text)
     fork = multiprocessing.get_context("fork")
     barrier, failures = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads = threads_of(experiment)
@@ -249,15 +181,15 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
             told = {}
             while not failures.empty():
                 told |= failures.get()
-            outcome = told.get(rank) or died(first.exitcode)
-            where = "" if outcome["status"] == "invalid" else f"rank {rank}: "
-            return outcome | {"message": where + outcome["message"]}
-    outcomes = [ranks[rank] for rank in sorted(ranks)]
-    refused = next((outcome for outcome in outcomes if outcome["status"] != "ok"), None)
-    return refused or outcomes[0] | {"ranks": outcomes}
+            outcome = told.get(rank) or outcomes.died(first.exitcode)
+            where = "" if outcome.status == "invalid" else f"rank {rank}: "
+            return outcome.replace(message=where + outcome.message)
+    every = tuple(ranks[rank] for rank in sorted(ranks))
+    refused = next((outcome for outcome in every if not outcome.ok), None)
+    return refused or every[0].replace(ranks=every)
 
 
-def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, failures) -> dict[str, Any]:
+def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, failures) -> Outcome:
     """One rank: a process of its own that dies with its parent.
 
     A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
@@ -283,9 +215,9 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, f
     try:
         outcome = _perform(experiment, measure, in_step if takes_turns else on_step if rank == 0 else None)
     except BaseException as error:
-        outcome = failure(error)
+        outcome = outcomes.failed(error)
         failures.put({rank: outcome})
-        if any(words in outcome["message"].lower() for words in _LOST_CONNECTION):
+        if any(words in outcome.message.lower() for words in _LOST_CONNECTION):
             time.sleep(2)
         sys.stdout.flush()
         os._exit(1)  # no destroy_process_group: it waits for the others
@@ -296,27 +228,3 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, f
 
 
 _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
-
-
-def died(code: int | None) -> dict[str, Any]:
-    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if unknown."""
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
-        reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
-        return {"status": "killed", "message": f"the process was ended by {name}{reason}"}
-    return {"status": "crashed", "message": f"the process ended with exit code {code} and without a result"}
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
-
-
-def preload() -> None:
-    """Import what experiments need; a module that this version of a library lacks is left out."""
-    for name in PRELOAD + (() if hardware.describe().gpus else ("bitsandbytes",)):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)

@@ -12,6 +12,8 @@ import pytest
 
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.processes import Turns
 from perf_helpers.lab.runs import Memory, Ratio
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
@@ -213,7 +215,7 @@ def test_nothing_survives_a_killed_kernel(tmp_path):
 
 
 def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_path, monkeypatch):
-    from perf_helpers.lab import processes
+    from perf_helpers.lab.forkserver import CleanProcess
 
     def hang(_):
         import time
@@ -227,19 +229,21 @@ def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(processes.CleanProcess, "receive", interrupted)
+        patch.setattr(CleanProcess, "receive", interrupted)
         lab.run(hang, "interrupted", measure=("none",))
     assert (lab["interrupted"].status, lab["interrupted"].message) == ("killed", "interrupted by the user")
     assert _gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_killed_server_is_replaced(lab):
-    lab.run(lambda task: 1, measure=("none",))
-    from perf_helpers.lab import processes
+    def parent(_):
+        import os
 
-    os.kill(processes._server().process.pid, signal.SIGKILL)
-    processes._server().process.wait()
-    assert lab.run(lambda task: 2, measure=("none",)).value == 2
+        return os.getppid()
+
+    server = lab.run(parent, measure=("none",)).value
+    os.kill(server, signal.SIGKILL)
+    assert lab.run(parent, measure=("none",)).value != server
 
 
 @pytest.mark.parametrize(
@@ -353,8 +357,8 @@ def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
 
 def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch, capsys):
     run = lab.train("alone", task=TINY, measure=("memory",), per_device_train_batch_size=2)
-    outcome = {"first": [], "second": [], "status": "timed out", "message": "no result within 1 s"}
-    monkeypatch.setattr("perf_helpers.lab.processes.alternate", lambda *_: outcome)
+    late = Turns(status="timed out", message="no result within 1 s")
+    monkeypatch.setattr("perf_helpers.lab.processes.alternate", lambda *_: late)
     comparison = lab.compare(run, run)
     assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
     assert comparison.memory_ratio == 1 and "Speed not measured: timed out" in capsys.readouterr().err
@@ -375,9 +379,9 @@ def with_gpus(tmp_path):
             asked.append((function.__name__, *arguments))
             if function.__name__ == "alternate":
                 turns = arguments[2]
-                return {"first": [1.0] * turns, "second": [1.0] * turns, "status": "ok", "message": ""}
-            memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes)).to_dict()
-            return {"status": "ok", "message": "", "memory": memory if arguments[1] == "memory" else None}
+                return Turns((1.0,) * turns, (1.0,) * turns)
+            memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes))
+            return Outcome(memory=memory if arguments[1] == "memory" else None)
 
         lab._perform = perform
         return lab, asked
@@ -439,7 +443,7 @@ def test_runs_whose_size_cannot_be_had_take_turns_one_at_a_time(with_gpus):
 
     def fails(function, *arguments):
         outcome = perform(function, *arguments)
-        return {"status": "crashed", "message": "x"} if function.__name__ == "execute" else outcome
+        return Outcome("crashed", "x") if function.__name__ == "execute" else outcome
 
     lab._perform = fails
     assert turns_taken(lab, asked, run, run)[1:] == (False, 1)

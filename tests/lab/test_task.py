@@ -1,11 +1,11 @@
-"""Tasks: any model that transformers can build, with data to fit; profiles by machine; names of training arguments."""
+"""Tasks: any model that transformers can build, with data to fit; profiles by machine."""
 
 import dataclasses
 import json
 
 import pytest
 
-from perf_helpers import arguments, hardware
+from perf_helpers import hardware
 from perf_helpers.lab.task import PRESETS, PROFILES, TINY, Task, choose_profile
 
 STANDARD = {
@@ -157,17 +157,3 @@ def test_the_gpu_profile_is_the_guides_set_up():
         512,
         4,
     )
-
-
-def test_words_are_read_as_transformers_own_parser_reads_them():
-    batch = ["--per_device_train_batch_size", "4"]
-    given, rest = arguments.parse(["--bf16", "--fp16", "False", *batch, "--optim=adafactor", "--no-such", "3"])
-    assert given == {"bf16": True, "fp16": False, "per_device_train_batch_size": 4, "optim": "adafactor"}
-    assert rest == ["--no-such", "3"]
-    assert arguments.parse([]) == ({}, [])
-
-
-def test_samples_per_step_is_the_effective_batch():
-    recipe = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    assert arguments.samples_per_step(recipe, processes=3) == 24
-    assert arguments.samples_per_step({}) == 8  # the library's own micro-batch

@@ -1,0 +1,370 @@
+"""Clean processes: one for each job, forked from a server that has imported torch and never touched a device.
+
+A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
+is just as clean. The standard library's fork server does not serve: it imports the caller's `__main__` again and keeps
+the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
+
+No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
+the server, and the server ends when the socket to its parent closes.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+import cloudpickle
+
+from perf_helpers.lab import hardware, outcomes
+
+HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+# What the server imports, so that a clean process has it at no cost. bitsandbytes joins them only where there is no
+# device: importing it touches one.
+PRELOAD = (
+    "torch",
+    "torch.profiler",
+    "torch.distributed.launcher.api",
+    "numpy",
+    "datasets",
+    "accelerate",
+    "transformers",
+    "transformers.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "cloudpickle",
+    "perf_helpers.lab.worker",
+    "perf_helpers.lab.meters",
+    "perf_helpers.estimate.trace",
+)
+# Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
+# server's, nor the ranks that a clean process forks (torch's launcher looks).
+_NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# By default a thread of OpenMP that waits for another spins for milliseconds: on a machine with other work to do a step
+# then took 10 to 20 times as long (9.4 s instead of 0.4 s).
+_SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
+_NUMBER = struct.Struct("q")
+
+Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
+
+
+class Ended(Exception):
+    """The process ended without a result; `code` is its exit status, negative for a signal, None if unknown."""
+
+    def __init__(self, code: int | None):
+        super().__init__(code)
+        self.code = code
+
+
+# ------------------------------------------------------------------------------------------------ the server's parent
+
+
+class ForkServer:
+    """This process's fork server: started when it is first needed, replaced if it was killed, ended with this process.
+
+    A fork of this process has a server of its own.
+    """
+
+    def __init__(self):
+        self.measuring: set[int] = set()  # clean processes that are under a meter just now
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen | None = None
+        self._owner = 0  # the process that started it
+        self._forked: set[int] = set()  # by the server of now
+
+    def start(self) -> None:
+        """Start it, if there is none, without waiting for it."""
+        with self._lock:
+            if HAS_FORK and not (self._process and self._owner == os.getpid() and self._process.poll() is None):
+                self._begin()
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = {sys.path!r}\n"
+        code += f"from perf_helpers.lab.forkserver import serve; serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            env=_SHORT_SPINS | os.environ | _NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._socket, self._owner, self._forked = ours, os.getpid(), set()
+        atexit.register(self._end, self._process, ours, self._owner)
+
+    @staticmethod
+    def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:
+        control.close()
+        if owner == os.getpid():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Process id of a fresh fork that holds the descriptors (connection, output, errors)."""
+        try:
+            return self._asked_to_fork(descriptors)
+        except OSError:  # the server was killed: a new one
+            self._process = None
+            return self._asked_to_fork(descriptors)
+
+    def _asked_to_fork(self, descriptors: list[int]) -> int:
+        with self._lock:
+            self.start()
+            socket.send_fds(self._socket, [b"f"], descriptors)
+            self._forked.add(pid := self._answer())
+            return pid
+
+    def exit_code(self, pid: int) -> int | None:
+        """Collect an ended fork; None where the server that forked it is gone."""
+        with self._lock, contextlib.suppress(OSError, KeyError):
+            self._forked.remove(pid)
+            self._socket.sendall(b"w" + _NUMBER.pack(pid))
+            return self._answer()
+        return None
+
+    def _answer(self) -> int:
+        answer = b""
+        while len(answer) < _NUMBER.size:
+            part = self._socket.recv(_NUMBER.size - len(answer))
+            if not part:
+                raise OSError("the fork server has ended")
+            answer += part
+        return _NUMBER.unpack(answer)[0]
+
+
+SERVER = ForkServer()
+
+
+class CleanProcess:
+    """One clean process, from its start to its end. Use as a context manager: leaving it ends the process.
+
+    Args:
+        job: what it does; it travels by cloudpickle.
+        turn: (warm-up steps, steps in a turn): stop after each turn until `go`.
+        measured: whether a meter is on: `SERVER.measuring` tells others that can wait.
+    """
+
+    def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
+        self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
+        self.code: int | None = None
+        if HAS_FORK:
+            ours, theirs = socket.socketpair()
+            self.pid = SERVER.fork([theirs.fileno(), self.output.fileno(), self.errors.fileno()])
+            theirs.close()
+            self.channel = connection.Connection(ours.detach())
+        else:
+            self.channel, theirs = multiprocessing.Pipe()
+            self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(theirs,), daemon=False)
+            self._process.start()
+            self.pid = self._process.pid
+        if measured:
+            SERVER.measuring.add(self.pid)
+        try:
+            self._descriptor = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # not Linux: the end of the channel tells
+            self._descriptor = None
+        place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
+        with contextlib.suppress(BrokenPipeError):
+            self.channel.send((place, cloudpickle.dumps(job), turn))
+
+    def receive(self, timeout: float | None = None) -> tuple[str, Any]:
+        """The next message: ("step", n), ("turn", n) or ("result", what the job returned, or `outcomes.failed`).
+
+        Raises:
+            TimeoutError: nothing came within `timeout` seconds.
+            Ended: the process ended without a result.
+        """
+        watched = [self.channel] + ([self._descriptor] if self._descriptor is not None else [])
+        if not (ready := connection.wait(watched, timeout)):
+            raise TimeoutError
+        try:
+            if self.channel in ready or self.channel.poll():
+                kind, content = self.channel.recv()
+                return kind, cloudpickle.loads(content) if kind == "result" else content
+        except (EOFError, OSError):
+            pass
+        self.close()
+        raise Ended(self.code)
+
+    def go(self) -> None:
+        """Let it have its next turn."""
+        with contextlib.suppress(BrokenPipeError):
+            self.channel.send("go")
+
+    def printed(self) -> tuple[str, str]:
+        """What the process wrote to its standard output and errors so far."""
+        texts = []
+        for file in (self.output, self.errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return texts[0], texts[1]
+
+    def close(self) -> None:
+        """End the process and everything it started. Only ids of our own are signalled."""
+        if self.pid is None:
+            return
+        SERVER.measuring.discard(self.pid)
+        if HAS_FORK:
+            for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
+                with contextlib.suppress(OSError):
+                    kill(self.pid, signal.SIGKILL)
+            self.code = SERVER.exit_code(self.pid)
+        else:
+            self._process.kill()
+            self._process.join()
+            self.code = self._process.exitcode
+        self.pid = None
+        self.channel.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+# ----------------------------------------------------------------------------------------------------- the server
+
+
+def serve(descriptor: int) -> None:
+    """The fork server's loop: 'f' forks, 'w' waits for one, the end of the socket ends everything."""
+    _preload()
+    gc.collect()
+    gc.freeze()  # so that a fork's collector does not copy what it shares
+    control = socket.socket(fileno=descriptor)
+    parent, children = os.getppid(), set()
+    control.settimeout(2)
+    while True:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+        except TimeoutError:
+            if os.getppid() != parent:
+                break
+            continue
+        except OSError:
+            break
+        if message == b"f":
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _child(*descriptors)
+            for inherited in descriptors:
+                os.close(inherited)
+            children.add(pid)
+            control.sendall(_NUMBER.pack(pid))
+        elif message == b"w":
+            pid = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
+            children.discard(pid)
+            control.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        else:
+            break
+    for pid in children:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _preload() -> None:
+    """Import what jobs need; a module that this version of a library lacks is left out."""
+    for name in PRELOAD + (() if hardware.describe().gpus else ("bitsandbytes",)):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+# ------------------------------------------------------------------------------------------------ the clean process
+
+
+def _child(channel: int, output: int, errors: int) -> None:
+    """The first lines of a fork; does not return."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        _volunteer()
+        _main(connection.Connection(channel))
+        code = 0
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing happens)."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+
+
+def _volunteer() -> None:
+    """If memory runs out, the kernel should end the experiment and not the notebook."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("800")
+
+
+def _main(channel: connection.Connection) -> None:
+    """Receive where we are and what to do, do it, send what came of it."""
+    place, job, turn = channel.recv()
+    os.chdir(place["folder"])
+    os.environ.clear()
+    os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
+    sys.path[:] = place["path"]
+    on_step = _turns(channel, *turn) if turn else _reporter(channel)
+    try:
+        result = cloudpickle.dumps(cloudpickle.loads(job)(on_step))
+    except BaseException as error:  # whatever ended it, the caller gets a result
+        result = cloudpickle.dumps(outcomes.failed(error))
+    _flush()  # before the result: whoever gets it reads what was printed
+    channel.send(("result", result))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _reporter(channel) -> Callable[[int], None]:
+    last = 0.0
+
+    def on_step(number: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.3:  # seldom: a parent that wakes up takes time from the steps
+            last = time.monotonic()
+            channel.send(("step", number))
+
+    return on_step
+
+
+def _turns(channel, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
+    def on_step(number: int) -> None:
+        if number >= warmup_steps and (number - warmup_steps) % steps_per_turn == 0:
+            import torch
+
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            channel.send(("turn", number))
+            channel.recv()
+
+    on_step.takes_turns = True
+    return on_step

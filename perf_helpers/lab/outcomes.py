@@ -1,0 +1,89 @@
+"""What performing an experiment once, under one meter, yielded: figures, or the way in which it failed."""
+
+import dataclasses
+import os
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from perf_helpers.lab.runs import Memory, Timing
+from perf_helpers.unknown import NeedsValues
+
+
+class Invalid(ValueError):
+    """What the user asked for cannot be built, or cannot be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One experiment, performed once. Every figure is None where nobody asked for it."""
+
+    status: str = (
+        "ok"  # one of `runs.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
+    )
+    message: str = ""  # why it is not "ok"
+    memory: Memory | None = None
+    timing: Timing | None = None
+    losses: tuple[float, ...] | None = None  # of each optimizer step
+    value: Any = None  # what a function returned, as JSON holds it
+    ranks: tuple["Outcome", ...] = ()  # of a training on several processes, by rank; this one is then rank 0's
+    output: str = ""  # what was printed
+    errors: str = ""  # the end of what was written to the standard error
+    traceback: str = ""  # of the exception that ended it
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    def replace(self, **changes) -> "Outcome":
+        return dataclasses.replace(self, **changes)
+
+    def joined(self, later: "Outcome") -> "Outcome":
+        """What two meters say of one experiment: the later one's word counts where it has any, rank by rank."""
+        mine, its = _fields(self), {name: value for name, value in _fields(later).items() if value is not None}
+        ranks = later.ranks or self.ranks
+        if later.ranks and self.ranks:
+            ranks = tuple(a.joined(b) for a, b in zip(self.ranks, later.ranks, strict=True))
+        return Outcome(**mine | its | {"ranks": ranks})
+
+    def explained(self, categories: "Outcome") -> "Outcome":
+        """The memory with the categories of a second pass, on each rank; as it was where that pass failed."""
+        if not categories.ok:
+            return self
+        ranks = tuple(a.explained(b) for a, b in zip(self.ranks, categories.ranks, strict=True))
+        return self.replace(memory=self.memory.explained(categories.memory), ranks=ranks)
+
+
+def _fields(outcome: Outcome) -> dict[str, Any]:
+    """By name, and not deeper: `dataclasses.asdict` would take the figures apart."""
+    return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+
+
+_OUT_OF_MEMORY = ("out of memory", "defaultcpuallocator: can't allocate", "not enough memory")
+
+
+def failed(error: BaseException) -> Outcome:
+    """The outcome of an experiment that an exception ended."""
+    if isinstance(error, Invalid):
+        return Outcome("invalid", str(error))
+    if isinstance(error, NeedsValues):
+        return Outcome("needs values", str(error))
+    text = f"{type(error).__name__}: {error}".strip()
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
+    return Outcome(
+        status="out of memory" if named or any(words in text.lower() for words in _OUT_OF_MEMORY) else "crashed",
+        message=text.split("\n")[0][:1000] + where,
+        traceback="".join(traceback.format_exception(error))[-4000:],
+    )
+
+
+def died(code: int | None) -> Outcome:
+    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if unknown."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
+        reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
+        return Outcome("killed", f"the process was ended by {name}{reason}")
+    return Outcome("crashed", f"the process ended with exit code {code} and without a result")
