@@ -301,7 +301,7 @@ def trainer_gradient(task, micro_batch, steps, prepare=None):
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from transformers import PrinterCallback, Trainer
 
-    from perf_helpers import arguments
+    from perf_helpers.lab import Arguments
 
     taken = []
 
@@ -312,7 +312,7 @@ def trainer_gradient(task, micro_batch, steps, prepare=None):
     model = task.build_model()
     options = prepare(model) if prepare else {}
     with tempfile.TemporaryDirectory() as folder:
-        training = arguments.build(settings | {"max_grad_norm": 0.0}, folder)
+        training = Arguments(settings | {"max_grad_norm": 0.0}).build(folder)
         training._n_gpu = min(1, training.n_gpu)  # with several GPUs the Trainer would make a batch for each
         trainer = Trainer(model=model, args=training, train_dataset=task.dataset(), **options)
         trainer.remove_callback(PrinterCallback)

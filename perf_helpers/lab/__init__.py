@@ -4,8 +4,9 @@ Covers the machine, tasks and training arguments, the meters, processes, and run
 said of a run without running it (`perf_helpers.estimate`) and whether a statement holds (`perf_helpers.course`).
 """
 
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.runs import Ratio
 from perf_helpers.lab.task import PROFILES, Task
 
-__all__ = ["PROFILES", "Lab", "Ratio", "Task"]
+__all__ = ["PROFILES", "Arguments", "Lab", "Ratio", "Task"]
