@@ -31,6 +31,29 @@ class Category(StrEnum):
 
 
 CATEGORIES = tuple(Category)
+TENSOR_CATEGORIES = CATEGORIES[:-1]
+
+
+class Phase(StrEnum):
+    """What a training is doing, by the hooks of modules, of `backward` and of the optimizer's step."""
+
+    SETUP = "setup"  # before the first forward
+    BEFORE = "before"  # between a step and the next forward: data are loaded
+    FORWARD = "forward"
+    AFTER_FORWARD = "after forward"
+    BACKWARD = "backward"
+    AFTER_BACKWARD = "after backward"  # gradients are clipped
+    STEP = "step"
+    REDUCER = "reducer"  # DistributedDataParallel makes its buckets
+
+    __repr__ = str.__repr__
+
+    @property
+    def shown(self) -> str:
+        """As results have it: clipping belongs to the step, loading to the forward."""
+        if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
+            return Phase.FORWARD.value
+        return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
 
 
 class Record:
@@ -108,8 +131,8 @@ class Memory(Record):
 
 def explain(live: dict[str, int], total: int) -> dict[str, int]:
     """Bytes by category, and what no tensor shows, workspaces inside operations, so that the parts sum to `total`."""
-    seen = {category: live[category] for category in CATEGORIES[:-1]}
-    return seen | {"inside_operations": total - sum(seen.values())}
+    seen = {category: live[category] for category in TENSOR_CATEGORIES}
+    return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
 
 
 @dataclass(frozen=True, slots=True)

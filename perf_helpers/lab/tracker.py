@@ -1,0 +1,375 @@
+"""A training followed: its phases and modules, and every tensor's storage from birth to death with what it is for.
+
+The rules by which a storage gets its category stand in `Tracker`. It works on real tensors, for the memory meter, and
+on fake ones, for the estimate.
+"""
+
+import bisect
+import contextlib
+import functools
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
+
+# What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+}
+_SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage that lives, or did."""
+
+    bytes: int  # as the allocator rounds them
+    category: str  # of `Category`; may become known after the birth: a temporary turns out to be a gradient
+    operation: str  # that made it
+
+
+class Modules:
+    """Which module an operation belongs to, by its name in the model: in backward, the one whose forward made the node.
+
+    Autograd numbers its nodes as they are made, so that a module's nodes are those between two numbers.
+    """
+
+    def __init__(self):
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        # By how many backwards were running, for a checkpoint's second forward may be on a thread with its own count.
+        self._entered: list[tuple[list[int], list[str]]] = [([], [])]
+
+    def enter(self, module) -> None:
+        if not self._inside and id(module) not in self._names:
+            kind = type(module).__name__
+            self._names |= {id(part): name.removeprefix("module.") or kind for name, part in module.named_modules()}
+        self._inside.append(self._names.get(id(module)) or type(module).__name__)
+        self._note(self._inside[-1])
+
+    def leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+            self._note(self._inside[-1] if self._inside else "")
+
+    def enter_backward(self) -> None:
+        self._entered.append(([], []))
+
+    def leave_backward(self) -> None:
+        self._entered.pop()
+        if len(self._entered) == 1:
+            self._inside.clear()
+            self._entered = [([], [])]
+
+    def here(self) -> str:
+        """The module whose forward or backward runs now, "" outside of all."""
+        if self._inside or len(self._entered) == 1:
+            return self._inside[-1] if self._inside else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._entered[-2]
+        index = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        return names[index] if index >= 0 else ""
+
+    def _note(self, name: str) -> None:
+        numbers, names = self._entered[-1]
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        names.append(name)
+
+
+class Watcher:
+    """Marks the ends of the phases and follows nothing: watching with it changes no allocation."""
+
+    def __init__(self):
+        self.phase = Phase.SETUP
+        self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
+        self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
+        self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
+        self.modules = Modules()
+
+    def mark(self, label: str) -> None:
+        self.marks.append((label, len(self.log), len(self.operations)))
+
+    def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
+        """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
+
+    def born(self, tensor: Any, operation: str) -> None:
+        """Follow a tensor that no operation made."""
+
+
+class Tracker(Watcher, TorchDispatchMode):
+    """Births and deaths of storages in the order of the operations, each with a category.
+
+    The category follows from the phase in which a storage is born:
+
+    - from a module's forward to its backward, also where checkpointing runs the forward again inside backward: an
+      activation; if it is a cast of a weight, a weight copy
+    - in backward: a temporary, unless it ends up as a parameter's gradient
+    - in the optimizer's step: a temporary, unless it ends up in the optimizer's state
+    - before a forward: an input
+    - in DistributedDataParallel's reducer: a gradient
+    - else: a temporary
+
+    Args:
+        granularity: the allocator rounds each storage up to a multiple of these bytes.
+        device: type of the device whose memory is followed; what lies elsewhere (a batch on the host, say) is not.
+    """
+
+    def __init__(self, granularity: int = 1, device: str = "cpu"):
+        Watcher.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self.granularity, self.device = granularity, device
+        self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
+        self._scaled: weakref.ref | None = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.watch(function, args, kwargs)
+
+    def watch(self, function, args, kwargs):
+        """Carry out an operation and follow what it makes."""
+        self._see_number()
+        if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
+            function = _IN_PLACE[function]
+        result = self.execute(function, args, kwargs or {})
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, function, args, kwargs)
+        self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
+        if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
+            # A view that is changed in place: to ask for its history within the next operation, which may be the one
+            # that writes it, would wait for ever.
+            self._scaled = None if result._is_view() else weakref.ref(result)
+        return result
+
+    def _see_number(self):
+        """Autograd keeps the number by which a tensor was multiplied, as a tensor that no operation returned."""
+        if self._scaled is None:
+            return
+        result, self._scaled = self._scaled(), None
+        number = getattr(getattr(result, "grad_fn", None), "_saved_other", None)
+        if number is not None:
+            self.born(number, "a number kept for backward")
+
+    def execute(self, function, args, kwargs):
+        return function(*args, **kwargs)
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """The block that holds the tensor's storage, if it is followed."""
+        storage = self._storage(tensor)
+        found = self._blocks.get(storage._cdata) if storage is not None else None
+        return found[0] if found else None
+
+    def tag(self, tensor, category, keep=()):
+        for leaf in tree_iter(tensor):
+            if isinstance(leaf, torch.Tensor):
+                block = self.block(leaf)
+                if block is None and category == Category.WEIGHTS and (storage := self._storage(leaf)) is not None:
+                    self._follow(storage, category, "before")
+                elif block is not None and block.category not in keep:
+                    block.category = category
+
+    def mark(self, label):
+        self._see_number()
+        super().mark(label)
+
+    def born(self, tensor, operation):
+        storage = self._storage(tensor)
+        if storage is not None and storage._cdata not in self._blocks:
+            self._follow(storage, self._category(None, ()), operation)
+
+    def live(self, position: int) -> dict[str, int]:
+        """Bytes by category after the first `position` entries of the log."""
+        total = dict.fromkeys(TENSOR_CATEGORIES, 0)
+        for block, sign in itertools.islice(self.log, position):
+            total[block.category] += sign * block.bytes
+        return total
+
+    def _see(self, tensor, function, args, kwargs):
+        storage = self._storage(tensor)
+        if storage is None or storage._cdata in self._blocks or not storage.nbytes():
+            return
+        fresh = function is torch.ops.aten.lift_fresh.default or not any(
+            (own := self._storage(leaf)) is not None and own._cdata == storage._cdata
+            for value in (*args, *(kwargs or {}).values())
+            for leaf in (value if isinstance(value, list | tuple) else (value,))
+            if isinstance(leaf, torch.Tensor)
+        )
+        if fresh:  # else memory that is not the allocator's: numpy's, a mapped file's, another process's
+            self._follow(storage, self._category(function, args), name_of(function))
+
+    def _category(self, function, args) -> str:
+        if self.phase == Phase.REDUCER:
+            return Category.GRADIENTS
+        recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
+        if recorded or self.phase == Phase.FORWARD:
+            if function is torch.ops.aten._to_copy.default:
+                source = self.block(args[0])
+                if source is not None and source.category == Category.WEIGHTS:
+                    return Category.WEIGHT_COPIES
+            return Category.ACTIVATIONS
+        return Category.INPUTS if self.phase in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
+
+    def _storage(self, tensor: torch.Tensor):
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+            return None
+        return storage if storage.device.type == self.device else None
+
+    def _follow(self, storage, category, operation):
+        size = -(-storage.nbytes() // self.granularity) * self.granularity
+        block = Block(size, category, operation)
+        key, log, blocks = storage._cdata, self.log, self._blocks
+
+        def died(_):
+            blocks.pop(key, None)
+            log.append((block, -1))
+
+        self._blocks[key] = (block, weakref.ref(storage, died))
+        log.append((block, +1))
+
+
+@functools.cache
+def name_of(function) -> str:
+    """An operator's name, e.g. "aten.mm.default"."""
+    return str(function)
+
+
+def _in_place(function, target: Any, other: Any) -> bool:
+    """Whether autograd, unwatched, would do this in place.
+
+    It does where it holds the only reference (`InputBuffer::accumulate`, and the formulas that ask for
+    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the watched training
+    would have a tensor more than the unwatched one.
+    """
+    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor):
+        return False
+    if function is torch.ops.aten.add.Tensor:
+        if not isinstance(other, torch.Tensor) or other.shape != target.shape:
+            return False
+        # Four: autograd's own reference, and three of this call. A checkpointed segment holds one more to its result's.
+        if target._use_count() > 4:
+            return False
+    last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
+    # Two: the target's own reference, and the one just asked for.
+    return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
+
+
+@contextlib.contextmanager
+def watched(tracker: Watcher):
+    """Follow a training with a watcher or a tracker: global hooks find phases, parameters, gradients and states.
+
+    Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop.
+    """
+    state = {"modules": 0, "backwards": 0}
+    parameters: dict[int, torch.Tensor] = {}
+
+    def before_forward(module, _):
+        tracker.modules.enter(module)
+        if state["backwards"]:
+            return
+        if not state["modules"]:
+            if tracker.phase == Phase.SETUP:
+                tracker.mark("start")
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                parameters[id(tensor)] = tensor
+                tracker.tag(tensor, Category.WEIGHTS)
+            tracker.phase = Phase.FORWARD
+        state["modules"] += 1
+
+    def after_forward(module, _, __):
+        tracker.modules.leave()
+        if state["backwards"]:
+            return
+        state["modules"] -= 1
+        if not state["modules"]:
+            tracker.mark("forward")
+            tracker.phase = Phase.AFTER_FORWARD
+
+    plain_backward, plain_rng_state = torch.autograd.backward, torch.get_rng_state
+
+    def rng_state():  # checkpointing keeps one for each block; it is made below where operations are seen
+        state = plain_rng_state()
+        tracker.born(state, "get_rng_state")
+        return state
+
+    def backward(*args, **kwargs):
+        if not state["backwards"]:
+            tracker.mark("forward")
+            tracker.phase = Phase.BACKWARD
+        state["backwards"] += 1
+        tracker.modules.enter_backward()
+        try:
+            return plain_backward(*args, **kwargs)
+        finally:
+            state["backwards"] -= 1
+            tracker.modules.leave_backward()
+            if not state["backwards"]:
+                state["modules"] = 0
+                tag_gradients()
+                tracker.mark("backward")
+                tracker.phase = Phase.AFTER_BACKWARD
+
+    def tag_gradients():
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                tracker.tag(parameter.grad, Category.GRADIENTS)
+
+    def before_step(optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameters[id(parameter)] = parameter
+                tracker.tag(parameter, Category.WEIGHTS)
+        tag_gradients()
+        tracker.phase = Phase.STEP
+
+    def after_step(optimizer, *_):
+        kept = (Category.WEIGHTS, Category.GRADIENTS)
+        tracker.tag([*optimizer.state.values()], Category.OPTIMIZER_STATES, keep=kept)
+        tracker.mark("step")
+        tracker.phase = Phase.BEFORE
+
+    parallel = torch.nn.parallel.DistributedDataParallel
+    plain_parallel = {name: getattr(parallel, name) for name in ("__init__", "_pre_forward")}
+
+    def in_reducer(function):  # it makes its buckets, a second set of gradients, when it is built and once more later
+        def reducing(*args, **kwargs):
+            phase, tracker.phase = tracker.phase, Phase.REDUCER
+            try:
+                return function(*args, **kwargs)
+            finally:
+                tracker.phase = phase
+
+        return reducing
+
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(before_forward),
+        torch.nn.modules.module.register_module_forward_hook(after_forward, always_call=True),
+        register_optimizer_step_pre_hook(before_step),
+        register_optimizer_step_post_hook(after_step),
+    ]
+    torch.autograd.backward, torch.get_rng_state = backward, rng_state
+    for name, function in plain_parallel.items():
+        setattr(parallel, name, in_reducer(function))
+    try:
+        with tracker if isinstance(tracker, TorchDispatchMode) else contextlib.nullcontext():
+            yield parameters
+    finally:
+        torch.autograd.backward, torch.get_rng_state = plain_backward, plain_rng_state
+        for name, function in plain_parallel.items():
+            setattr(parallel, name, function)
+        for hook in hooks:
+            hook.remove()
