@@ -23,7 +23,7 @@ import torch
 
 from perf_helpers import Lab, Task, claims, doctor, exercises, hardware, plots, widgets
 from perf_helpers.estimate import estimate
-from perf_helpers.lab.task import PROFILES
+from perf_helpers.lab import PROFILES
 
 lab = Lab(profile, strict=strict, out=out, lesson="00_start_here")
 lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of the other lessons: a quick start

@@ -24,7 +24,7 @@ from transformers.optimization import Adafactor
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
 from perf_helpers.estimate import estimate
-from perf_helpers.lab.runs import Ratio
+from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="08_adafactor")
 

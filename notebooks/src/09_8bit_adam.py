@@ -24,7 +24,7 @@ from IPython.display import display
 from transformers import Trainer
 
 from perf_helpers import Lab, Task, claims, exercises, plots, widgets
-from perf_helpers.lab.runs import Ratio
+from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
 

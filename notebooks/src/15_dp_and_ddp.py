@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
-from perf_helpers.lab import links as network
+from perf_helpers import Lab, Task, claims, exercises, hardware, links, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="15_dp_and_ddp")
 gpus2 = hardware.supports("gpus2")[0]
@@ -233,8 +232,8 @@ def watch(task, bucket_bytes, link=None):
     return [[0, end - begin], *([moment - begin for moment in times] for _, times in sorted(buckets.times.items()))]
 
 
-missing = network.missing()
-with contextlib.nullcontext() if missing else network.link(400) as link:
+missing = links.missing()
+with contextlib.nullcontext() if missing else links.link(400) as link:
     watched = {}
     for name, size in {"one bucket": 1e12, "buckets of 2 MB": 2e6}.items():
         experiment = partial(watch, bucket_bytes=size, link=link)
@@ -282,13 +281,13 @@ def loop(task, samples, wrap=DDP, link=None, environment=(), turns=5):
     if ranks > 1:
         dist.init_process_group("nccl" if gpus2 else "gloo")
     model = wrap(model) if ranks > 1 or wrap is not DDP else model
-    optimizer, before = torch.optim.AdamW(model.parameters()), network.bytes_sent() or 0
+    optimizer, before = torch.optim.AdamW(model.parameters()), links.bytes_sent() or 0
     steps = turns + lab.profile.warmup_steps
     for _ in range(steps):
         model(**batch).loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"sent in a step": ((network.bytes_sent() or 0) - before) / steps}
+    return {"sent in a step": ((links.bytes_sent() or 0) - before) / steps}
 
 
 timed = lab.task if gpus2 else task
@@ -325,8 +324,8 @@ with contextlib.ExitStack() as links:
     if gpus2:
         ways = {"fast": {}, "slow": {"environment": {"NCCL_P2P_DISABLE": "1"}}}
     elif not missing:
-        ways = {"fast": {"link": links.enter_context(network.link())}}
-        ways["slow"] = {"link": links.enter_context(network.link(rate))}  # new
+        ways = {"fast": {"link": links.enter_context(links.link())}}
+        ways["slow"] = {"link": links.enter_context(links.link(rate))}  # new
     for name, way in ways.items():
         each = partial(loop, samples=4, turns=4, **way)
         over[name] = lab.run(each, f"{name} link", task=timed, processes=2, measure=("time",), samples_per_step=8)

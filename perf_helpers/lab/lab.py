@@ -15,9 +15,10 @@ from perf_helpers.lab import doctor, hardware, processes, progress, worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run
 from perf_helpers.lab.store import Store
-from perf_helpers.lab.task import Task, choose_profile
+from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -258,7 +259,7 @@ class Lab:
         quiet = bool(self.executor) or measure == ("none",)  # no progress from afar, nor without steps
         known = Outcome()
         with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
-            text = _BarText(bar, experiment.samples_per_step)
+            text = progress.BarText(bar, experiment.samples_per_step)
 
             def perform(meter: str) -> Outcome:
                 on_step = None if self.executor else text.on_step
@@ -412,23 +413,6 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
     return value
-
-
-class _BarText:
-    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
-
-    def __init__(self, bar, samples: int | None):
-        self._bar, self._peak, self._samples = bar, "", samples
-
-    def on_step(self, number: int) -> None:
-        self._bar.update(number - self._bar.n)
-        rate = self._bar.format_dict["rate"]
-        speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
-        self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
-
-    def measured(self, peak_bytes: int | None) -> None:
-        self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
-        self._bar.reset()  # its clock is for the steps that are timed
 
 
 def _give_pictures_words() -> None:

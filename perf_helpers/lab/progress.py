@@ -41,3 +41,20 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
 def percent(name: str):
     """A bar from 0 to 100 %."""
     return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
+
+
+class BarText:
+    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
+
+    def __init__(self, bar, samples: int | None):
+        self._bar, self._peak, self._samples = bar, "", samples
+
+    def on_step(self, number: int) -> None:
+        self._bar.update(number - self._bar.n)
+        rate = self._bar.format_dict["rate"]
+        speed = f"{rate * self._samples:.3g} samples/s" if rate and self._samples else ""
+        self._bar.set_postfix_str(", ".join(filter(None, (speed, self._peak))))
+
+    def measured(self, peak_bytes: int | None) -> None:
+        self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
+        self._bar.reset()  # its clock is for the steps that are timed

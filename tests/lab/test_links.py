@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from perf_helpers.lab import links as network
+from perf_helpers import links
 from perf_helpers.lab.lab import Lab
 
-needs_link = pytest.mark.skipif(network.missing() is not None, reason=f"this machine {network.missing()}")
+needs_link = pytest.mark.skipif(links.missing() is not None, reason=f"this machine {links.missing()}")
 
 
 def within(link, host, *command):
@@ -37,7 +37,7 @@ def gone(pid):
 @needs_link
 def test_either_end_is_shaped_and_the_machine_itself_is_untouched():
     before = os.listdir("/sys/class/net")
-    with network.link(200) as link, network.link() as other:
+    with links.link(200) as link, links.link() as other:
         for host in (0, 1):
             assert "tbf" in within(link, host, "tc", "qdisc", "show", "dev", "link0")
             assert "rate 200Mbit" in within(link, host, "tc", "qdisc", "show", "dev", "link0")
@@ -49,18 +49,18 @@ def test_either_end_is_shaped_and_the_machine_itself_is_untouched():
 @needs_link
 def test_two_ranks_meet_over_the_link_and_their_bytes_are_counted(tmp_path):
     lab = Lab("cpu", out=tmp_path, timeout=120)
-    with network.link(400) as link:
+    with links.link(400) as link:
 
         def send(task):
             import torch
 
             link.join()
             torch.distributed.init_process_group("gloo")
-            before = network.bytes_sent()
+            before = links.bytes_sent()
             payload = torch.full((1_000_000,), 1.0)
             torch.distributed.all_reduce(payload)
             torch.distributed.barrier()  # the other one is done: nothing waits in the socket any more
-            return [payload[0].item(), network.bytes_sent() - before]
+            return [payload[0].item(), links.bytes_sent() - before]
 
         run = lab.run(send, measure=("none",), processes=2)
     assert run.ok, run.message
@@ -72,7 +72,7 @@ def test_two_ranks_meet_over_the_link_and_their_bytes_are_counted(tmp_path):
 
 @needs_link
 def test_an_error_inside_removes_the_link():
-    with pytest.raises(KeyboardInterrupt), network.link(100) as link:
+    with pytest.raises(KeyboardInterrupt), links.link(100) as link:
         raise KeyboardInterrupt
     assert all(gone(pid) for pid in link.holders)
 
@@ -80,8 +80,8 @@ def test_an_error_inside_removes_the_link():
 @needs_link
 def test_a_killed_program_leaves_nothing_behind():
     code = """
-        from perf_helpers import network
-        with network.link(100) as link:
+        from perf_helpers import links
+        with links.link(100) as link:
             print(*link.holders, flush=True)
             import time; time.sleep(600)
     """
@@ -94,16 +94,16 @@ def test_a_killed_program_leaves_nothing_behind():
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(network.sys, "platform", "darwin")
-    with pytest.raises(network.Unavailable, match="needs Linux"), network.link():
+    monkeypatch.setattr(links.sys, "platform", "darwin")
+    with pytest.raises(network.Unavailable, match="needs Linux"), links.link():
         pass
-    monkeypatch.setattr(network.sys, "platform", "linux")
+    monkeypatch.setattr(links.sys, "platform", "linux")
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000, raising=False)
-    with pytest.raises(network.Unavailable, match="needs root"), network.link():
+    with pytest.raises(network.Unavailable, match="needs root"), links.link():
         pass
     monkeypatch.setattr(network.os, "geteuid", lambda: 0, raising=False)
     monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(network.Unavailable, match="needs the commands tc"), network.link():
+    with pytest.raises(network.Unavailable, match="needs the commands tc"), links.link():
         pass
 
 
@@ -114,15 +114,15 @@ def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(network, "_lacking", lambda: None)
-    with pytest.raises(network.Unavailable, match=r"unshare says: .*Operation not permitted"), network.link():
+    with pytest.raises(network.Unavailable, match=r"unshare says: .*Operation not permitted"), links.link():
         pass
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, "200", float("nan")])
 def test_a_speed_is_a_positive_number(rate):
-    with pytest.raises(ValueError, match="positive number"), network.link(rate):
+    with pytest.raises(ValueError, match="positive number"), links.link(rate):
         pass
 
 
 def test_bytes_of_a_device_that_is_not_there_are_unknown():
-    assert network.bytes_sent("no-such-device") is None
+    assert links.bytes_sent("no-such-device") is None
