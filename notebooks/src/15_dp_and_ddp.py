@@ -320,12 +320,12 @@ _ = axes.set_xticks([1, 2])
 
 # %%
 rate, ways, over, matters = 200, {}, {}, None  # Mbit/s
-with contextlib.ExitStack() as links:
+with contextlib.ExitStack() as stack:
     if gpus2:
         ways = {"fast": {}, "slow": {"environment": {"NCCL_P2P_DISABLE": "1"}}}
     elif not missing:
-        ways = {"fast": {"link": links.enter_context(links.link())}}
-        ways["slow"] = {"link": links.enter_context(links.link(rate))}  # new
+        ways = {"fast": {"link": stack.enter_context(links.link())}}
+        ways["slow"] = {"link": stack.enter_context(links.link(rate))}  # new
     for name, way in ways.items():
         each = partial(loop, samples=4, turns=4, **way)
         over[name] = lab.run(each, f"{name} link", task=timed, processes=2, measure=("time",), samples_per_step=8)

@@ -95,15 +95,15 @@ def test_a_killed_program_leaves_nothing_behind():
 
 def test_what_is_missing_is_said_in_words(monkeypatch):
     monkeypatch.setattr(links.sys, "platform", "darwin")
-    with pytest.raises(network.Unavailable, match="needs Linux"), links.link():
+    with pytest.raises(links.Unavailable, match="needs Linux"), links.link():
         pass
     monkeypatch.setattr(links.sys, "platform", "linux")
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000, raising=False)
-    with pytest.raises(network.Unavailable, match="needs root"), links.link():
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000, raising=False)
+    with pytest.raises(links.Unavailable, match="needs root"), links.link():
         pass
-    monkeypatch.setattr(network.os, "geteuid", lambda: 0, raising=False)
-    monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(network.Unavailable, match="needs the commands tc"), links.link():
+    monkeypatch.setattr(links.os, "geteuid", lambda: 0, raising=False)
+    monkeypatch.setattr(links.shutil, "which", lambda name: None if name == "tc" else name)
+    with pytest.raises(links.Unavailable, match="needs the commands tc"), links.link():
         pass
 
 
@@ -113,8 +113,8 @@ def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
     fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(network, "_lacking", lambda: None)
-    with pytest.raises(network.Unavailable, match=r"unshare says: .*Operation not permitted"), links.link():
+    monkeypatch.setattr(links, "_lacking", lambda: None)
+    with pytest.raises(links.Unavailable, match=r"unshare says: .*Operation not permitted"), links.link():
         pass
 
 
