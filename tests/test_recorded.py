@@ -145,9 +145,9 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(speeds, "RECORDED", tmp_path)
     assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
-    assert speeds._nearest(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
+    assert speeds.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
     measured.unlink()
-    assert results.recorded(tmp_path) == {} and speeds._nearest(None, "cuda", (8, 0)) is None
+    assert results.recorded(tmp_path) == {} and speeds.nearest_recorded(None, "cuda", (8, 0)) is None
 
 
 def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):

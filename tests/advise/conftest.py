@@ -1,0 +1,100 @@
+"""A formula in place of the estimate, so that a search can be held against every answer, and runs with speeds."""
+
+import dataclasses
+import types
+from pathlib import Path
+
+import pytest
+
+from perf_helpers import Task, hardware
+from perf_helpers.advise import advise, speeds
+from perf_helpers.lab.runs import Memory, Run, Timing
+
+MB = 10**6
+
+
+def synthetic(task, *, device="cpu", processes=1, compute_capability=None, **arguments):
+    """An estimate by formula: weights and gradients of 100 MB each, states by optimizer, activations by tokens."""
+    states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
+    size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))
+    activations = size * task.length() * MB // (40 if arguments.get("gradient_checkpointing") else 4) // (1 + half)
+    several = arguments["gradient_accumulation_steps"] > 1
+    forward = {"weights": 100 * MB, "gradients": 100 * MB * several, "optimizer_states": states}
+    forward |= {"activations": activations}
+    update = {"weights": 100 * MB, "gradients": 100 * MB, "optimizer_states": states, "activations": 0}
+    peak = max(forward, update, key=lambda parts: sum(parts.values()))
+    memory = Memory(sum(peak.values()), "estimated", breakdown=peak, phase_breakdowns={"step": update})
+    memory = dataclasses.replace(memory, peak_phase="forward" if peak is forward else "step")
+    return types.SimpleNamespace(memory=memory, peak_bytes=memory.peak_bytes, assumptions=())
+
+
+@pytest.fixture
+def task():
+    return Task("bert-tiny", seq_len=32)
+
+
+@pytest.fixture
+def formula(task):
+    """The formula's peak of the task, in bytes."""
+    return lambda **arguments: synthetic(task, **arguments).peak_bytes
+
+
+@pytest.fixture
+def machine():
+    """Whose advice is asked for: never the machine that the tests run on."""
+    return hardware.Machine("a CPU, 2 cores", "cpu", cpu_cores=2, cpu_features=("avx2",))
+
+
+@pytest.fixture
+def native(machine):
+    """The same with a CPU that computes in bf16."""
+    features = ("avx2", "avx512_bf16", "amx_bf16")
+    return dataclasses.replace(machine, name="a server's CPU, 2 cores", cpu_features=features)
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """The formula in place of the estimate, no recorded runs; the arguments that were asked for."""
+    asked = []
+
+    def estimate(task, **options):
+        asked.append(options)
+        return synthetic(task, **options)
+
+    monkeypatch.setattr("perf_helpers.advise.peaks.estimate", estimate)
+    monkeypatch.setattr(speeds, "RECORDED", Path("nowhere"))
+    return asked
+
+
+@pytest.fixture
+def ask(task, machine, followed):
+    """`advise` with what the tests have in common: 1 GB of memory and 64 samples a step unless told otherwise."""
+    default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine}
+    return lambda **options: advise(options.pop("task", task), **default | options)
+
+
+@pytest.fixture
+def timed(task, machine):
+    """Makes a run of the machine that took this many samples a second, so many minutes after midnight."""
+
+    def made(speed, minute, **arguments):
+        return Run(
+            "r",
+            "ok",
+            arguments={"per_device_train_batch_size": 4} | arguments,
+            task=dataclasses.asdict(task),
+            timing=Timing(1.0, 0.0, 5, 1, speed),
+            losses=(1.0,),
+            machine={"name": machine.name},
+            date=f"2026-01-01T00:{minute:02}:00+00:00",
+        )
+
+    return made
+
+
+@pytest.fixture
+def pairs(timed):
+    """Makes runs in turns: the plain one at 10 samples a second, the one with these arguments at `speed`."""
+    return lambda speed, count=3, **arguments: [
+        run for n in range(count) for run in (timed(10.0, 2 * n), timed(speed, 2 * n + 1, **arguments))
+    ]

@@ -1,0 +1,77 @@
+"""The search: the largest size that fits, by few looks, and what it makes of a family without looking."""
+
+import random
+
+import pytest
+
+from perf_helpers.advise import search
+
+MB = 10**6
+
+
+@pytest.mark.parametrize("memory", range(340, 1200, 60))
+def test_every_recipe_takes_the_largest_micro_batch_that_fits(ask, followed, formula, memory):
+    advice = ask(memory=memory * MB, most=99)
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    assert advice.recipes
+    for recipe in advice.recipes:
+        names = {name: value for name, value in recipe.arguments.items() if "size" not in name and "steps" not in name}
+        peaks = {n: formula(**names, per_device_train_batch_size=n, gradient_accumulation_steps=64 // n) for n in sizes}
+        assert recipe.arguments["per_device_train_batch_size"] == max(n for n in sizes if peaks[n] <= memory * MB)
+        assert recipe.needed_bytes == peaks[recipe.arguments["per_device_train_batch_size"]]
+    assert 0 < len(followed) == advice.estimates <= 16
+
+
+def test_one_micro_batch_may_fit_where_several_do_not(ask):
+    """Their gradients, 100 MB, wait during the next forward, whose activations take 8 MB a sample."""
+    advice = ask(memory=404 * MB, effective_batch=4, must={"optim": "adamw_torch_fused"}, avoid=["checkpointing"])
+    assert [recipe.arguments["gradient_accumulation_steps"] for recipe in advice.recipes] == [1]
+
+
+def test_a_bend_in_the_peak_does_not_mislead_the_search():
+    def bent(size):
+        return max(1000, 20 * size + 100, 50 * size - 3000)
+
+    def counted(size):
+        asked.append(size)
+        return bent(size)
+
+    for limit in range(1000, 9000, 200):
+        asked = []
+        index = search.Search(range(1, 257), counted, limit).run()
+        assert index + 1 == max(size for size in range(1, 257) if bent(size) <= limit)
+        assert len(asked) < 12
+
+
+def test_on_any_convex_curve_the_search_finds_the_largest_size_that_fits():
+    rng = random.Random(1)
+    for _ in range(300):
+        lines = [(rng.uniform(0, 50), rng.uniform(0, 5000)) for _ in range(5)]
+        sizes = range(1, rng.randrange(2, 300))
+        needed = [round(max(slope * size + rest for slope, rest in lines)) for size in sizes]
+        limit = rng.randrange(min(needed) - 100, max(needed) + 100)
+        index = search.Search(sizes, lambda size, needed=needed: needed[size - 1], limit).run()
+        assert index == sum(peak <= limit for peak in needed) - 1
+
+
+def test_the_search_ends_whatever_it_is_told():
+    rng = random.Random(0)
+    for _ in range(500):
+        sizes, asked = range(1, rng.randrange(2, 300)), []
+
+        def anything(size, asked=asked):
+            asked.append(size)
+            return rng.randrange(1000)
+
+        slope, outlier = rng.choice([None, 0.0, -3.0, 5.0]), rng.choice([None, sizes[-1]])
+        found = search.Search(sizes, anything, rng.randrange(1000), slope, outlier=outlier)
+        index = found.run(low=rng.choice([-1, -1, 0]), first=rng.choice([None, 0]))
+        assert -1 <= index < len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
+
+
+def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, monkeypatch):
+    whole = ask(memory=450 * MB, most=99)
+    monkeypatch.setattr(search, "seconds_left", lambda _: 0.0)
+    late = ask(memory=450 * MB, most=99)
+    assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
+    assert any("time was up" in note and "not looked at" in note for note in late.notes)

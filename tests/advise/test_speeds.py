@@ -1,0 +1,79 @@
+"""Speed: what was measured here, else on the nearest recorded machine, else by the guides; what nobody measured."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from perf_helpers.advise import speeds
+from perf_helpers.lab.runs import Timing
+from perf_helpers.unknown import Unknown
+
+MB = 10**6
+
+
+@pytest.fixture
+def recorded(followed, monkeypatch):
+    """The recorded runs of this repository count."""
+    monkeypatch.setattr(speeds, "RECORDED", Path(__file__).resolve().parents[2] / "results")
+
+
+@pytest.fixture
+def by_name(ask):
+    """The speed of each recipe; 8-bit Adam aside, whose speed on a CPU nobody measured."""
+    return lambda runs, memory=420: {
+        recipe.name: recipe.speed
+        for recipe in ask(memory=memory * MB, avoid=["adamw_bnb_8bit"], runs=list(runs)).recipes
+    }
+
+
+SILENT = {"AdamW, 2 x 32": 1.0, "checkpointing, AdamW, 64 x 1": None, "Adafactor, 16 x 4": None}
+
+
+def test_speed_is_what_runs_of_this_machine_say_and_unknown_where_they_are_silent(by_name, pairs):
+    assert by_name([]) == SILENT
+    slower = by_name(pairs(5.0, gradient_checkpointing=True))
+    assert slower["checkpointing, AdamW, 64 x 1"] == 0.5 and slower["Adafactor, 16 x 4"] is None
+    assert by_name(pairs(5.0, count=2, gradient_checkpointing=True)) == SILENT, "two pairs are not told from noise"
+    alike = by_name(pairs(9.0, gradient_checkpointing=True))
+    assert alike["checkpointing, AdamW, 64 x 1"] == 1.0, "10 % is too small to tell"
+
+
+def test_a_smaller_micro_batch_has_the_speed_that_was_measured_of_it(by_name, pairs, timed):
+    one_by_four = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    small = [run for n in range(3) for run in (timed(10.0, 2 * n), timed(4.0, 2 * n + 1, **one_by_four))]
+    known = by_name(small + pairs(10.0, optim="adafactor"), memory=410)
+    assert known["AdamW, 1 x 64"] == 0.4 and known["Adafactor, 16 x 4"] == 1.0
+
+
+def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
+    runs = pairs(5.0, optim="adafactor")
+    assert by_name(runs)["Adafactor, 16 x 4"] == 0.5
+    for change, why in [
+        ({"machine": {"name": "another"}}, "another machine's"),
+        ({"timing": Timing(*[Unknown()] * 5)}, "of a rehearsal nobody knows the time"),
+        ({"losses": None, "value": 1}, "of a function, not of the Trainer"),
+        ({"status": "crashed"}, "crashed"),
+    ]:
+        assert by_name([dataclasses.replace(run, **change) for run in runs]) == SILENT, why
+
+
+def test_it_is_said_where_nobody_measured(ask):
+    (_, recipe, *_) = ask(memory=420 * MB, avoid=["adamw_bnb_8bit"]).recipes
+    assert "checkpointing: not measured here" in recipe.speed_source
+
+
+def test_where_nothing_ran_here_the_nearest_recorded_machine_speaks(recorded, ask):
+    found = {recipe.name: recipe for recipe in ask(memory=420 * MB).recipes}
+    source = " ".join(found["checkpointing, AdamW, 64 x 1"].speed_source)
+    assert 0.6 < found["checkpointing, AdamW, 64 x 1"].speed < 0.7 and "recorded on AMD EPYC, 2 cores" in source
+    assert found["Adafactor, 16 x 4"].speed == 1.0 and "too small" in " ".join(found["Adafactor, 16 x 4"].speed_source)
+
+
+def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
+    advice = ask(memory="4GB", device="cuda", most=99)
+    sources = {source for recipe in advice.recipes for source in recipe.speed_source}
+    assert sources and not any("recorded on" in source for source in sources)
+    assert any("fp16-faster of the 2023 guide, V100-SXM2 16 GB" in source for source in sources)
+    free = 4 * 10**9 - 1341 * 2**20
+    assert all(recipe.peak_bytes + recipe.headroom_bytes == free for recipe in advice.recipes)
