@@ -69,7 +69,6 @@ class Lab:
         self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
         self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
-        progress.show(not self.out)  # results are written where nobody looks on
         if executor is None:
             SERVER.start()
         _give_pictures_words()
@@ -218,7 +217,7 @@ class Lab:
         try:
             if self._patience <= 0:
                 raise TimeoutError("earlier ones took too long, this one was not waited for")
-            with processes.within(min(seconds, self._patience)):
+            with processes.within(min(seconds, self._patience)), progress.hidden(bool(self.out)):
                 return question(*arguments, **options)
         except Exception as error:
             self._patience -= time.monotonic() - began
@@ -256,7 +255,7 @@ class Lab:
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
         """What is known of the experiment after each of the meters, until one of them fails."""
-        quiet = bool(self.executor) or measure == ("none",)  # no progress from afar, nor without steps
+        quiet = self._is_unwatched or measure == ("none",)  # without a meter there are no steps to tell
         known = Outcome()
         with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
             text = progress.BarText(bar, experiment.samples_per_step)
@@ -323,8 +322,8 @@ class Lab:
         experiments = (self._experiments[run.id] for run in (baseline, other))
         pair = [each.replace(arguments=_endless(each), threads=1 if on_cpu else None) for each in experiments]
         together = on_cpu or self._fit_together(baseline, other)
-        name, quiet = f"{baseline.name} and {other.name} in turns", bool(self.executor)
-        with progress.bar(name, 2 * turns, "turn", quiet=quiet) as bar:
+        name = f"{baseline.name} and {other.name} in turns"
+        with progress.bar(name, 2 * turns, "turn", quiet=self._is_unwatched) as bar:
             outcome = self._perform(
                 processes.alternate,
                 *pair,
@@ -342,6 +341,11 @@ class Lab:
         per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
         pairs = [a / b * per_sample for a, b in zip(outcome.first, outcome.second, strict=True)]
         return self.ratio(pairs, baseline, other)
+
+    @property
+    def _is_unwatched(self) -> bool:
+        """Whether no bars are shown: experiments run elsewhere, or results are written where nobody looks on."""
+        return bool(self.executor or self.out)
 
     def _on_cpu(self, *runs: Run) -> bool:
         """Whether one of these runs computed on the CPU, which a machine with a GPU has too: it was told to, or there

@@ -4,15 +4,20 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
-_hidden = False
-_open = threading.Lock()  # held while a bar is shown: what is done inside shows none of its own
+_hidden: ContextVar[bool] = ContextVar("hidden", default=False)
+_open = threading.Lock()  # held while a bar is shown: a terminal has room for one, what is done inside shows none
 
 
-def show(wanted: bool) -> None:
-    """Whether bars are shown from now on: in a notebook that is executed from afar they would stay at 0 %."""
-    global _hidden
-    _hidden = not wanted
+@contextlib.contextmanager
+def hidden(wanted: bool = True) -> Iterator[None]:
+    """No bars inside this context, if wanted: in a notebook that is executed from afar they would stay at 0 %."""
+    token = _hidden.set(wanted or _hidden.get())
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
 
 
 @contextlib.contextmanager
@@ -27,7 +32,7 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
 
     looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
     own = threading.current_thread() is threading.main_thread()
-    seen = looked_at and own and not (quiet or _hidden) and _open.acquire(blocking=False)
+    seen = looked_at and own and not (quiet or _hidden.get()) and _open.acquire(blocking=False)
     shown = tqdm(total=total, desc=name, unit=unit, leave=False, disable=not seen, file=sys.stderr, **options)
     try:
         yield shown
@@ -44,7 +49,11 @@ def percent(name: str):
 
 
 class BarText:
-    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known."""
+    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known.
+
+    Args:
+        samples: that one step sees; None: not known.
+    """
 
     def __init__(self, bar, samples: int | None):
         self._bar, self._peak, self._samples = bar, "", samples

@@ -22,9 +22,7 @@ def terminal(monkeypatch):
     """What the bars take for the terminal of errors; pytest has its own in place of sys.stderr."""
     system = SimpleNamespace(modules={}, stderr=Terminal())
     monkeypatch.setattr(progress, "sys", system)
-    progress.show(True)
-    yield system.stderr
-    progress.show(True)
+    return system.stderr
 
 
 def test_a_bar_tells_how_far_it_is_and_goes_away(terminal):
@@ -60,11 +58,10 @@ def test_a_bar_is_closed_by_an_error_too(terminal):
 def test_nothing_is_drawn_where_nobody_looks(terminal, monkeypatch, where):
     if where == "in a file":
         monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
-    progress.show(where != "hidden")
     bars = []
 
     def work():
-        with progress.bar("training", 2, quiet=where == "quiet") as bar:
+        with progress.hidden(where == "hidden"), progress.bar("training", 2, quiet=where == "quiet") as bar:
             bar.update(1)
             bar.set_postfix_str("peak 3 MB")
             bar.reset()
@@ -89,3 +86,13 @@ def test_what_takes_long_shows_a_bar(terminal, tmp_path, monkeypatch):
     shown = {line.partition(":")[0] for line in terminal.getvalue().split("\r")} - {""}
     names = {line for line in shown if line.strip()}
     assert names == {"one", "other", "one and other in turns", "estimating bert-tiny", "advising"}
+
+
+def test_a_lab_that_writes_results_hides_its_own_bars_and_nobody_elses(terminal, tmp_path):
+    unwatched, task = Lab("cpu", out=tmp_path), Task("bert-tiny", seq_len=16, dataset_size=40)
+    unwatched.train("unwatched", task=task, steps=2, measure="time")
+    unwatched.foresee(estimate, task, device="cpu")
+    assert terminal.getvalue() == ""
+    Lab("cpu", out=tmp_path / "other")
+    with progress.bar("mine", 1) as bar:
+        assert not bar.disable
