@@ -20,7 +20,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from perf_helpers import claims, plots
+from perf_helpers import plots
+from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
@@ -169,7 +170,7 @@ def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") 
     """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
     found = {name: {claim["id"]: claim for claim in decided} for name, decided in columns.items()}
     lines = _head("lesson", "claim", "the guides say", *columns)
-    for claim in sorted(claims.load().values(), key=lambda claim: claim.lesson):
+    for claim in sorted(load().values(), key=lambda claim: claim.lesson):
         decisions = [decided.get(claim.id) for decided in found.values()]
         if any(decisions):
             guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
@@ -181,7 +182,7 @@ def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") 
 def _count(decided: list[dict]) -> str:
     """ "52 claims: 36 hold, 7 refuted, 9 not testable here"; a verdict that no claim has is left out."""
     number = Counter(claim["verdict"] for claim in decided)
-    words = {verdict: "hold" if verdict == claims.Verdict.HOLDS else str(verdict) for verdict in claims.Verdict}
+    words = {verdict: "hold" if verdict is Verdict.HOLDS else str(verdict) for verdict in Verdict}
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
 
 
@@ -227,7 +228,7 @@ def _line(*cells: str) -> str:
 
 
 def _cell(decision: dict) -> str:
-    if decision["verdict"] == claims.Verdict.NOT_TESTABLE:
+    if decision["verdict"] == Verdict.NOT_TESTABLE:
         return "not testable here"
     return f"**{decision['verdict']}** ({measured_text(decision)})"
 

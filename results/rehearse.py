@@ -15,7 +15,8 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from perf_helpers import claims, hardware
+from perf_helpers import hardware
+from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.runs import Run
@@ -136,8 +137,8 @@ def decided(course: Path, card: Card) -> dict:
     data = load_results(course)
     if not data["machine"].get("rehearsed") or data["machine"]["name"] != f"rehearsed {card.name}":
         raise ValueError(f"{course} is a course of {data['machine']['name']}, not rehearsed on {card.name}")
-    ledger, undecided = claims.load(), claims.Verdict.NOT_TESTABLE
-    found = [claim for claim in data["claims"] if ledger[claim["id"]].decided_by == "memory"]
+    rows, undecided = ledger.load(), ledger.Verdict.NOT_TESTABLE
+    found = [claim for claim in data["claims"] if rows[claim["id"]].decided_by == "memory"]
     kept = ("id", "lesson", "verdict", "as_expected", "value", "interval", "quantity", "note")
     taken = [{name: claim[name] for name in kept} for claim in found if claim["verdict"] != undecided]
     return {name: data[name] for name in ("profile", "date", "versions")} | {"claims": taken}

@@ -109,6 +109,13 @@ def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, tmp_path
     assert build.main([]) == 0 and (tmp_path / stale).read_text() == made
 
 
+def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
+    recorded = json.loads((RESULTS / "overhead.json").read_text())
+    told = (RESULTS.parent / "CONTRIBUTING.md").read_text()
+    assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told
+    assert recorded["interval"][0] <= recorded["ratio"] <= recorded["interval"][1]
+
+
 # ---- rehearsals
 
 

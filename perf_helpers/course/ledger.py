@@ -1,0 +1,185 @@
+"""The ledger: every statement of the guides about memory and speed, read from claims.toml and checked field by field.
+
+Notable: the checks are written out rather than declared to a validation library. Most of them are about two fields at
+once (a rule's direction and its threshold, a machine and the verdicts expected of it), and each message names the
+claim and the field, and says what to write there.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+
+from perf_helpers.lab import hardware
+from perf_helpers.lab.profiles import PROFILES
+from perf_helpers.texts import number_text
+
+LEDGER = Path(__file__).with_name("claims.toml")
+WHERE = hardware.FEATURES  # what a claim may need of a machine
+DECIDED_BY = ("memory", "time", "values")
+DIRECTIONS = ("below", "above", "between", "equal")
+GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
+LESSONS_WITHOUT_CLAIMS = ("20",)  # the only ones that may finish without having checked anything
+
+Need = Callable[[object, str, str], None]  # need(what must be true, field, what to write there), or it raises
+
+
+class Verdict(StrEnum):
+    """What a measurement says of a claim."""
+
+    HOLDS = "holds"
+    REFUTED = "refuted"
+    TOO_SMALL = "too small to tell"
+    NOT_TESTABLE = "not testable here"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What the guides say, and where."""
+
+    source: str
+    value: float | None = None  # in the unit of the claim's quantity; None where the guides give no figure
+    text: str | None = None  # the figure in the guides' own words
+    hardware: str | None = None  # on which they measured it
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One row of the ledger. The header of claims.toml explains the fields to whoever writes a row."""
+
+    id: str
+    section: str
+    lesson: str  # two digits
+    says: str  # the statement, paraphrased
+    where: str  # the machine it needs, one of WHERE
+    guide: Guide
+    quantity: str | None = None  # what is measured, over what, in which unit; None for a text claim, as in what follows
+    decided_by: str | None = None  # one of DECIDED_BY
+    direction: str | None = None  # one of DIRECTIONS
+    threshold: float | tuple[float, float] | None = None  # in the unit of the quantity; (low, high) for "between"
+    tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
+    refuted_from: float | None = None  # in the unit of the quantity; None: from the threshold on
+    expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or a profile of GPUs
+    reason: str | None = None  # why it is refuted today
+    since: str | None = None  # the version that changed it
+    thread: str | None = None  # where that was discussed
+
+    def threshold_text(self) -> str:
+        """The rule in words, e.g. "below 0.9, refuted from 1"; empty for a text claim."""
+        if self.direction == "between":
+            return "between {} and {}".format(*map(number_text, self.threshold))
+        if self.direction == "equal":
+            margin = f"{100 * self.tolerance:g} %" if self.threshold else f"{self.tolerance:g}"
+            return f"equal to {number_text(self.threshold)}" + (f", within {margin}" if self.tolerance else "")
+        refuted = "" if self.refuted_from is None else f", refuted from {number_text(self.refuted_from)}"
+        return f"{self.direction} {number_text(self.threshold)}{refuted}" if self.direction else ""
+
+
+def load(path: str | Path | None = None) -> dict[str, Claim]:
+    """Read the ledger (claims.toml by default) and check all of it.
+
+    Returns:
+        The claims by id, in the order of the file.
+
+    Raises:
+        ValueError: names the claim and the field that is wrong, and says what to write there.
+    """
+    claims: dict[str, Claim] = {}
+    for table in tomllib.loads(Path(path or LEDGER).read_text(encoding="utf-8")).get("claim", []):
+        claim = _read(table)
+        if claim.id in claims:
+            raise ValueError(f"claim {claim.id!r}, field 'id': written twice; give one of the two another id")
+        claims[claim.id] = claim
+    if not claims:
+        raise ValueError(f"{path or LEDGER} holds no [[claim]] table: a ledger has at least one")
+    return claims
+
+
+def _read(table: dict) -> Claim:
+    """One [[claim]] table, checked: what every claim has, then what a claim with something to measure has."""
+
+    def need(met: object, name: str, what_to_write: str) -> None:
+        if not met:
+            raise ValueError(f"claim {table.get('id', '(without id)')!r}, field {name!r}: {what_to_write}")
+
+    _check_texts(table, need)
+    _check_guide(table.get("guide"), need)
+    values = table | {"guide": Guide(**table["guide"])}
+    if table["where"] == "text":
+        for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "refuted_from", "expected"):
+            need(name not in table, name, "a text claim has nothing to measure; leave it out")
+        return Claim(**values)
+    _check_rule(table, need)
+    _check_expected(table, need)
+    if table["direction"] == "between":
+        values["threshold"] = tuple(table["threshold"])
+    values["expected"] = {kind: tuple(map(Verdict, verdicts)) for kind, verdicts in table["expected"].items()}
+    return Claim(**values)
+
+
+def _check_texts(table: dict, need: Need) -> None:
+    """No unknown field; a text wherever one belongs; the lesson and the machine are of those that there are."""
+    measured = [] if table.get("where") == "text" else ["quantity", "direction"]
+    explained = [name for name in ("reason", "since", "thread") if name in table]
+    _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
+    need(re.fullmatch(r"\d\d", table["lesson"]), "lesson", "two digits are needed, as in '05'")
+    need(table["where"] in WHERE, "where", f"{table['where']!r} is none of {', '.join(WHERE)}")
+
+
+def _check_guide(guide: object, need: Need) -> None:
+    """A source; a figure, where there is one, stands with the guides' words and their hardware."""
+    need(isinstance(guide, dict), "guide", "write guide.source = '...', and guide.value where there is a figure")
+    with_a_figure = ["text", "hardware"] if "value" in guide else []
+    _check_names(guide, Guide, ["source", *with_a_figure], "guide.", need)
+    need(_is_number(guide.get("value", 0)), "guide.value", "a finite number is needed, or none at all")
+
+
+def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
+    """What is given are fields of that kind of record, and the named ones hold a text."""
+    known = [item.name for item in fields(kind)]
+    for name in given:
+        need(name in known, prefix + name, f"unknown; the fields are {', '.join(known)}")
+    for name in texts:
+        need(isinstance(given.get(name), str) and given[name].strip(), prefix + name, "write a text here")
+
+
+def _check_rule(table: dict, need: Need) -> None:
+    """The rule that decides: a direction with the threshold that it takes, and nothing that it does not take."""
+    direction, threshold = table["direction"], table.get("threshold")
+    need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")
+    need(direction in DIRECTIONS, "direction", "below, above, between or equal is needed")
+    if direction == "between":
+        pair = isinstance(threshold, list) and len(threshold) == 2 and all(map(_is_number, threshold))
+        need(pair and threshold[0] < threshold[1], "threshold", "between needs [low, high] with low < high")
+    else:
+        need(_is_number(threshold), "threshold", "a finite number is needed")
+    if direction == "equal":
+        tolerance = table.get("tolerance")
+        need(_is_number(tolerance) and tolerance >= 0, "tolerance", "equal needs one, 0 or more")
+    else:
+        need("tolerance" not in table, "tolerance", "only equal takes one")
+    if "refuted_from" in table:
+        need(direction in ("below", "above"), "refuted_from", "only below and above take one")
+        limit = table["refuted_from"]
+        beyond = _is_number(limit) and (limit >= threshold if direction == "below" else limit <= threshold)
+        need(beyond, "refuted_from", "a number beyond the threshold is needed, where the claim does not hold")
+
+
+def _check_expected(table: dict, need: Need) -> None:
+    """The verdicts that pass a strict run, for each kind of machine on which the claim can be decided."""
+    expected = table.get("expected")
+    kinds = ["cuda"] if table["where"] in ("cuda", "sm80", "gpus2") else ["cpu", "cuda"]
+    complete = isinstance(expected, dict) and set(expected) - set(GPU_PROFILES) == set(kinds)
+    need(complete, "expected", f"exactly {kinds} are needed; {', '.join(GPU_PROFILES)} may say otherwise for a GPU")
+    for kind, verdicts in expected.items():
+        known = isinstance(verdicts, list) and verdicts and all(verdict in list(Verdict) for verdict in verdicts)
+        need(known, f"expected.{kind}", f"a list is needed, out of: {', '.join(Verdict)}")
+    finding = any(Verdict.REFUTED in verdicts for verdicts in expected.values())
+    need("reason" in table or not finding, "reason", "needed where a claim is expected to be refuted")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,396 @@
+"""The ledger says what the guides say, and a row that is wrong is refused with its claim and its field."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from perf_helpers.course import ledger
+from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.verdicts import decide
+
+HOLDS, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
+
+# Every row of the ledger by the lesson that owns it, written down here a second time on purpose.
+OWNED = {
+    "00": "weights-cost",
+    "01": "context-cost nvml-agrees weights-mixed states-adamw states-sgd-momentum states-8bit states-adafactor "
+    "gradients-cost eighteen-bytes inference-six-bytes activations-scale functional-memory",
+    "02": "op-classes backward-twice-forward",
+    "03": "training-dwarfs-weights",
+    "04": "multiples-of-eight tile-quantization larger-batch-faster",
+    "05": "accumulation-memory accumulation-cost accumulation-same-gradient accumulation-fill-first "
+    "accumulation-fewer-updates",
+    "06": "checkpointing-memory checkpointing-cost checkpointing-same-gradient checkpointing-sqrt",
+    "07": "fp16-faster half-precision-faster-cpu fp16-activations-halve fp16-small-batch-costs fp16-range bf16-range "
+    "bf16-no-scaling bf16-then-fp16 tf32-layout tf32-faster autocast-cache layernorm-accumulates-fp32 half-inference",
+    "08": "adafactor-memory adafactor-cost adafactor-convergence",
+    "09": "adam8bit-memory adam8bit-cost adam8bit-convergence",
+    "10": "multi-tensor",
+    "11": "sdpa compile",
+    "12": "workers-help pinned-memory",
+    "13": "accelerate-same",
+    "14": "combined-half-memory all-three-x all-three-memory",
+    "15": "link-matters ddp-beats-dp ddp-traffic dp-traffic ddp-in-step topology-legend",
+    "16": "zero-slows-if-fits zero-saves",
+    "17": "parallel-tensor-pipeline",
+    "18": "moe-params moe-faster",
+    "19": "many-cpus",
+    "21": "big-models",
+    "22": "hpo",
+    "23": "troubleshooting",
+    "24": "cooling power-sockets gpu-choice prebuilt-images",
+}
+NEEDS = {  # what is not in this table is decided on any machine
+    "cuda": "context-cost nvml-agrees multiples-of-eight tile-quantization fp16-faster combined-half-memory "
+    "adam8bit-cost all-three-x pinned-memory topology-legend cooling",
+    "sm80": "tf32-layout tf32-faster",
+    "gpus2": "ddp-beats-dp dp-traffic",
+    "cpu-bf16": "half-precision-faster-cpu",
+    "text": "power-sockets prebuilt-images",
+}
+# The guides' figures, worked out from their tables: (MB, samples/s) of the 2023 guide's runs.
+VANILLA, ACCUMULATED, CHECKPOINTED, FP16, COMBINED = (
+    (14949, 8.86),
+    (8681, 7.75),
+    (6775, 5.99),
+    (13939, 18.64),
+    (7275, 10.09),
+)
+ADAFACTOR, ALL_ADAFACTOR, ADAM8BIT = (12295, 7.96), (4847, 9.06), (13085, 9.15)
+FIGURES = {
+    "context-cost": 1343,
+    "nvml-agrees": 2 / 2631,
+    "weights-cost": 4,
+    "training-dwarfs-weights": 14949 / (2631 - 1343),
+    "weights-mixed": 6,
+    "states-adamw": 8,
+    "states-sgd-momentum": 4,
+    "states-8bit": 2,
+    "states-adafactor": 4,
+    "gradients-cost": 4,
+    "eighteen-bytes": 18,
+    "inference-six-bytes": 6,
+    "backward-twice-forward": 2,
+    "accumulation-memory": ACCUMULATED[0] / VANILLA[0],
+    "accumulation-cost": ACCUMULATED[1] / VANILLA[1],
+    "accumulation-fewer-updates": 1.25,
+    "checkpointing-memory": CHECKPOINTED[0] / ACCUMULATED[0],
+    "checkpointing-cost": CHECKPOINTED[1] / ACCUMULATED[1],
+    "checkpointing-sqrt": 0.5,
+    "fp16-faster": FP16[1] / VANILLA[1],
+    "fp16-activations-halve": 0.5,
+    "fp16-small-batch-costs": (COMBINED[0] - CHECKPOINTED[0]) / CHECKPOINTED[0],
+    "combined-half-memory": (COMBINED[1] / COMBINED[0]) / (VANILLA[1] / VANILLA[0]),
+    "fp16-range": 65535,
+    "bf16-range": 3.39e38,
+    "tf32-layout": 10,
+    "tf32-faster": 3,
+    "adafactor-memory": ADAFACTOR[0] / VANILLA[0],
+    "adafactor-cost": ADAFACTOR[1] / VANILLA[1],
+    "adam8bit-memory": ADAM8BIT[0] / VANILLA[0],
+    "adam8bit-cost": ADAM8BIT[1] / VANILLA[1],
+    "all-three-x": (ALL_ADAFACTOR[1] / ALL_ADAFACTOR[0]) / (VANILLA[1] / VANILLA[0]),
+    "all-three-memory": ALL_ADAFACTOR[0] / VANILLA[0],
+    "accelerate-same": 5363 / 5363,
+    "moe-params": 10,
+    "moe-faster": 4.5,
+    "link-matters": 131 / 101,
+    "ddp-beats-dp": 110 / 101,
+    "dp-traffic": 5,
+}
+# Where the guides give no figure: a value that their statement calls true.
+TRUE = {
+    "activations-scale": 1.0,
+    "functional-memory": 3.0,
+    "op-classes": 0.01,
+    "multiples-of-eight": 1.5,
+    "tile-quantization": 1.5,
+    "larger-batch-faster": 1.3,
+    "accumulation-same-gradient": 1.0,
+    "accumulation-fill-first": 1.5,
+    "checkpointing-same-gradient": 0.0,
+    "half-precision-faster-cpu": 1.5,
+    "bf16-no-scaling": 0.9,
+    "bf16-then-fp16": 0.01,
+    "autocast-cache": 1,
+    "layernorm-accumulates-fp32": 0.5,
+    "half-inference": 3.0,
+    "adafactor-convergence": 1.2,
+    "adam8bit-convergence": 1.0,
+    "multi-tensor": 2.0,
+    "workers-help": 2.0,
+    "pinned-memory": 2.5,
+    "sdpa": 2.0,
+    "compile": 1.5,
+    "zero-slows-if-fits": 0.7,
+    "zero-saves": 0.01,
+    "ddp-traffic": 1.0,
+    "ddp-in-step": 0.0,
+    "topology-legend": 1.0,
+    "parallel-tensor-pipeline": 0.5,
+    "many-cpus": 1.8,
+    "cooling": 0.0,
+    "gpu-choice": 0.5,
+    "big-models": 1.1,
+    "hpo": 0.8,
+    "troubleshooting": 1.0,
+}
+# For every claim that can be measured: a value that its statement calls false.
+FALSE = {
+    "context-cost": 100,
+    "nvml-agrees": 0.2,
+    "weights-cost": 2,
+    "training-dwarfs-weights": 1.1,
+    "weights-mixed": 4,
+    "states-adamw": 4,
+    "states-sgd-momentum": 8,
+    "states-8bit": 8,
+    "states-adafactor": 0.02,
+    "gradients-cost": 2,
+    "eighteen-bytes": 12,
+    "inference-six-bytes": 4,
+    "activations-scale": 0.0,
+    "functional-memory": 1.0,
+    "op-classes": 1.5,
+    "backward-twice-forward": 1.0,
+    "multiples-of-eight": 0.9,
+    "tile-quantization": 0.9,
+    "larger-batch-faster": 0.9,
+    "accumulation-memory": 1.1,
+    "accumulation-cost": 0.5,
+    "accumulation-same-gradient": 4.0,
+    "accumulation-fill-first": 0.9,
+    "accumulation-fewer-updates": 0.9,
+    "checkpointing-memory": 1.0,
+    "checkpointing-cost": 1.0,
+    "checkpointing-same-gradient": 0.5,
+    "checkpointing-sqrt": 1.0,
+    "fp16-faster": 0.9,
+    "half-precision-faster-cpu": 0.5,
+    "fp16-activations-halve": 1.0,
+    "fp16-small-batch-costs": -0.1,
+    "combined-half-memory": 0.9,
+    "fp16-range": 65504,
+    "bf16-range": 65504,
+    "bf16-no-scaling": -0.1,
+    "bf16-then-fp16": 0.0,
+    "tf32-layout": 23,
+    "tf32-faster": 0.9,
+    "autocast-cache": 2,
+    "layernorm-accumulates-fp32": 300,
+    "half-inference": 0.5,
+    "adafactor-memory": 1.1,
+    "adafactor-cost": 0.5,
+    "adafactor-convergence": 0.8,
+    "adam8bit-memory": 1.1,
+    "adam8bit-cost": 0.5,
+    "adam8bit-convergence": 1.5,
+    "all-three-x": 0.9,
+    "all-three-memory": 1.1,
+    "multi-tensor": 0.9,
+    "accelerate-same": 1.3,
+    "workers-help": 0.9,
+    "pinned-memory": 0.9,
+    "sdpa": 0.8,
+    "compile": 0.8,
+    "zero-slows-if-fits": 1.2,
+    "zero-saves": 1.0,
+    "moe-params": 1.0,
+    "moe-faster": 0.8,
+    "link-matters": 0.9,
+    "ddp-beats-dp": 0.9,
+    "ddp-traffic": 2.0,
+    "dp-traffic": 1,
+    "ddp-in-step": 0.001,
+    "topology-legend": 0.5,
+    "parallel-tensor-pipeline": 1.0,
+    "many-cpus": 0.9,
+    "cooling": 0.5,
+    "gpu-choice": 1.5,
+    "big-models": 2.2,
+    "hpo": 1.1,
+    "troubleshooting": 0.5,
+}
+# Only these may expect more than one verdict: they are timed, or their losses vary with the seed.
+UNCERTAIN = (
+    "backward-twice-forward larger-batch-faster accumulation-cost accumulation-fill-first accumulation-fewer-updates "
+    "checkpointing-cost half-precision-faster-cpu half-inference adafactor-cost adafactor-convergence "
+    "adam8bit-convergence multi-tensor workers-help sdpa compile zero-slows-if-fits moe-faster link-matters many-cpus "
+    "gpu-choice hpo topology-legend adam8bit-cost combined-half-memory all-three-x"
+)
+LEDGER = ledger.load()
+MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
+
+
+def rejected(rows):
+    """The claims on which a ledger contradicts the guides: the oracle for directions and thresholds."""
+    true = FIGURES | TRUE
+    return [
+        claim.id
+        for claim in rows.values()
+        if claim.where != "text"
+        and (decide(claim, true[claim.id], True) is not HOLDS or decide(claim, FALSE[claim.id], True) is not REFUTED)
+    ]
+
+
+def reversed_(claim):
+    """The claim the other way round: below for above, and a range that was moved away."""
+    if claim.direction in ("below", "above"):
+        return replace(claim, direction={"below": "above", "above": "below"}[claim.direction], refuted_from=None)
+    if claim.direction == "between":
+        low, high = claim.threshold
+        return replace(claim, threshold=(high + (high - low), high + 2 * (high - low)))
+    return replace(claim, threshold=claim.threshold * (1 + 3 * claim.tolerance) + 1)
+
+
+class TestLedger:
+    def test_it_has_every_claim_under_its_lesson(self):
+        listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
+        assert len(listed) == 75
+        assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
+
+    def test_every_claim_names_the_machine_it_needs(self):
+        needs = {id: where for where, ids in NEEDS.items() for id in ids.split()}
+        assert {claim.id: claim.where for claim in LEDGER.values()} == {id: needs.get(id, "any") for id in LEDGER}
+
+    def test_the_guides_figures_are_theirs(self):
+        figures = {claim.id: claim.guide.value for claim in LEDGER.values() if claim.guide.value is not None}
+        assert figures == {id: pytest.approx(value, rel=0.01) for id, value in FIGURES.items()}
+
+    def test_every_claim_has_a_true_and_a_false_value(self):
+        assert FIGURES.keys().isdisjoint(TRUE)
+        assert sorted(FIGURES | TRUE) == sorted(FALSE) == sorted(MEASURED)
+
+    @pytest.mark.parametrize("id", FIGURES)
+    def test_the_guides_own_figure_holds(self, id):
+        assert decide(LEDGER[id], LEDGER[id].guide.value, True) is HOLDS
+
+    def test_it_agrees_with_the_guides_on_every_claim(self):
+        assert rejected(LEDGER) == []
+
+    @pytest.mark.parametrize("id", MEASURED)
+    def test_reversing_any_claim_is_noticed(self, id):
+        assert rejected(LEDGER | {id: reversed_(LEDGER[id])}) == [id]
+
+    @pytest.mark.parametrize("id", MEASURED)
+    def test_more_than_one_verdict_is_expected_only_of_what_varies(self, id):
+        for kind, verdicts in LEDGER[id].expected.items():
+            assert len(set(verdicts)) == len(verdicts)
+            if id not in UNCERTAIN.split():
+                assert len(verdicts) == 1, kind
+            assert not {HOLDS, REFUTED} <= set(verdicts), f"{id} on {kind}: whatever happens would be expected"
+
+    def test_what_is_expected_to_be_refuted_says_why(self):
+        findings = [claim for claim in LEDGER.values() if REFUTED in sum(claim.expected.values(), ())]
+        assert findings
+        assert all(len(claim.reason) > 40 and claim.since for claim in findings)
+
+    @pytest.mark.parametrize("id", MEASURED)
+    def test_what_decides_it_is_what_its_quantity_names(self, id):
+        words = {
+            "memory": r"\b(bytes|memory|peak|parameters)\b",
+            "time": r"\b(seconds|throughput|FLOP/s|GB/s|samples/s|gain|cost)\b",
+        }
+        claim = LEDGER[id]
+        if claim.decided_by != "values":
+            assert re.search(words[claim.decided_by], claim.quantity)
+        if claim.decided_by != "time":
+            assert not re.search(words["time"].replace("|gain|cost", ""), claim.quantity)
+
+    @pytest.mark.parametrize("id", LEDGER)
+    def test_its_texts_are_short(self, id):
+        claim = LEDGER[id]
+        assert len(claim.says) <= 130
+        assert not claim.says.endswith(".")
+        assert claim.quantity is None or 15 < len(claim.quantity) <= 180
+
+    def test_the_lessons_without_claims_own_none(self):
+        assert ledger.LESSONS_WITHOUT_CLAIMS and OWNED.keys().isdisjoint(ledger.LESSONS_WITHOUT_CLAIMS)
+
+
+VALID = """
+[[claim]]
+id = "some-claim"
+section = "Beyond"
+lesson = "05"
+says = "Something gets smaller"
+quantity = "peak with / without"
+where = "any"
+decided_by = "memory"
+direction = "below"
+threshold = 0.9
+refuted_from = 1.0
+guide.source = "2023 guide"
+expected.cpu = ["holds"]
+expected.cuda = ["holds"]
+"""
+
+
+def loaded(tmp_path, text):
+    path = tmp_path / "claims.toml"
+    path.write_text(text, encoding="utf-8")
+    return ledger.load(path)
+
+
+class TestLoad:
+    def test_a_valid_table_is_read(self, tmp_path):
+        claim = loaded(tmp_path, VALID)["some-claim"]
+        assert (claim.threshold, claim.refuted_from, claim.expected["cpu"]) == (0.9, 1.0, (HOLDS,))
+
+    @pytest.mark.parametrize("text", ["", "[other]\nid = 1\n"])
+    def test_an_empty_ledger_is_refused(self, tmp_path, text):
+        with pytest.raises(ValueError, match="at least one"):
+            loaded(tmp_path, text)
+
+    def test_an_id_written_twice_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="'some-claim', field 'id': written twice"):
+            loaded(tmp_path, VALID + VALID)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "field"),
+        [
+            ('says = "Something gets smaller"', "", "says"),
+            ('says = "Something gets smaller"', 'says = " "', "says"),
+            ('quantity = "peak with / without"', "", "quantity"),
+            ('lesson = "05"', 'lesson = "5"', "lesson"),
+            ('lesson = "05"', "lesson = 5", "lesson"),
+            ('lesson = "05"', 'lesson = "05"\nthread = 5', "thread"),
+            ('where = "any"', 'where = "gpu"', "where"),
+            ('where = "any"', 'where = "text"', "quantity"),
+            ('decided_by = "memory"', "", "decided_by"),
+            ('decided_by = "memory"', 'decided_by = "space"', "decided_by"),
+            ('decided_by = "memory"', 'decided_by = ["memory"]', "decided_by"),
+            ('where = "any"', 'where = "sm80"', "expected"),
+            ('direction = "below"', 'direction = "under"', "direction"),
+            ('direction = "below"', 'direction = "above"', "refuted_from"),
+            ('direction = "below"', 'direction = "between"', "threshold"),
+            ('direction = "below"', 'direction = "equal"', "tolerance"),
+            ('direction = "below"\n', 'direction = "equal"\ntolerance = 0.1\n', "refuted_from"),
+            ("threshold = 0.9", "", "threshold"),
+            ("threshold = 0.9", "threshold = nan", "threshold"),
+            ("threshold = 0.9", "threshold = true", "threshold"),
+            ("threshold = 0.9", "threshold = 0.9\ntolerance = 0.1", "tolerance"),
+            ("threshold = 0.9", "treshold = 0.9", "treshold"),
+            ("refuted_from = 1.0", "refuted_from = 0.8", "refuted_from"),
+            ("refuted_from = 1.0", 'refuted_from = "1"', "refuted_from"),
+            ('guide.source = "2023 guide"', "", "guide"),
+            ('guide.source = "2023 guide"', 'guide = "2023 guide"', "guide"),
+            ('guide.source = "2023 guide"', 'guide.text = "5 MB"', "guide.source"),
+            ('guide.source = "2023 guide"', 'guide.source = "2023 guide"\nguide.value = 0.5', "guide.text"),
+            ('guide.source = "2023 guide"', 'guide.source = "2023 guide"\nguide.page = 5', "guide.page"),
+            ('expected.cpu = ["holds"]', "", "expected"),
+            ('expected.cpu = ["holds"]', 'expected.gpu = ["holds"]', "expected"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.h100 = ["holds"]', "expected"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.t4 = ["hold"]', "expected.t4"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["holds"]\nexpected.gpu = ["refuted"]', "reason"),
+            ('expected.cpu = ["holds"]', "expected.cpu = []", "expected.cpu"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = "holds"', "expected.cpu"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["hold"]', "expected.cpu"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["refuted"]', "reason"),
+        ],
+    )
+    def test_a_wrong_field_is_named_with_its_claim(self, tmp_path, old, new, field):
+        assert old in VALID
+        with pytest.raises(ValueError, match=f"claim 'some-claim', field '{re.escape(field)}'"):
+            loaded(tmp_path, VALID.replace(old, new))

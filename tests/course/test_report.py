@@ -1,0 +1,48 @@
+"""The pages of a course run, for people and for CI, made from what it left in its folder."""
+
+import shutil
+from xml.etree import ElementTree
+
+from toys import PNG, STATUS
+
+from perf_helpers.course.report import report
+
+
+def test_junit_has_a_case_for_each_lesson_and_claim(ran):
+    result, out = ran
+    suite = ElementTree.parse(out / "junit.xml").getroot().find("testsuite")
+    outcome = {case.get("name"): {child.tag for child in case} for case in suite.iter("testcase")}
+    assert outcome.keys() == STATUS.keys() | {claim["id"] for claim in result.data["claims"]}
+    assert outcome["00_killed"] == {"error"} and outcome["01_raises"] == {"failure"}
+    assert outcome["promise"] == {"failure"} and outcome["fast-link"] == {"skipped"}
+    assert outcome["same-gradient"] == outcome["08_ok"] == {"system-out"}
+    counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": len(outcome), "failures": 6, "errors": 1, "skipped": 2}
+
+
+def test_the_page_shows_each_claim_and_stands_alone(ran):
+    result, out = ran
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for claim in result.data["claims"]:
+        row = page.split(f'id="{claim["id"]}"')[1].split("</tr>")[0]
+        assert claim["verdict"] in row and ("unexpected" in row) == (not claim["as_expected"])
+    assert "divides by &lt;tokens&gt;" in page and "V100" in page and "0.45 to 0.55" in page
+    assert f"base64,{PNG}" in page and 'alt="Picture of lesson 08_ok' in page and 'href="08_ok.html"' in page
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_executed_lessons_are_pages_that_load_no_library_they_need(ran):
+    page = (ran[1] / "08_ok.html").read_text(encoding="utf-8")
+    assert PNG in page and "prefers-color-scheme: dark" in page
+    assert not [
+        tag for tag in page.split("<script")[1:] if "src=" in tag.split(">")[0] and "async" not in tag.split(">")[0]
+    ]
+
+
+def test_report_makes_the_pages_again(ran, tmp_path):
+    for name in ("results.json", "08_ok.ipynb", "00_killed.ipynb"):
+        shutil.copy(ran[1] / name, tmp_path)
+    (tmp_path / "00_killed.ipynb").write_text('{"cells": [')  # cut off; others are missing
+    assert report(tmp_path) == tmp_path / "index.html"
+    assert (tmp_path / "junit.xml").read_text() == (ran[1] / "junit.xml").read_text()
+    assert (tmp_path / "08_ok.html").exists() and "small-peak" in (tmp_path / "index.html").read_text(encoding="utf-8")

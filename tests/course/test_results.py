@@ -1,0 +1,54 @@
+"""results.json is checked when it is read, and each one that is recorded can be read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from toys import results
+
+from perf_helpers.course.ledger import load
+from perf_helpers.course.results import load_results, recorded
+from perf_helpers.lab.runs import Run
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"schema": 2}', json.dumps(results() | {"claims": [{}]})]
+)
+def test_a_damaged_results_file_is_refused(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match="not the results of a course"):
+        load_results(tmp_path)
+    with pytest.raises(ValueError, match="no results in"):
+        load_results(tmp_path / "absent.json")
+
+
+def test_every_recorded_run_can_be_read_with_its_runs_and_its_claims():
+    files = sorted(RESULTS.glob("*/*.json"))
+    assert files
+    for path in files:
+        data = load_results(path)
+        assert data["runs"]
+        for kept in data["runs"]:
+            run, memory, timing = Run.from_dict(kept), kept["memory"] or {}, kept["timing"] or {}
+            assert (run.status, run.peak_bytes) == (kept["status"], memory.get("peak_bytes"))
+            assert run.step_seconds == timing.get("step_seconds")
+        assert data["claims"] and {claim["id"] for claim in data["claims"]} <= load().keys()
+
+
+def test_the_newest_measured_run_of_each_machine_is_found(tmp_path):
+    def keep(machine, date, **fields):
+        path = tmp_path / machine / f"{date}.json"
+        path.parent.mkdir(exist_ok=True)
+        data = results(machine=machine)
+        path.write_text(json.dumps(data | {"date": date, "machine": data["machine"] | fields}))
+        return path
+
+    keep("here", "2026-01-01"), keep("there", "2026-01-03")
+    newest = keep("here", "2026-01-02")
+    keep("here", "2026-01-04", rehearsed=True)
+    keep("card", "2026-01-05", rehearsed=True)
+    found = recorded(tmp_path)
+    assert {name: data["date"] for name, data in found.items()} == {"here": "2026-01-02", "there": "2026-01-03"}
+    assert found["here"]["file"] == newest
