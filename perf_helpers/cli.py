@@ -211,9 +211,9 @@ def rehearse(
 @app.command()
 def compare(old: Path, new: Path, json_output: Json = False) -> None:
     """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
-    from perf_helpers.course import results
+    from perf_helpers.course import comparison
 
-    changes = results.compare(old, new)
+    changes = comparison.compare(old, new)
     if json_output:
         _print_json(changes.to_dict())
     else:
@@ -223,9 +223,9 @@ def compare(old: Path, new: Path, json_output: Json = False) -> None:
 @app.command()
 def report(directory: Path) -> None:
     """Make the pages of a course run again from its results.json and executed notebooks."""
-    from perf_helpers.course import results
+    from perf_helpers.course import report as pages
 
-    typer.echo(str(results.report(directory)))
+    typer.echo(str(pages.report(directory)))
 
 
 @app.command()
