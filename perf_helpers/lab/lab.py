@@ -317,10 +317,13 @@ class Lab:
     def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio:
         if self.machine.rehearsed and self._has_rehearsed_turns:
             return Ratio.unknown(worker.NO_TIME)
-        self._has_rehearsed_turns = True
         on_cpu = self._on_cpu(baseline, other)
+        changes: dict[str, Any] = {"threads": 1 if on_cpu else None}
+        if self.machine.rehearsed:  # one turn shows that they run, which is all that can be seen
+            self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
+            changes["warmup_steps"] = 1
         experiments = (self._experiments[run.id] for run in (baseline, other))
-        pair = [each.replace(arguments=_endless(each), threads=1 if on_cpu else None) for each in experiments]
+        pair = [each.replace(arguments=_endless(each), **changes) for each in experiments]
         together = on_cpu or self._fit_together(baseline, other)
         name = f"{baseline.name} and {other.name} in turns"
         with progress.bar(name, 2 * turns, "turn", quiet=self._is_unwatched) as bar:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from perf_helpers.lab import hardware, outcomes, worker
+from perf_helpers.lab import outcomes, worker
 from perf_helpers.lab.forkserver import SERVER, CleanProcess, Ended
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -151,16 +151,10 @@ def alternate(
             own, for two experiments that do not fit on the device together.
         on_turn: called after each turn.
     """
-    pair = (first, second)
-    if hardware.is_rehearsal() and turns > 1:  # one turn shows all that can be seen
-        seen = alternate(first, second, 1, 1, timeout, together, on_turn)
-        return Turns(turns * seen.first, turns * seen.second, seen.status, seen.message)
-    if hardware.is_rehearsal():
-        pair = tuple(experiment.replace(warmup_steps=1) for experiment in pair)
     deadline = time.monotonic() + seconds_left(timeout)
     take = _living if together else _one_by_one
     try:
-        seconds = take(pair, turns, steps_per_turn, deadline, on_turn or (lambda: None))
+        seconds = take((first, second), turns, steps_per_turn, deadline, on_turn or (lambda: None))
     except _Early as early:
         return Turns((), (), *early.args)
     except TimeoutError:
