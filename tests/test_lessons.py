@@ -16,6 +16,11 @@ def _path_with(folder):
     return os.pathsep.join([str(HERE / folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def _sabotage(monkeypatch, way):
+    monkeypatch.setenv("PYTHONPATH", _path_with("sabotage"))
+    monkeypatch.setenv("SABOTAGE", way)
+
+
 @pytest.fixture(scope="session")
 def executed(tmp_path_factory):
     out = tmp_path_factory.mktemp("course")
@@ -72,7 +77,7 @@ def _reversed(claim):
 
 @pytest.mark.parametrize("strict, status", [(False, "ok"), (True, "failed")])
 def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatch, strict, status):
-    monkeypatch.setenv("PYTHONPATH", _path_with("refused_estimate"))
+    _sabotage(monkeypatch, "refused_estimate")
     result = course.run_course(["00"], profile="cpu", strict=strict, out=tmp_path, timeout_per_lesson=600)
     (lesson,) = result.data["lessons"]
     executed = (tmp_path / "00_start_here.ipynb").read_text()
@@ -83,7 +88,7 @@ def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatc
 
 @pytest.mark.timeout(1500)
 def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", _path_with("failed_comparison"))
+    _sabotage(monkeypatch, "failed_comparison")
     lessons = ["03", "06"]  # one that takes its intervals apart, one with a claim about speed
     result = course.run_course(lessons, profile="cpu", strict=False, out=tmp_path, timeout_per_lesson=600)
     assert [lesson["status"] for lesson in result.data["lessons"]] == ["ok", "ok"]
@@ -95,7 +100,7 @@ def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp
 
 
 def test_checkpointing_that_is_silently_ignored_fails_its_lesson(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", _path_with("ignored_checkpointing"))
+    _sabotage(monkeypatch, "ignored_checkpointing")
     result = course.run_course(["06"], profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)
     assert not result.ok
     (lesson,) = result.data["lessons"]
