@@ -1,29 +1,41 @@
 """perf-helpers: the command line. Results go to standard output, everything else to standard error."""
 
 import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perf_helpers.lab import hardware
+from perf_helpers.texts import bytes_text, name_text
+
+if TYPE_CHECKING:
+    from perf_helpers.estimate import MemoryEstimate
+    from perf_helpers.lab import Task
+    from perf_helpers.lab.runs import Memory, Run
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
 )
+# Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 Model = Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's limit.")]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", "--seq_len", help="Tokens in a sequence; default: 512 or the model's limit.")
+]
 Architecture = Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")]
 DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set.")]
 Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")]
 Inference = Annotated[bool, typer.Option("--inference", help="Forward passes without gradients; memory only.")]
-TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")]
+Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
+TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
 @app.command()
@@ -35,7 +47,7 @@ def doctor(json_output: Json = False) -> None:
     machine, versions = hardware.describe(), hardware.versions()
     findings = [*diagnose(machine, versions), build.finding()]
     if json_output:
-        found = [{"level": f.level, "subject": f.subject, "text": f.text, "remedy": f.remedy} for f in findings]
+        found = [dataclasses.asdict(finding) for finding in findings]
         _print_json({"machine": machine.to_dict(), "versions": versions, "findings": found})
     else:
         typer.echo(machine.name)
@@ -87,9 +99,9 @@ def measure(
     Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
-    from perf_helpers.lab.lab import Lab
+    from perf_helpers.lab import Lab, arguments
 
-    given = _training_arguments(context.args)
+    given = arguments.parse(context.args).given
     task = _task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
     if inference:
@@ -98,7 +110,7 @@ def measure(
         meters = ("memory",) if memory_only else ("memory", "time")
         run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
     if json_output:
-        _print_json(_flat(run))
+        _print_json(_run_json(run))
     else:
         from perf_helpers import plots
 
@@ -118,8 +130,8 @@ def estimate(
     architecture: Architecture = None,
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")] = None,
+    device: Device = None,
+    compute_capability: Capability = None,
     every_layer: Annotated[bool, typer.Option("--every-layer", help="Extrapolate nothing; gives a timeline.")] = False,
     inference: Inference = False,
     json_output: Json = False,
@@ -128,11 +140,11 @@ def estimate(
 
     Takes the same training arguments as `measure`.
     """
-    from perf_helpers import plots
-    from perf_helpers.estimate import estimates as module
+    from perf_helpers import estimate as room
+    from perf_helpers.lab import arguments
 
-    given = _training_arguments(context.args)
-    found = module.estimate(
+    given = arguments.parse(context.args).given
+    estimated = room.estimate(
         _task(model, seq_len, dataset_size, architecture),
         device=device,
         compute_capability=_capability(compute_capability),
@@ -142,15 +154,15 @@ def estimate(
         **given,
     )
     if json_output:
-        _print_json(_flat_estimate(found))
+        _print_json(_estimate_json(estimated))
         return
-    memory = found.memory
-    typer.echo(f"{model} on {found.device}: peak {plots.bytes_text(found.peak_bytes)}, in the {memory.peak_phase}")
+    memory = estimated.memory
+    typer.echo(f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
     _print_breakdown(memory)
     if memory.reserved_bytes:
-        typer.echo(f"  reserved by the allocator {plots.bytes_text(memory.reserved_bytes)}")
-    typer.echo(f"{found.traced}; {found.seconds:.1f} s")
-    for assumption in found.assumptions:
+        typer.echo(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
+    typer.echo(f"{estimated.traced}; {estimated.seconds:.1f} s")
+    for assumption in estimated.assumptions:
         typer.echo(f"- {assumption}")
 
 
@@ -160,7 +172,7 @@ def rehearse(
     model: Annotated[str | None, typer.Option(help="As in `measure`.")] = None,
     function: Annotated[str | None, typer.Option(help="Your own, called with the task: file.py:function.")] = None,
     card: Annotated[str | None, typer.Option(help="t4, v100, a10g, 4090, a100-40, a100, h100; or:")] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 8.0.")] = None,
+    compute_capability: Capability = None,
     device_memory: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 16GB or 16GiB.")] = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
@@ -176,7 +188,8 @@ def rehearse(
     Takes the same training arguments as `measure`. Exit code 1 where it does not fit: with torch's own message.
     After `--`, a command of yours is run on such a GPU instead: perf-helpers rehearse --card t4 -- python train.py
     """
-    from perf_helpers import plots, rehearsal
+    from perf_helpers import rehearsal
+    from perf_helpers.lab import arguments
 
     if lessons is not None:
         raise typer.Exit(_rehearse_lessons(lessons, out))
@@ -185,23 +198,23 @@ def rehearse(
         with _rehearsing():
             code = rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
         raise typer.Exit(code)
-    given = _training_arguments(context.args)
+    given = arguments.parse(context.args).given
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
     task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
     with _rehearsing():
         run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
-    assumed = f"assumed: a CUDA context of {plots.bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
+    assumed = f"assumed: a CUDA context of {bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
     if json_output:
-        _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_flat(run)})
+        _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)})
     else:
         memory = run.memory
         typer.echo(f"{function or model} on {on.name}, rehearsed: {run.status}")
         if memory:
-            typer.echo(f"  allocated at the peak {plots.bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
+            typer.echo(f"  allocated at the peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
             _print_breakdown(memory)
-            typer.echo(f"  reserved by the allocator {plots.bytes_text(memory.reserved_bytes)}")
+            typer.echo(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
         typer.echo(f"- {assumed}")
     if not run.ok:
         typer.echo(f"{run.status}: {run.message}", err=True)
@@ -233,13 +246,13 @@ def advise(
     model: Model,
     memory: Annotated[str, typer.Option(help="Of one device, e.g. 16GB or 16GiB.")],
     effective_batch: Annotated[int, typer.Option(help="Samples that an update sees.")],
-    seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq_len", help="Tokens in a sequence.")] = None,
+    seq_len: SeqLen = None,
     architecture: Architecture = None,
     must: Annotated[list[str] | None, typer.Option(help="A fixed training argument, e.g. optim=adafactor.")] = None,
     avoid: Annotated[list[str] | None, typer.Option(help="A technique or argument that is not wanted.")] = None,
     processes: Processes = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")] = None,
+    device: Device = None,
+    compute_capability: Capability = None,
     verify: Annotated[bool, typer.Option("--verify", help="Train with the first recipe for a few steps.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -247,19 +260,20 @@ def advise(
 
     Exit code 0 also where nothing fits: it says by how much, and what would.
     """
-    from perf_helpers.advise import advice as module
+    from perf_helpers import advise as room
+    from perf_helpers.lab import arguments
 
-    advice = module.advise(
+    advice = room.advise(
         _task(model, seq_len, 512, architecture),
         memory=memory,
         effective_batch=effective_batch,
-        must=_training_arguments([f"--{word}" for word in must or []]),
+        must=arguments.parse([f"--{word}" for word in must or []]).given,
         avoid=avoid or [],
         device=device,
         compute_capability=_capability(compute_capability),
         processes=processes,
     )
-    verification = module.verify(advice) if verify and advice.recipes else None
+    verification = room.verify(advice) if verify and advice.recipes else None
     if json_output:
         _print_json(advice.to_dict() | {"verification": verification and verification.to_dict()})
         return
@@ -268,14 +282,8 @@ def advise(
         typer.echo(f"Verified: {verification!r}")
 
 
-def _training_arguments(words: list[str]) -> dict[str, Any]:
-    from perf_helpers.lab import arguments
-
-    return dict(arguments.parse(words).given)
-
-
-def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None):
-    from perf_helpers.lab.task import Task
+def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> "Task":
+    from perf_helpers.lab import Task
 
     task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
     task.family()  # so that a model nobody knows is refused before anything runs
@@ -303,7 +311,7 @@ def _rehearse_lessons(lessons: str, out: Path) -> int:
     return bool(failed)
 
 
-def _function(text: str):
+def _function(text: str) -> Callable[["Task"], Any]:
     """The function that "file.py:name" names."""
     import runpy
 
@@ -317,6 +325,7 @@ def _function(text: str):
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:
+    """The compute capability that "9.0" names."""
     if text is None:
         return None
     major, dot, minor = text.partition(".")
@@ -325,61 +334,33 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _print_breakdown(memory) -> None:
-    from perf_helpers import plots
-
+def _print_breakdown(memory: "Memory") -> None:
     for category, size in (memory.breakdown or {}).items():
         if size:
-            typer.echo(f"  {plots.name_text(category):<18} {plots.bytes_text(size):>12}")
+            typer.echo(f"  {name_text(category):<18} {bytes_text(size):>12}")
 
 
-def _flat_estimate(found) -> dict[str, Any]:
-    """The JSON of `estimate`: predicted figures in bytes; null where nothing is known."""
-    memory = found.memory.to_dict()
-    memory["peak_kind"] = memory.pop("kind")
-    return {
-        "status": "ok",
-        "task": found.task,
-        "arguments": found.arguments,
-        "device": found.device,
-        "processes": found.processes,
-        **memory,
-        "assumptions": found.assumptions,
-        "traced": found.traced,
-        "seconds": found.seconds,
-        "own_bytes": found.own_bytes,
-        "versions": hardware.versions(),
-    }
+def _estimate_json(estimated: "MemoryEstimate") -> dict[str, Any]:
+    """The JSON of `estimate`: its figures and all of its memory's side by side, in bytes; null where not known."""
+    figures, memory = estimated.to_dict(), estimated.memory.to_dict()
+    del figures["name"], figures["memory"]
+    kind = memory.pop("kind")
+    return {"status": "ok", **figures, **memory, "peak_kind": kind, "versions": hardware.versions()}
 
 
-def _flat(run) -> dict[str, Any]:
+def _run_json(run: "Run") -> dict[str, Any]:
     """The JSON of `measure`: a run's figures side by side, in bytes and seconds; null where not measured."""
-    memory, record = run.memory, run.to_dict()  # which has null for what is unknown
-    timing = record["timing"] or {}
+    record = run.to_dict()  # which has null for what is unknown
+    memory, timing = record["memory"] or {}, record["timing"] or {}
+    about = ("status", "message", "arguments", "task", "processes", "losses", "machine", "versions", "date")
+    sizes = ("peak_bytes", "peak_phase", "breakdown", "phases", "parameters")
+    sizes += ("reserved_bytes", "device_used_bytes", "context_bytes", "rss_bytes")
     return {
-        "status": run.status,
-        "message": run.message,
-        "arguments": run.arguments,
-        "task": run.task,
-        "processes": run.processes,
-        "peak_bytes": run.peak_bytes,
-        "peak_kind": memory and memory.kind,
-        "peak_phase": memory and memory.peak_phase,
-        "breakdown": memory and memory.breakdown,
-        "phases": memory and memory.phases,
-        "parameters": memory and memory.parameters,
-        "reserved_bytes": memory and memory.reserved_bytes,
-        "device_used_bytes": memory and memory.device_used_bytes,
-        "context_bytes": memory and memory.context_bytes,
-        "rss_bytes": memory and memory.rss_bytes,
-        "step_seconds": timing.get("step_seconds"),
+        **{name: record[name] for name in about},
+        **{name: memory.get(name) for name in sizes},
+        "peak_kind": memory.get("kind"),
+        **{name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")},
         "step_seconds_spread": timing.get("spread_seconds"),
-        "steps": timing.get("steps"),
-        "samples_per_second": timing.get("samples_per_second"),
-        "losses": record["losses"],
-        "machine": run.machine,
-        "versions": run.versions,
-        "date": run.date,
     }
 
 
