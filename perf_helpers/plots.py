@@ -1,6 +1,8 @@
 """Pictures and tables of runs. One palette and one order of categories everywhere; each picture returns its Axes.
 
 The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
+These pictures are matplotlib's: a lesson saves them, and draws more into them. What is drawn anew while a slider moves
+is HTML (`perf_helpers.widgets.drawings`), from the same palette, units, words and `Timeline`.
 """
 
 from __future__ import annotations
@@ -8,13 +10,17 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers.texts import bytes_text, name_text, seconds_text
+from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text, seconds_text
 from perf_helpers.unknown import is_measured
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from perf_helpers.lab.runs import Comparison, Run
 
 PALETTE = {
@@ -32,22 +38,28 @@ CATEGORIES = tuple(name for name in PALETTE if name != "context")  # the order o
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_TOO_THIN = 0.002  # of a picture's largest total: a category that never has more is left out of bars and legend
 
 
-def memory(runs: Sequence[Run], ax=None, title: str = "Peak memory"):
-    """Stacked bars of the breakdown at the peak, one bar a run, with the total at its end."""
+def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memory") -> Axes:
+    """Stacked bars of the breakdown at the peak, one bar a run, with the total at its end.
+
+    Raises:
+        ValueError: none of the runs has a breakdown.
+    """
     runs = [run for run in runs if run.memory and run.memory.breakdown]
     if not runs:
         raise ValueError("none of these runs has its memory measured: run them with measure=('memory',)")
-    ax, scale, unit = _bars(len(runs), ax, max(run.peak_bytes for run in runs))
-    left = [0.0] * len(runs)
-    rows = range(len(runs))
+    ax, largest = _axes(ax, (8, 1.5 + 0.5 * len(runs))), max(run.peak_bytes for run in runs)
+    scale, unit = bytes_unit(largest)
+    left, rows = [0.0] * len(runs), range(len(runs))
     for category in CATEGORIES:
-        sizes = [max(0, run.memory.breakdown.get(category, 0)) / scale for run in runs]
-        if max(sizes) < 0.002 * max(run.peak_bytes for run in runs) / scale:
+        sizes = [max(0, run.memory.breakdown.get(category, 0)) for run in runs]
+        if max(sizes) < _TOO_THIN * largest:
             continue
-        ax.barh(rows, sizes, left=left, color=PALETTE[category], label=name_text(category), height=0.62)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+        widths = [size / scale for size in sizes]
+        ax.barh(rows, widths, left=left, color=PALETTE[category], label=name_text(category), height=0.62)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, run in enumerate(runs):
         ax.text(left[row], row, f" {bytes_text(run.peak_bytes)}", va="center", fontsize=10)
     ax.set_yticks(rows, [run.name for run in runs])
@@ -59,37 +71,83 @@ def memory(runs: Sequence[Run], ax=None, title: str = "Peak memory"):
     return ax
 
 
-def timeline(run: Run, ax=None, title: str | None = None):
-    """Live memory by category through one step, from its first operation to the optimizer's last."""
+class Timeline:
+    """Live bytes by category through one step: what every picture of it draws, and says in words.
+
+    Args:
+        series: as `lab.runs.Memory.timeline` holds it: {"phase": [...], "operation": [...], "module": [...],
+            "weights": [bytes, ...], ...}, one entry for each stretch of operations; operation and module are optional.
+    """
+
+    def __init__(self, series: Mapping[str, Sequence]):
+        self.series = series
+        self.phases: Sequence[str] = series["phase"]
+        self.totals = [sum(self.parts(index).values()) for index in range(len(self))]  # bytes
+        self.peak = max(range(len(self)), key=self.totals.__getitem__)  # the index of the highest total
+        self.highest_bytes = self.totals[self.peak]
+
+    def __len__(self) -> int:
+        return len(self.phases)
+
+    def parts(self, index: int) -> dict[str, int]:
+        """The bytes of each category at an index."""
+        return {category: self.series[category][index] for category in CATEGORIES}
+
+    def where(self, index: int) -> dict[str, str]:
+        """The phase, the operation and the module at an index; "" for what is not known."""
+        known = {name: self.series.get(name) for name in ("phase", "operation", "module")}
+        return {name: values[index] if values else "" for name, values in known.items()}
+
+    def where_text(self, index: int) -> str:
+        """The same in words: "backward, aten.mm of layer.1"."""
+        phase, operation, module = self.where(index).values()
+        return phase + (f", {operation}" if operation else "") + (f" of {module}" if module else "")
+
+    def text(self, index: int) -> str:
+        """All of an index in words: its total, where it is, and its parts."""
+        return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
+
+    def phase_ranges(self) -> list[tuple[str, int, int]]:
+        """The phases in order, each with its first index and the one after its last."""
+        edges = [i for i in range(1, len(self)) if self.phases[i] != self.phases[i - 1]]
+        return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
+
+    def shown(self, highest_bytes: float | None = None) -> list[str]:
+        """The categories that can be seen in a picture as high as that, or as its own peak."""
+        least = _TOO_THIN * (highest_bytes or self.highest_bytes)
+        return [category for category in CATEGORIES if max(self.series[category]) > least]
+
+
+def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes:
+    """Live memory by category through one step, from its first operation to the optimizer's last.
+
+    Raises:
+        ValueError: the run has no timeline.
+    """
     if not run.memory or not run.memory.timeline:
         raise ValueError(f"{run.name!r} has no timeline: run it with measure=('memory',)")
-    series = run.memory.timeline
-    moments = len(series["phase"])
-    totals = [sum(series[category][i] for category in CATEGORIES) for i in range(moments)]
-    ax, scale, unit = _axes(ax, (8, 3.4), max(totals))
-    shown = [category for category in CATEGORIES if max(series[category]) > 0.002 * max(totals)]
+    steps = Timeline(run.memory.timeline)
+    scale, unit = bytes_unit(steps.highest_bytes)
+    ax, top = _axes(ax, (8, 3.4)), steps.highest_bytes / scale
+    shown = steps.shown()
     ax.stackplot(
-        range(moments),
-        [[max(0, size) / scale for size in series[category]] for category in shown],
+        range(len(steps)),
+        [[max(0, size) / scale for size in steps.series[category]] for category in shown],
         labels=[name_text(category) for category in shown],
         colors=[PALETTE[category] for category in shown],
         step="mid",
         linewidth=0,
     )
-    peak = max(range(moments), key=totals.__getitem__)
-    ax.plot([peak], [totals[peak] / scale], "v", color="black", markersize=7)
-    side = "left" if peak < moments * 0.7 else "right"
-    ax.annotate(f" peak {bytes_text(totals[peak])} ", (peak, totals[peak] / scale * 1.03), ha=side, fontsize=10)
-    start = 0
-    for i in range(1, moments + 1):
-        if i == moments or series["phase"][i] != series["phase"][start]:
-            if start:
-                ax.axvline(start - 0.5, color="black", linewidth=0.7, linestyle=":")
-            if i - start > moments * 0.05:
-                ax.text((start + i) / 2, max(totals) / scale * 1.17, series["phase"][start], ha="center", fontsize=10)
-            start = i
-    ax.set_ylim(0, max(totals) / scale * 1.26)
-    ax.set_xlim(0, moments - 1)
+    ax.plot([steps.peak], [top], "v", color="black", markersize=7)
+    side = "left" if steps.peak < len(steps) * 0.7 else "right"
+    ax.annotate(f" peak {bytes_text(steps.highest_bytes)} ", (steps.peak, top * 1.03), ha=side, fontsize=10)
+    for phase, first, end in steps.phase_ranges():
+        if first:
+            ax.axvline(first - 0.5, color="black", linewidth=0.7, linestyle=":")
+        if end - first > len(steps) * 0.05:
+            ax.text((first + end) / 2, top * 1.17, phase, ha="center", fontsize=10)
+    ax.set_ylim(0, top * 1.26)
+    ax.set_xlim(0, len(steps) - 1)
     ax.set_xticks([])
     ax.set_xlabel("operations of one step, in order")
     ax.set_ylabel(f"live memory ({unit})")
@@ -98,11 +156,15 @@ def timeline(run: Run, ax=None, title: str | None = None):
     return ax
 
 
-def speed(comparisons: Sequence[Comparison], ax=None, title: str = "Speed against the baseline"):
-    """Speed ratios with their intervals, one row a comparison; the line at 1 is the baseline."""
+def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str = "Speed against the baseline") -> Axes:
+    """Speed ratios with their intervals, one row a comparison; the line at 1 is the baseline.
+
+    Raises:
+        ValueError: there is no comparison.
+    """
     if not comparisons:
         raise ValueError("no comparison to draw: make one with lab.compare")
-    ax, _, _ = _bars(len(comparisons), ax, 1)
+    ax = _axes(ax, (8, 1.5 + 0.5 * len(comparisons)))
     for row, item in enumerate(comparisons):
         ratio = item.speed_ratio
         if not ratio.known:
@@ -120,39 +182,24 @@ def speed(comparisons: Sequence[Comparison], ax=None, title: str = "Speed agains
     return ax
 
 
-def tradeoff(runs: Sequence[Run], ax=None, title: str = "Memory and speed"):
-    """Every run as a point: peak memory across, samples per second up."""
-    runs = [run for run in runs if is_measured(run.peak_bytes) and is_measured(run.samples_per_second)]
-    if not runs:
-        raise ValueError("none of these runs has both its memory and its speed measured")
-    ax, scale, unit = _axes(ax, (7, 4), max(run.peak_bytes for run in runs))
-    for i, run in enumerate(runs):
-        point = (run.peak_bytes / scale, run.samples_per_second)
-        ax.plot(*point, _MARKERS[i % len(_MARKERS)], color=SERIES[i % len(SERIES)], markersize=9)
-        ax.annotate(f"  {run.name}", point, va="center", fontsize=9)
-    ax.margins(x=0.3, y=0.15)
-    ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel(f"peak memory ({unit})")
-    ax.set_ylabel("samples per second")
-    ax.set_title(title, loc="left")
-    return ax
-
-
 def lines(
     x: Sequence[float],
     series: Mapping[str, Sequence[float]],
     xlabel: str,
     ylabel: str,
-    ax=None,
+    ax: Axes | None = None,
     title: str = "",
     markers: bool = True,
-):
-    """Several series over one x, told apart by colour, dash and marker, each labelled in the legend."""
-    ax, _, _ = _axes(ax, (7, 3.8), 1)
+) -> Axes:
+    """Several series over one x, told apart by colour, dash and marker, each labelled in the legend.
+
+    Where a value is None or unknown the line has a gap; of a series without any value the legend says so.
+    """
+    ax = _axes(ax, (7, 3.8))
     for i, (label, values) in enumerate(series.items()):
         marker = _MARKERS[i % len(_MARKERS)] if markers else None
-        ax.plot(x, values, _LINES[i % len(_LINES)], marker=marker, color=SERIES[i % len(SERIES)], label=label)
+        colour, label = SERIES[i % len(SERIES)], _series_label(label, values)
+        ax.plot(x, values, _LINES[i % len(_LINES)], marker=marker, color=colour, label=label)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.set_title(title, loc="left")
@@ -161,15 +208,18 @@ def lines(
     return ax
 
 
-def losses(groups: Mapping[str, Sequence[Sequence[float]]], ax=None, title: str = "Loss by step"):
+def losses(
+    groups: Mapping[str, Sequence[Sequence[float]]], ax: Axes | None = None, title: str = "Loss by step"
+) -> Axes:
     """Loss curves: for each group the median over its seeds as a line, and the range of its seeds as a band."""
     import numpy as np
 
-    ax, _, _ = _axes(ax, (7, 3.8), 1)
+    ax = _axes(ax, (7, 3.8))
     for i, (label, curves) in enumerate(groups.items()):
         length = min(map(len, curves))
         values = np.array([curve[:length] for curve in curves], dtype=float)
         steps, colour = np.arange(1, length + 1), SERIES[i % len(SERIES)]
+        label = _series_label(label, itertools.chain.from_iterable(curves))
         ax.plot(steps, np.median(values, axis=0), _LINES[i % len(_LINES)], color=colour, label=label)
         if len(values) > 1:
             ax.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0)
@@ -213,7 +263,7 @@ def table(runs: Sequence[Run], caption: str = "") -> Table:
             bytes_text(run.peak_bytes),
             (run.memory and run.memory.peak_phase) or "",
             seconds_text(run.step_seconds),
-            f"{run.samples_per_second:.3g}" if is_measured(run.samples_per_second) else "not measured",
+            number_text(run.samples_per_second, digits=3),
         ]
         for run in runs
     ]
@@ -244,7 +294,7 @@ def comparison_html(item: Comparison) -> str:
     return text + image_html(png(figure), f"Peak memory: {peaks}")
 
 
-def words(figure) -> str:
+def words(figure: Figure) -> str:
     """What a figure shows, for a screen reader: titles, axes, series, and the texts in it."""
     parts = []
     for ax in figure.axes:
@@ -258,12 +308,21 @@ def words(figure) -> str:
     return "; ".join(" ".join(part.split()) for part in parts)[:600]
 
 
-def figure_html(figure) -> str:
+def figure_html(figure: Figure) -> str:
     """A figure as an <img> with its words."""
     return image_html(png(figure), words(figure))
 
 
-def png(figure) -> str:
+def picture_html(ax: Axes, text: str) -> str:
+    """A picture as an <img> with these words, to stand where no front end is; its figure is closed."""
+    import matplotlib.pyplot as plt
+
+    shown = image_html(png(ax.figure), text)
+    plt.close(ax.figure)
+    return shown
+
+
+def png(figure: Figure) -> str:
     """A figure as PNG in base64, cut to what is drawn."""
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
@@ -277,24 +336,26 @@ def image_html(png: str, words: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "not measured" if not is_measured(value) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return number_text(value) if isinstance(value, float) or value is None else str(value)
 
 
-def _axes(ax, size: tuple[float, float], largest: float):
+def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    """Those given, or new ones on a figure of that size in inches."""
+    if ax is not None:
+        return ax
     import matplotlib.pyplot as plt
 
-    if ax is None:
-        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and
-        # no later figure would be shown.
-        _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
-        ax.spines[["top", "right"]].set_visible(False)
-    scale, unit = (1e9, "GB") if largest >= 2e9 else (1e6, "MB")
-    return ax, scale, unit
+    # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and no
+    # later figure would be shown.
+    _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 
-def _bars(rows: int, ax, largest: float):
-    return _axes(ax, (8, 1.5 + 0.5 * rows), largest)
+def _series_label(label: str, values: Iterable[float | None]) -> str:
+    """A series in the legend, where one that is not drawn is told apart from one that cannot be seen."""
+    return label if any(map(is_measured, values)) else f"{label} (not measured)"
 
 
-def _legend(ax) -> None:
+def _legend(ax: Axes) -> None:
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)

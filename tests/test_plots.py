@@ -1,9 +1,9 @@
-"""Pictures have labels with units and no small text; guesses, exercises and widgets behave without a front end."""
+"""Pictures have labels with units and no small text, and neither they nor tables show the unknown as a number."""
 
 import matplotlib
 import pytest
 
-from perf_helpers import exercises, plots, widgets
+from perf_helpers import plots
 from perf_helpers.lab.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.unknown import Unknown
 
@@ -17,7 +17,6 @@ PICTURES = {
     "timeline": lambda: plots.timeline(RUN),
     "speed": lambda: plots.speed([COMPARISON]),
     "speed that was not measured": lambda: plots.speed([FAILED, COMPARISON]),
-    "tradeoff": lambda: plots.tradeoff([RUN]),
     "lines": lambda: plots.lines([1, 2], {"a": [1, 2], "b": [2, Unknown()]}, "batch", "memory (MB)"),
     "losses": lambda: plots.losses({"adam": [[1.0, 0.5], [1.1, 0.6]], "unknown": [[Unknown()] * 2]}),
 }
@@ -58,25 +57,12 @@ def test_in_a_kernel_every_figure_has_its_words(tmp_path):
     assert 'alt="a curve"' in output.data["text/html"] and "image/png" in output.data
 
 
-@pytest.mark.parametrize("draw", [plots.memory, plots.tradeoff])
-def test_a_picture_of_nothing_says_what_to_do(draw):
+def test_a_picture_of_nothing_says_what_to_do():
+    failed = Run("x", "killed")
     with pytest.raises(ValueError, match="measured"):
-        draw([Run("x", "killed")])
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (None, "not measured"),
-        (Unknown(), "not measured"),
-        (0, "0 B"),
-        (1536, "1.5 kB"),
-        (198_395_296, "198.4 MB"),
-        (14_949_000_000, "14.95 GB"),
-    ],
-)
-def test_bytes_are_shown_in_a_persons_unit(size, text):
-    assert plots.bytes_text(size) == text
+        plots.memory([failed])
+    with pytest.raises(ValueError, match="measure="):
+        plots.timeline(failed)
 
 
 def test_a_comparison_shows_a_table_and_a_picture_with_its_text():
@@ -97,47 +83,33 @@ def test_what_is_unknown_is_shown_as_not_measured_and_never_as_a_number():
     assert plots.comparison(FAILED).rows[-1] == ["ratio", "", "not measured", "", "", "not measured"]
     assert "not measured" in FAILED._repr_html_() and "nan" not in FAILED._repr_html_().split("<img")[0]
     assert "not measured" in plots.words(plots.speed([FAILED]).figure)
-    with pytest.raises(ValueError, match="measured"):
-        plots.tradeoff([timed])
     with pytest.raises(ValueError, match=r"lab\.compare"):
         plots.speed([])
 
 
-def test_a_guess_is_scored_and_none_is_no_guess():
-    assert exercises.score(None, 100, "MB").status == "no guess"
-    assert "50% off" in exercises.score(150, 100, "MB").text
-    with pytest.raises(ValueError, match="number"):
-        exercises.score("a lot", 100, "MB")
+def test_a_series_that_nobody_measured_is_told_apart_from_one_that_cannot_be_seen():
+    def labels(axes):
+        return [text.get_text() for text in axes.get_legend().get_texts()]
+
+    series = {"known": [1, None], "part": [Unknown(), 2.0], "none": [None, Unknown()]}
+    axes = plots.lines([1, 2], series, "batch", "memory (MB)")
+    assert labels(axes) == ["known", "part", "none (not measured)"]
+    assert [sum(value == value for value in line.get_ydata().astype(float)) for line in axes.lines] == [1, 1, 0]
+    unknown = plots.losses({"known": [[1.0, 0.5]], "none": [[Unknown()] * 2]})
+    assert labels(unknown) == ["known", "none (not measured)"]
 
 
-def check(answer):
-    if answer is None:
-        return exercises.not_attempted()
-    return exercises.right("yes") if answer == 4 else exercises.wrong("because it is 4")
+def test_numbers_in_a_table_are_written_as_everywhere():
+    (row,) = plots.Table("abcde", [[4004.4, 1 / 3, 123456789, None, "text"]]).rows
+    assert row == ["4,004", "0.3333", "123456789", "not measured", "text"]
 
 
-def test_a_check_is_held_against_its_solution_and_a_mistake():
-    assert exercises.prove(check, solution=4, mistake=5).status == "right"
-    with pytest.raises(RuntimeError, match="wrong"):
-        exercises.prove(check, solution=5, mistake=4)
-    with pytest.raises(RuntimeError, match="not attempted"):
-        exercises.prove(lambda answer: exercises.right("always"), solution=4, mistake=5)
-
-
-def test_a_control_draws_anew_and_an_error_in_it_is_not_swallowed(capsys):
-    drawn = []
-
-    def draw(batch):
-        if batch == 3:
-            raise ZeroDivisionError("the third is broken")
-        drawn.append(batch)
-
-    box = widgets.explore(draw, batch=[1, 2, 3])
-    assert drawn == [1]
-    slider, _ = box.children
-    slider.value = 2
-    assert drawn == [1, 2]
-    with pytest.raises(ZeroDivisionError):
-        slider.value = 3
-    with pytest.raises(ValueError, match="no values"):
-        widgets.explore(draw, batch=[])
+def test_a_timeline_says_where_it_is_and_what_is_live():
+    named = {"operation": ["mm", "", "add"], "module": ["layer.1", "", ""]}
+    steps = plots.Timeline(SERIES | named)
+    assert (len(steps), steps.peak, steps.highest_bytes) == (3, 1, 3 * 10**6 * len(CATEGORIES))
+    assert steps.phase_ranges() == [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)]
+    assert steps.text(0).startswith("8.0 MB in forward, mm of layer.1: weights 1.0 MB, weight copies 1.0 MB")
+    assert [steps.where_text(i) for i in (1, 2)] == ["backward", "step, add"]
+    assert plots.Timeline(SERIES).where(0) == {"phase": "forward", "operation": "", "module": ""}
+    assert steps.shown(10**10) == [] and steps.shown() == list(CATEGORIES)

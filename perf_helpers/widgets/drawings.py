@@ -1,308 +1,268 @@
 """Pictures made of HTML and SVG, for what is drawn anew while a slider moves: quick, and in the theme's colours.
 
-Each returns a string of HTML as wide as its cell. Text keeps its size (13 px, more than 9 pt) where the picture
-shrinks, and a screen reader reads out the picture's words.
+Each function says what is to be seen and where, and returns a string of HTML; the markup stands in drawings.html.j2. A
+picture is as wide as its cell, and a screen reader reads out its words. What is not measured is never drawn as 0.
 """
 
-import html
-import itertools
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.lab.runs import CATEGORIES
-from perf_helpers.plots import PALETTE, SERIES, bytes_text, name_text
+from perf_helpers.plots import PALETTE, SERIES, Timeline
+from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text
 from perf_helpers.unknown import is_measured
 
-# Signs that differ in shape as well as in colour.
-_SIGNS = ("●", "■", "▲", "◆", "▼", "★")
-NO_SPEED = "speed not measured"
-_TEXT = "font-size:13px;line-height:1.35;overflow-wrap:anywhere"
-_OUTLINE = "stroke='currentColor' vector-effect='non-scaling-stroke' fill='none'"
+CARDS = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
+DASHES = ((), (6, 3))  # of a panel's first and second line, in points
+_SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
+_FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
 
 
 def bar(parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
     """Bytes by category as one stacked bar with a legend, and the limits (bytes by name) as lines across it."""
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
-    end = 1.08 * max(total, above if above < 8 * total else total)
-    shown = {name: size for name, size in parts.items() if size > 0}
-    segments = "".join(
-        f"<div title='{_safe(name_text(name))} {bytes_text(size)}' "
-        f"style='width:{100 * size / end:.3f}%;background:{PALETTE[name]}'></div>"
-        for name, size in shown.items()
-    )
-    lines, free = "", -100.0
-    for name, size in sorted(limits.items(), key=lambda item: item[1]):
-        at = 100 * size / end
-        if at > 100:
-            continue
-        label = f"<span style='position:absolute;top:0;transform:translateX(-50%)'>{_safe(name)}</span>"
-        side = "" if at - free > 12 else "display:none"
-        free = at if not side else free
-        line = "position:absolute;top:18px;bottom:0;border-left:2px dashed currentColor"
-        lines += (
-            f"<div title='{_safe(name)}' style='position:absolute;left:{at:.2f}%;top:0;bottom:0;white-space:nowrap'>"
-            f"<span style='{side}'>{label}</span><div style='{line}'></div></div>"
-        )
-    words = f"Peak {bytes_text(total)}: " + ", ".join(f"{name_text(n)} {bytes_text(size)}" for n, size in shown.items())
-    legend = "".join(
-        f"<span style='white-space:nowrap'>{_swatch(PALETTE[name])} {_safe(name_text(name))} {bytes_text(size)}"
-        f" ({size / total:.0%})</span>"
-        for name, size in shown.items()
-    )
-    return (
-        f"<div role='img' aria-label='{_safe(words)}' style='{_TEXT};margin:4px 24px 4px 4px'>"
-        f"<div style='position:relative;height:64px;border-bottom:1px solid currentColor'>"
-        f"<div style='position:absolute;left:0;right:0;bottom:0;height:38px;display:flex'>{segments}</div>{lines}</div>"
-        f"{_scale(end)}"
-        f"<div style='display:flex;flex-wrap:wrap;gap:2px 16px;margin-top:6px'>{legend}</div></div>"
-    )
+    end = 1.08 * max(total, above if above < _FAR * total else total)
+    lines, named_at = _limits(dict(sorted(limits.items(), key=lambda item: item[1])), end), -1.0
+    for line in lines:
+        line["is_named"] = line["at"] - named_at > 0.12  # a name nearer to the last one would cover it
+        named_at = line["at"] if line["is_named"] else named_at
+    words = f"Peak {bytes_text(total)}: {parts_text(parts)}"
+    return _draw("bar", words=words, parts=parts, total=total, end=end, limits=lines, axis=_axis(end))
 
 
-def timeline(series: Mapping[str, Sequence], top: float, moment: int | None = None, title: str = "") -> str:
-    """Live bytes by category through one step, as `runs.Memory.timeline` holds them.
+def timeline(steps: Timeline, top: float, index: int | None = None, title: str = "") -> str:
+    """Live bytes by category through one step.
 
     Args:
         top: bytes at the upper end of the axis: the same for two pictures that are to be compared.
-        moment: where a line is to stand, as a place in the series.
+        index: of the stretch of operations at which a line is to stand.
     """
-    count, totals, peak = len(series["phase"]), totals_of(series), peak_of(series)
-    end, below, areas = 1.25 * top, [0] * count, ""
-    for category in CATEGORIES:
-        above = [low + max(0, size) for low, size in zip(below, series[category], strict=True)]
-        if above != below:
-            areas += f"<path d='{_band(below, above, end)}' fill='{PALETTE[category]}'/>"
-        below = above
-    hover = "".join(
-        f"<rect x='{i}' y='0' width='1' height='1000' fill='transparent'><title>{_safe(moment_text(series, i))}</title>"
-        "</rect>"
-        for i in range(count)
-    )
-    phases = _stretches(series["phase"])
-    edges = "".join(f"<path d='M{first} 0V1000' stroke-dasharray='2 3' {_OUTLINE}/>" for first, _ in phases[1:])
-    chosen = "" if moment is None else f"<path d='M{moment + 0.5} 90V1000' stroke-width='2' {_OUTLINE}/>"
-    names = "".join(
-        f"<span style='position:absolute;top:0;left:{50 * (first + last) / count:.2f}%;transform:translateX(-50%);"
-        f"white-space:nowrap'>{_safe(series['phase'][first])}</span>"
-        for first, last in phases
-        if last - first > 0.08 * count
-    )
-    at, side = 100 * (peak + 0.5) / count, "left" if peak < count / 2 else "right"
-    shift = "" if side == "left" else "transform:translateX(-100%);"
-    head = f"▼ peak {bytes_text(totals[peak])}" if side == "left" else f"peak {bytes_text(totals[peak])} ▼"
-    mark = (
-        f"<span style='position:absolute;left:{at:.2f}%;{shift}white-space:nowrap;font-weight:bold;"
-        f"bottom:{100 * totals[peak] / end:.2f}%;margin-{side}:-6px'>{head}</span>"
-    )
-    words = f"{title}: peak {moment_text(series, peak)}"
-    where = f"peak in {series['phase'][peak]}{_what_ran(series, peak)}"
-    return (
-        f"<div role='img' aria-label='{_safe(words)}' style='{_TEXT}'><b>{_safe(title)}</b>, {_safe(where)}"
-        f"<div style='position:relative;height:190px;margin:2px 8px 4px 76px;border-bottom:1px solid currentColor;"
-        f"border-left:1px solid currentColor'>{_levels(top, end)}"
-        f"<svg viewBox='0 0 {count} 1000' preserveAspectRatio='none' width='100%' height='100%' "
-        f"style='position:absolute;left:0;top:0'>{areas}{edges}{chosen}{hover}</svg>{names}{mark}</div></div>"
-    )
+    end, below, areas = 1.25 * top, [0] * len(steps), {}
+    for category in steps.shown():
+        above = [low + max(0, size) for low, size in zip(below, steps.series[category], strict=True)]
+        areas[category], below = _area(below, above, end), above
+    scale, unit = bytes_unit(top)
+    levels = _ticks(end / scale, 3, unit, top / scale)
+    return _draw("timeline", steps=steps, title=title, index=index, end=end, areas=areas, levels=levels)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows of text; a row whose first word is a category has its colour."""
-    style = "style='text-align:left;padding:1px 12px 1px 0;white-space:normal;overflow-wrap:anywhere'"
-    head = "".join(f"<th {style}>{_safe(name)}</th>" for name in header)
-    body = ""
-    for first, *rest in rows:
-        swatch = _swatch(PALETTE[first]) + " " if first in PALETTE else ""
-        cells = "".join(f"<td {style}>{_safe(cell)}</td>" for cell in rest)
-        body += f"<tr><th scope='row' {style}>{swatch}{_safe(name_text(first))}</th>{cells}</tr>"
-    return f"<div style='{_TEXT}'><table style='table-layout:fixed;width:100%'><tr>{head}</tr>{body}</table></div>"
+    return _draw("table", header=header, rows=rows)
 
 
-def moment_text(series: Mapping[str, Sequence], place: int) -> str:
-    """One moment of a timeline in words: its total, where it is, and its parts."""
-    parts = {name: series[name][place] for name in CATEGORIES}
-    said = f"{bytes_text(sum(parts.values()))} in {series['phase'][place]}{_what_ran(series, place)}"
-    shown = [f"{name_text(name)} {bytes_text(size)}" for name, size in parts.items() if size > 0]
-    return f"{said}: {', '.join(shown)}"
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A recipe in the picture of memory against speed."""
+
+    name: str
+    kind: str  # how its memory was found, e.g. "counted": each kind has its sign
+    peak_bytes: int | None  # None or unknown: not measured
+    samples_per_second: float | None  # None or unknown: not measured
+
+    @property
+    def memory_text(self) -> str:
+        return bytes_text(self.peak_bytes) if is_measured(self.peak_bytes) else "memory not measured"
+
+    @property
+    def speed_text(self) -> str:
+        speed = self.samples_per_second
+        return number_text(speed, "samples/s", digits=3) if is_measured(speed) else "speed not measured"
 
 
-def _what_ran(series: Mapping[str, Sequence], place: int) -> str:
-    """The operation of a moment and its module, as far as they are known."""
-    operation, module = ((series.get(name) or {place: ""})[place] for name in ("operation", "module"))
-    return (f", {operation}" if operation else "") + (f" of {module}" if module else "")
+def best_of_both(points: Sequence[Point]) -> list[Point]:
+    """The points for which no other is both smaller and faster, the smallest first; none whose memory or speed is not
+    measured, and none is beaten by such a one."""
+    known = {
+        point: (point.peak_bytes, point.samples_per_second)
+        for point in points
+        if is_measured(point.peak_bytes) and is_measured(point.samples_per_second)
+    }
+    best = [
+        point
+        for point, (size, speed) in known.items()
+        if not any(
+            other_size <= size and other_speed >= speed and (other_size, other_speed) != (size, speed)
+            for other_size, other_speed in known.values()
+        )
+    ]
+    return sorted(best, key=lambda point: point.peak_bytes)
 
 
-def totals_of(series: Mapping[str, Sequence]) -> list[int]:
-    """The bytes at each moment of a timeline."""
-    return [sum(series[name][i] for name in CATEGORIES) for i in range(len(series["phase"]))]
+def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, float]) -> str:
+    """Memory across, samples per second up; the best of both joined by a line, limits (bytes by name) as lines.
 
+    A point without a speed stands in a strip below the others, one without a memory in a strip on their left: at its
+    memory or its speed, and at no place of the other axis. A point without either is not drawn.
+    """
+    has_size, has_speed = (
+        [p for p in points if is_measured(getattr(p, name))] for name in ("peak_bytes", "samples_per_second")
+    )
+    unsized = [point for point in has_speed if point not in has_size]
+    untimed = [point for point in has_size if point not in has_speed]
+    sized = [point for point in has_size if point in has_speed]
+    best = best_of_both(points)
+    largest = max((point.peak_bytes for point in has_size), default=0)
+    end = 1.12 * max([largest, *(size for size in limits.values() if size < _FAR * largest)])
+    fastest = 1.2 * max((point.samples_per_second for point in has_speed), default=0)
+    kinds = list(dict.fromkeys(point.kind for point in points))
 
-def peak_of(series: Mapping[str, Sequence]) -> int:
-    """The place of a timeline's highest moment."""
-    totals = totals_of(series)
-    return max(range(len(totals)), key=totals.__getitem__)
+    def mark(point: Point, is_named: bool = True, name_width: str = "60%") -> dict[str, Any]:
+        bottom = _percent(point.samples_per_second / fastest) if point in has_speed else "13px"
+        return _sign(kinds.index(point.kind)) | {
+            "title": f"{point.name}: {point.memory_text}, {point.speed_text}",
+            "x": point.peak_bytes / end if point in has_size else 0.5,
+            "bottom": bottom,
+            "is_chosen": point is chosen,
+            "name": point.name if is_named and (point in best or point is chosen) else "",
+            "name_width": name_width,
+        }
+
+    words = [
+        f"{label}: {', '.join(f'{point.name} {text(point)}' for point in group)}"
+        for label, group, text in (
+            ("best of both", best, lambda point: point.memory_text),
+            ("speed not measured", untimed, lambda point: point.memory_text),
+            ("memory not measured", unsized, lambda point: point.speed_text),
+        )
+        if group
+    ]
+    ringed = f" (ringed: {chosen.name})" if chosen in untimed else ""  # in one row a name would cover the next sign
+    return _draw(
+        "scatter",
+        words="; ".join(["Memory and speed", *words]),
+        speeds=_ticks(fastest, 4) if has_speed else [],
+        sized=[mark(point) for point in sorted(sized, key=lambda point: point is chosen)],
+        unsized=[mark(point, name_width="300px") for point in unsized],
+        untimed=[mark(point, is_named=False) for point in untimed],
+        unsized_note="memory not measured",
+        untimed_note=f"speed not measured{ringed}",
+        front=" ".join(
+            f"{1000 * p.peak_bytes / end:.1f},{1000 - 1000 * p.samples_per_second / fastest:.1f}" for p in best
+        ),
+        limits=_limits(limits, end) if has_size else [],
+        axis=_axis(end, "peak memory") if has_size else None,
+        kinds=[_sign(number) | {"label": kind} for number, kind in enumerate(kinds)],
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A recipe in the picture of memory against speed: bytes, samples per second (None: not measured), and how it is
-    shown."""
+class Panel:
+    """Lines over time: what the monitor's live picture and the one that it leaves both show."""
 
-    name: str
-    peak_bytes: int
-    speed: float | None
-    kind: int = 0  # which sign it has
-    on_front: bool = False
-    is_chosen: bool = False
+    title: str
+    unit: str  # of the values
+    lines: Mapping[
+        str, Sequence[tuple[float, float]]
+    ]  # by label: (seconds, value); a sample without the value is left out
+    span: tuple[float, float]  # seconds at the left and the right end of the axis
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title} ({self.unit})"
+
+    @property
+    def top(self) -> float:
+        """Where the axis of the values ends."""
+        if self.unit == "%":
+            return 100.0
+        return 1.15 * max((value for points in self.lines.values() for _, value in points), default=0) or 1.0
 
 
-def scatter(points: Sequence[Point], limits: Mapping[str, int], kinds: Sequence[str]) -> str:
-    """Memory across, samples per second up; the best of both joined by a line, limits (bytes by name) as lines.
-
-    Args:
-        points: those without a speed stand by themselves in a strip below the others, at no height that could be read.
-        kinds: what each sign stands for.
-    """
-    timed, untimed = ([p for p in points if is_measured(p.speed) is known] for known in (True, False))
-    largest = max(point.peak_bytes for point in points)
-    end = 1.12 * max([largest, *(size for size in limits.values() if size < 8 * largest)])
-    fastest = 1.2 * max((point.speed for point in timed), default=1.0)
-    front = sorted((p for p in timed if p.on_front), key=lambda p: p.peak_bytes)
-    path = " ".join(f"{1000 * p.peak_bytes / end:.1f},{1000 - 1000 * p.speed / fastest:.1f}" for p in front)
-    marks = "".join(
-        _mark(point, f"{100 * point.speed / fastest:.2f}%", f"{point.speed:.3g} samples/s", end)
-        for point in sorted(timed, key=lambda point: point.is_chosen)
-    )
-    edges = "border-bottom:1px solid currentColor;border-left:1px solid currentColor"
-    picture = (
-        f"<div style='position:relative;height:260px;{edges}'>{_ups(fastest)}"
-        f"<svg viewBox='0 0 1000 1000' preserveAspectRatio='none' width='100%' height='100%' "
-        f"style='position:absolute;left:0;top:0'><polyline points='{path}' stroke-width='1.5' {_OUTLINE}/></svg>"
-        f"{marks}</div>"
-    )
-    top = 2 if timed else 20  # under the names of the limits
-    chosen = "".join(f" (ringed: {_safe(point.name)})" for point in untimed if point.is_chosen)
-    marks = "".join(_mark(point, "13px", NO_SPEED, end, named=False) for point in untimed)
-    strip = (
-        f"<div style='position:relative;height:{top + 46}px;{edges};background:rgba(127,127,127,0.12)'>"
-        f"<span style='position:absolute;left:6px;right:0;top:{top}px;white-space:nowrap;overflow:hidden;"
-        f"text-overflow:ellipsis'>{NO_SPEED}{chosen}</span>{marks}</div>"
-    )
-    lines = "".join(
-        f"<div style='position:absolute;left:{100 * size / end:.2f}%;top:0;bottom:0;border-left:2px dashed'>"
-        f"<span style='position:absolute;top:0;right:4px;white-space:nowrap'>{_safe(name)}</span></div>"
-        for name, size in limits.items()
-        if size <= end
-    )
-    words = [f"{label}: {_listed(group)}" for label, group in (("best of both", front), (NO_SPEED, untimed)) if group]
-    signs = " ".join(
-        f"<span style='white-space:nowrap'><span style='color:{SERIES[i]};font-size:16px'>{_SIGNS[i]}</span> "
-        f"{_safe(name)}</span>"
-        for i, name in enumerate(kinds)
-    )
-    best = "<span style='white-space:nowrap'>── nothing else is both smaller and faster</span>" if front else ""
-    return (
-        f"<div role='img' aria-label='{_safe('; '.join(['Memory and speed', *words]))}' style='{_TEXT}'>"
-        f"{'<div>samples per second</div>' if timed else ''}"
-        f"<div style='position:relative;margin:2px 16px 0 56px'>{picture if timed else ''}{strip if untimed else ''}"
-        f"{lines}</div><div style='margin:0 16px 0 56px'>{_scale(end, 'peak memory')}</div>"
-        f"<div style='display:flex;flex-wrap:wrap;gap:2px 16px'>{signs}{best}</div></div>"
+def panel(shown: Panel) -> str:
+    """A panel as SVG, with the latest value of each line in words."""
+    left, right, top, bottom = 46, 320, 58, 138  # pixels; the axes stand there in the markup too
+    across, up = (right - left) / (shown.span[1] - shown.span[0]), (bottom - top) / shown.top
+    latest = {
+        label: f"{label} {number_text(points[-1][1], shown.unit, digits=3)}" for label, points in shown.lines.items()
+    } or {shown.title: "not available"}
+    lines = [
+        {
+            "label": text,
+            "colour": SERIES[number],
+            "dashes": " ".join(map(str, DASHES[number])) or "none",
+            "points": " ".join(
+                f"{left + (seconds - shown.span[0]) * across:.1f},{bottom - value * up:.1f}"
+                for seconds, value in shown.lines.get(label, ())
+            ),
+        }
+        for number, (label, text) in enumerate(latest.items())
+    ]
+    start, end = (f"{seconds:.0f} s" for seconds in shown.span)
+    return _draw(
+        "panel",
+        words=f"{shown.title}: {', '.join(latest.values())}",
+        heading=shown.heading,
+        top=number_text(shown.top, digits=3),
+        start=start,
+        end=end,
+        lines=lines,
     )
 
 
-def _mark(point: Point, bottom: str, speed: str, end: float, named: bool = True) -> str:
-    """The sign of a recipe, its name beside it where it is one of the best or chosen; `bottom` is a length of CSS.
-
-    Args:
-        named: False where signs stand in one row, and a name would cover the next one.
-    """
-    colour, sign = SERIES[point.kind % len(SERIES)], _SIGNS[point.kind % len(_SIGNS)]
-    ring = "outline:2px solid currentColor;border-radius:50%;" if point.is_chosen else ""
-    title = _safe(f"{point.name}: {bytes_text(point.peak_bytes)}, {speed}")
-    place = f"left:{100 * point.peak_bytes / end:.2f}%;bottom:{bottom}"
-    mark = (
-        f"<span title='{title}' style='position:absolute;{place};transform:translate(-50%,50%);{ring}"
-        f"color:{colour};font-size:16px;line-height:1;cursor:help'>{sign}</span>"
-    )
-    if named and (point.on_front or point.is_chosen):
-        left = point.peak_bytes > 0.6 * end
-        shift = "transform:translateX(-100%);margin-left:-12px" if left else "margin-left:12px"
-        mark += (
-            f"<span style='position:absolute;{place};{shift};white-space:nowrap;max-width:60%;overflow:hidden;"
-            f"text-overflow:ellipsis'>{_safe(point.name)}</span>"
-        )
-    return mark
+# What stands where ---------------------------------------------------------------------------------------------------
 
 
-def _listed(points: Sequence[Point]) -> str:
-    return ", ".join(f"{point.name} {bytes_text(point.peak_bytes)}" for point in points)
+def _limits(limits: Mapping[str, float], end: float) -> list[dict[str, Any]]:
+    """The limits that an axis up to `end` has, with their places as a share of it."""
+    return [{"label": name, "at": size / end} for name, size in limits.items() if size <= end]
 
 
-def _band(below: Sequence[float], above: Sequence[float], end: float) -> str:
-    """A stretch between two step lines, closed."""
-
-    def steps(values, places):
-        for i in places:
-            y = 1000 - 1000 * values[i] / end
-            yield from ((i, y), (i + 1, y))
-
-    there = list(steps(above, range(len(above))))
-    back = list(steps(below, range(len(below))))[::-1]
-    return "M" + "L".join(f"{x} {y:.1f}" for x, y in [*there, *back]) + "Z"
+def _axis(end: float, what: str = "") -> dict[str, Any]:
+    """An axis of bytes under a picture."""
+    scale, unit = bytes_unit(end)
+    return {"ticks": _ticks(end / scale, 4), "caption": f"{what} ({unit})".strip()}
 
 
-def _stretches(values: Sequence) -> list[tuple[int, int]]:
-    """Runs of equal values, as (first, last + 1)."""
-    edges = [0, *(i for i in range(1, len(values)) if values[i] != values[i - 1]), len(values)]
-    return list(itertools.pairwise(edges))
-
-
-def _nice(top: float, parts: int) -> list[float]:
-    """Round numbers from 0 up to `top`, about `parts` of them."""
+def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> list[dict[str, Any]]:
+    """Round numbers on an axis from 0 to `end`, about `parts` of them up to `top`; their places are shares of `end`."""
+    top = top or end
     step = 10 ** math.floor(math.log10(top / parts))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= top / parts)
-    return [step * i for i in range(int(top / step) + 1)]
+    values = [step * i for i in range(int(top / step) + 1)]
+    return [{"label": f"{value:,g} {unit}".strip(), "at": value / end} for value in values]
 
 
-def _unit(top: float) -> tuple[float, str]:
-    return (1e9, "GB") if top >= 2e9 else (1e6, "MB") if top >= 2e6 else (1e3, "kB")
+def _area(below: Sequence[float], above: Sequence[float], end: float) -> str:
+    """What lies between two step lines, as the path of an SVG 1000 units high, in which an operation is 1 unit wide."""
+
+    def corners(values: Sequence[float]) -> Iterator[str]:
+        for i, value in enumerate(values):
+            y = f"{1000 - 1000 * value / end:.1f}"
+            yield from (f"{i} {y}", f"{i + 1} {y}")
+
+    return "M" + "L".join([*corners(above), *reversed([*corners(below)])]) + "Z"
 
 
-def _scale(end: float, what: str = "") -> str:
-    """An axis of bytes under a picture."""
-    scale, unit = _unit(end)
-    ticks = "".join(
-        f"<span style='position:absolute;left:{100 * value * scale / end:.2f}%;transform:translateX(-50%);"
-        f"white-space:nowrap'>{value:,g}</span>"
-        for value in _nice(end / scale, 4)
+def _sign(number: int) -> dict[str, str]:
+    return {"colour": SERIES[number % len(SERIES)], "sign": _SIGNS[number % len(_SIGNS)]}
+
+
+def _percent(share: float) -> str:
+    """A share of a picture's width or height, as a length of CSS."""
+    return f"{share:.2%}"
+
+
+def _draw(picture: str, **facts) -> str:
+    """A macro of drawings.html.j2, filled in."""
+    return str(getattr(_markup(), picture)(**facts))
+
+
+@functools.cache
+def _markup():
+    """The macros of drawings.html.j2, which escape whatever they are given."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("perf_helpers", "widgets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return (
-        f"<div style='position:relative;height:18px'>{ticks}</div>"
-        f"<div style='text-align:right'>{_safe(f'{what} ({unit})'.strip())}</div>"
-    )
-
-
-def _levels(top: float, end: float) -> str:
-    scale, unit = _unit(top)
-    return "".join(
-        f"<span style='position:absolute;right:100%;bottom:{100 * value * scale / end:.2f}%;margin-right:4px;"
-        f"transform:translateY(50%);white-space:nowrap'>{value:,g} {unit}</span>"
-        for value in _nice(top / scale, 3)
-    )
-
-
-def _ups(fastest: float) -> str:
-    return "".join(
-        f"<span style='position:absolute;right:100%;bottom:{100 * value / fastest:.2f}%;margin-right:4px;"
-        f"transform:translateY(50%);white-space:nowrap'>{value:,g}</span>"
-        for value in _nice(fastest, 4)
-    )
-
-
-def _swatch(colour: str) -> str:
-    return f"<span style='display:inline-block;width:12px;height:12px;background:{colour};vertical-align:-1px'></span>"
-
-
-def _safe(text: Any) -> str:
-    return html.escape(str(text), quote=True)
+    environment.filters |= {"percent": _percent, "bytes": bytes_text, "name": name_text}
+    environment.globals["PALETTE"] = PALETTE
+    return environment.get_template("drawings.html.j2").module

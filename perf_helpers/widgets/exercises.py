@@ -1,30 +1,34 @@
-"""Guesses, exercises, challenges and questions: what a learner answers, and the feedback on it.
+"""Exercises and challenges: what a learner answers, and the feedback on it. Questions and scores are offered here too.
 
 Nothing that a learner answers stops Run All, and no measurement that failed does: an answer that needs it is neither
 right nor wrong. What an author got wrong stops it: a check that fails by itself, a question whose right answer is none
 of its options.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perf_helpers import plots
 from perf_helpers.course import journal
-from perf_helpers.lab import arguments as training_arguments
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import Run
 from perf_helpers.lab.task import Task
+from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
-from perf_helpers.widgets import frame
 from perf_helpers.widgets.feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
+from perf_helpers.widgets.questions import question
+
+if TYPE_CHECKING:
+    from perf_helpers.lab.lab import Lab
 
 __all__ = ["Feedback", "board", "challenge", "check", "hint", "not_attempted", "not_measured", "prove", "question"]
 __all__ += ["right", "score", "wrong"]
 
-# False while a check is held against its own solution: that is the author's answer, not the learner's.
-_learners: ContextVar[bool] = ContextVar("learners", default=True)
+# True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
+# for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
+_is_author: ContextVar[bool] = ContextVar("is_author", default=False)
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
@@ -39,40 +43,22 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     Raises:
         RuntimeError: the check takes the mistake for right, the solution for wrong, or None for an attempt.
     """
-    with _on_behalf_of_the_author():
+    token = _is_author.set(True)
+    try:
         verdict = _judgement(check, solution)
         for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
-            found = verdict if answer is solution else _judgement(check, answer)
-            unknown = found.status == "not measured" and answer is not None
-            if found.status != expected and not unknown:
+            feedback = verdict if answer is solution else _judgement(check, answer)
+            is_unknown = feedback.status == "not measured" and answer is not None
+            if feedback.status != expected and not is_unknown:
                 raise RuntimeError(
-                    f"this exercise's check calls {answer!r} {found.status}, not {expected}: {found.text}"
+                    f"this exercise's check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}"
                 )
+    finally:
+        _is_author.reset(token)
     return verdict
 
 
-def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    try:
-        return judge(answer)
-    except NeedsValues as reason:
-        return not_measured(str(reason))
-
-
-@contextlib.contextmanager
-def _on_behalf_of_the_author() -> Iterator[None]:
-    token = _learners.set(False)
-    try:
-        yield
-    finally:
-        _learners.reset(token)
-
-
-def _keep(lab, kind: str, key: str, **content) -> None:
-    if _learners.get() and content.get("status") != "not measured":
-        journal.keep(lab, kind, key, **content)
-
-
-def check(lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
+def check(lab: "Lab", key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
     """Judge the learner's answer and keep the outcome in the journal.
 
     Args:
@@ -95,6 +81,29 @@ def check(lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedb
     return feedback
 
 
+def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
+    """What a check says of an answer; "not measured" where it asked for a value that is unknown."""
+    try:
+        return judge(answer)
+    except NeedsValues as reason:
+        return not_measured(str(reason))
+
+
+def _keep(lab: "Lab", kind: str, key: str, **content) -> None:
+    """Keep an outcome in the journal: the learner's only, and only one that was decided."""
+    if not _is_author.get() and content.get("status") != "not measured":
+        journal.keep(lab, kind, key, **content)
+
+
+def hint(*steps: str) -> "Hints":
+    """Hints to an exercise, opened one after the other, the last one close to the solution.
+
+    Raises:
+        ValueError: no hint, or an empty one.
+    """
+    return Hints(*steps)
+
+
 class Hints:
     """Hints folded into each other: opening one shows the next one, still folded. Plain HTML, no kernel needed."""
 
@@ -110,26 +119,16 @@ class Hints:
         shown = ""
         for number, step in reversed(list(enumerate(self.steps, start=1))):
             summary = "Hint" if len(self.steps) == 1 else f"Hint {number} of {len(self.steps)}"
-            shown = _folded(summary, f"<div>{prose_html(step)}</div>{shown}")
+            style = "margin:0.2em 0 0.2em 1em"
+            shown = (
+                f"<details style='{style}'><summary style='cursor:pointer'>{summary}</summary>"
+                f"<div>{prose_html(step)}</div>{shown}</details>"
+            )
         return shown
 
 
-def hint(*steps: str) -> Hints:
-    """Hints to an exercise, opened one after the other, the last one close to the solution.
-
-    Raises:
-        ValueError: no hint, or an empty one.
-    """
-    return Hints(*steps)
-
-
-def _folded(summary: str, content: str) -> str:
-    style = "margin:0.2em 0 0.2em 1em"
-    return f"<details style='{style}'><summary style='cursor:pointer'>{summary}</summary>{content}</details>"
-
-
 def challenge(
-    lab,
+    lab: "Lab",
     key: str,
     answer: Mapping[str, Any] | None,
     *,
@@ -155,8 +154,7 @@ def challenge(
     Raises:
         ValueError: the challenge itself makes no sense: no target, an unknown fixed argument, a baseline that failed.
     """
-    fixed = training_arguments.current(fixed or {})
-    training_arguments.check(fixed)
+    fixed = Arguments.of(fixed or {})
     if limit_bytes is None and at_least_speed is None:
         raise ValueError(f"challenge {key!r} has no target: give limit_bytes, at_least_speed or both")
     targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
@@ -170,42 +168,47 @@ def challenge(
         feedback = not_attempted(unknown[0]) if answer is None else not_measured(unknown[0])
     elif answer is None:
         target = []
-        target += [f"a peak of at most {plots.bytes_text(limit_bytes)}"] if limit_bytes else []
+        target += [f"a peak of at most {bytes_text(limit_bytes)}"] if limit_bytes else []
         target += [f"at least {at_least_speed:g} x the speed of {baseline.name}"] if at_least_speed else []
         feedback = not_attempted(f"the target is {' and '.join(target)}; replace None by a dict of training arguments")
     elif problem := _recipe_problem(answer, baseline, fixed):
         feedback = wrong(problem)
     else:
-        recipe = training_arguments.current({**answer, **fixed})
+        recipe = Arguments(answer).current | fixed.current
         feedback = _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed)
     _keep(lab, "exercise", key, status=feedback.status)
     return feedback
 
 
-def _recipe_problem(answer: Any, baseline: Run, fixed: Mapping[str, Any]) -> str | None:
+def _recipe_problem(answer: Any, baseline: Run, fixed: Arguments) -> str | None:
     """Why a recipe is not even tried, or None."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is no dict of training arguments, such as {{'per_device_train_batch_size': 1}}"
     try:
-        training_arguments.check(answer)
-        training_arguments.check_values(answer)
-        answer = training_arguments.current(answer)
-        batch = training_arguments.samples_per_step({**answer, **fixed}, baseline.processes)
+        answer = Arguments.of(answer).current
+        batch = Arguments(answer | fixed.current).samples_per_step(baseline.processes)
     except ValueError as error:
         return str(error)
     for name in ("max_steps", "num_train_epochs"):
         if name in answer:
             return f"`{name}` says how long to train, and every recipe trains as long: leave it out"
-    for name, value in fixed.items():
+    for name, value in fixed.current.items():
         if answer.get(name, value) != value:
             return f"`{name}` must stay {value!r}, and the answer makes it {answer[name]!r}"
-    needed = training_arguments.samples_per_step(baseline.arguments, baseline.processes)
+    needed = Arguments(baseline.arguments).samples_per_step(baseline.processes)
     if batch != needed:
         return f"the effective batch must stay {needed}, and the answer makes it {batch}"
     return None
 
 
-def _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed) -> Feedback:
+def _measured_feedback(
+    lab: "Lab",
+    key: str,
+    recipe: Mapping[str, Any],
+    baseline: Run,
+    limit_bytes: float | None,
+    at_least_speed: float | None,
+) -> Feedback:
     """The feedback on a recipe after running it; one that meets the target goes onto the board."""
     name = f"your {key}"
     same = {"name": name, "arguments": recipe, "task": baseline.task, "processes": baseline.processes}
@@ -224,13 +227,13 @@ def _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed) 
         return wrong(f"the run ended with: {run.status}, {run.message}")
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
-    peak = plots.bytes_text(run.peak_bytes)
+    peak = bytes_text(run.peak_bytes)
     if limit_bytes is not None and run.peak_bytes > limit_bytes:
-        over = plots.bytes_text(run.peak_bytes - limit_bytes)
+        over = bytes_text(run.peak_bytes - limit_bytes)
         share = run.peak_bytes / limit_bytes - 1
-        return wrong(f"the peak is {peak}, {over} ({share:.1%}) over the limit of {plots.bytes_text(limit_bytes)}")
+        return wrong(f"the peak is {peak}, {over} ({share:.1%}) over the limit of {bytes_text(limit_bytes)}")
     said = f"the peak is {peak}"
-    said += f", the limit {plots.bytes_text(limit_bytes)}" if limit_bytes is not None else ""
+    said += f", the limit {bytes_text(limit_bytes)}" if limit_bytes is not None else ""
     speed = None
     if at_least_speed is not None:
         ratio = lab.compare(baseline, run).speed_ratio
@@ -247,41 +250,13 @@ def _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed) 
     return right(said)
 
 
-def board(lab, key: str) -> plots.Table:
+def board(lab: "Lab", key: str) -> plots.Table:
     """Own results of a challenge, best first: only those that met the target, of this lesson, kept on this machine."""
     rows = []
     for rank, entry in enumerate(journal.board(journal.of(lab).read(), lab.lesson, key), start=1):
         result = entry.content
         speed = "not measured" if result["speed"] is None else f"{result['speed']:.2f} x"
         recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())
-        rows.append([rank, plots.bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
+        rows.append([rank, bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
     caption = "" if rows else "No recipe has met the target yet."
     return plots.Table(["", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
-
-
-def question(lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
-    """Ask a quick question: each option has a button that shows its explanation. The choice is kept in the journal.
-
-    Without a front end: a list, the explanations folded. In all texts, words between backticks are code.
-
-    Args:
-        key: names the question within the lesson.
-        options: for each option its explanation, the wrong ones included.
-        right: the option that is right.
-
-    Raises:
-        ValueError: fewer than two options, one without an explanation, or `right` is none of them.
-    """
-    if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
-        raise ValueError(f"options={options!r}: give at least two, each with its explanation")
-    if right not in options:
-        raise ValueError(f"right={right!r}: it must be one of the options, {', '.join(map(repr, options))}")
-    answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
-    chosen = journal.choice(journal.of(lab).read(), lab.lesson, key)
-    if chosen is None:
-        journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
-
-    def keep(option: str) -> None:
-        journal.keep(lab, "question", key, choice=option, right=option == right)
-
-    frame.choose(("question", lab.lesson, key), text, answers, chosen if chosen in options else None, keep)

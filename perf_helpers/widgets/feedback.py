@@ -5,9 +5,10 @@ import re
 from dataclasses import dataclass
 
 from perf_helpers.course import journal
-from perf_helpers.unknown import Unknown
+from perf_helpers.texts import number_text
+from perf_helpers.unknown import is_measured
 
-_SIGNS = {  # told by sign and words as well as by colour, which is the theme's
+_SIGNS = {  # of each status; told by sign and words as well as by colour, which is the theme's
     "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
     "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
     "right": ("✓", "var(--jp-success-color1, #388e3c)"),
@@ -19,15 +20,11 @@ _SIGNS = {  # told by sign and words as well as by colour, which is the theme's
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """`status` is "not attempted", "wrong", "right" or "not measured" for an exercise, "no guess" or "guess" for a
-    prediction.
+    """What is said to an answer or a guess."""
 
-    In `text`, words between backticks are code. `picture` is HTML to show under it, if any.
-    """
-
-    status: str
-    text: str
-    picture: str = ""
+    status: str  # of an exercise "not attempted", "wrong", "right", "not measured"; of a guess "no guess", "guess"
+    text: str  # words between backticks are code
+    picture: str = ""  # HTML to show under it, if any
 
     def __repr__(self) -> str:
         return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
@@ -60,23 +57,17 @@ def prose_html(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
-def amount_text(value: float, unit: str = "") -> str:
-    """A number with its unit, in four digits or whole: "0.3333 x", "12,346 MB"."""
-    number = f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-    return f"{number} {unit}".strip()
-
-
 def score(guess: float | None, measured: float | None, unit: str = "") -> Feedback:
     """A guess beside what was measured, and how far off it was.
 
     Raises:
         ValueError: the guess is no number.
     """
-    if measured is None or isinstance(measured, Unknown):
+    if not is_measured(measured):
         return Feedback("no guess", "nothing was measured to hold a guess against")
-    shown = f"measured {amount_text(measured, unit)}"
+    shown = f"measured {number_text(measured, unit)}"
     if guess is None:
         return Feedback("no guess", f"{shown}; next time, put a number first")
     if isinstance(guess, bool) or not isinstance(guess, int | float):
         raise ValueError(f"guess={guess!r}: give a number{f' of {unit}' if unit else ''}, or None")
-    return Feedback("guess", f"you said {amount_text(guess, unit)}, {shown}: {journal.off(guess, measured):.0%} off")
+    return Feedback("guess", f"you said {number_text(guess, unit)}, {shown}: {journal.off(guess, measured):.0%} off")

@@ -28,7 +28,8 @@ class FakeLab:
     def train(self, name, *, task, measure, processes, **arguments):
         memory = Memory(self.peaks[arguments["per_device_train_batch_size"]], self.kind)
         message = "" if self.status == "ok" else "the process was ended"
-        self.runs.append(Run(name, self.status, message, arguments, task.to_dict(), memory, processes=processes))
+        what = {"arguments": arguments, "task": task.to_dict(), "memory": memory, "processes": processes}
+        self.runs.append(Run(name, self.status, message, **what))
         return self.runs[-1]
 
     def compare(self, baseline, other):
@@ -69,14 +70,6 @@ def test_feedback_takes_its_colours_from_the_theme():
         assert "var(--jp-" in shown and "background" not in shown and f" {status}</b>" in shown
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [(1 / 3, "x", "0.3333 x"), (12345.6, "MB", "12,346 MB"), (0, "", "0"), (-2500, "", "-2,500")],
-)
-def test_an_amount_is_shown_in_full(value, unit, text):
-    assert exercises.amount_text(value, unit) == text
-
-
 # ---- check
 
 
@@ -115,6 +108,14 @@ def test_a_solution_is_not_kept_as_the_learners_answer(lab):
     assert kept(lab, "exercise") == []
     checked(4)
     assert kept(lab, "exercise") == [{"status": "right"}]
+
+
+def test_a_check_is_held_against_its_solution_and_a_mistake():
+    assert exercises.prove(judge, solution=4, mistake=5).status == "right"
+    with pytest.raises(RuntimeError, match="wrong"):
+        exercises.prove(judge, solution=5, mistake=4)
+    with pytest.raises(RuntimeError, match="not attempted"):
+        exercises.prove(lambda answer: exercises.right("always"), solution=4, mistake=5)
 
 
 # ---- hints
@@ -171,6 +172,13 @@ def test_a_proof_against_the_unknown_stops_no_lesson_but_one_that_can_be_made_do
     half = {None: exercises.not_attempted(), 4: exercises.not_measured("gone"), 5: exercises.right("it is not")}
     with pytest.raises(RuntimeError, match="calls 5 right"):
         exercises.prove(half.get, solution=4, mistake=5)
+
+
+def test_a_guess_is_scored_and_none_is_no_guess():
+    assert exercises.score(None, 100, "MB").status == "no guess"
+    assert "50% off" in exercises.score(150, 100, "MB").text
+    with pytest.raises(ValueError, match="number"):
+        exercises.score("a lot", 100, "MB")
 
 
 def test_a_guess_is_not_scored_against_the_unknown():

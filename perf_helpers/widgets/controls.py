@@ -1,0 +1,71 @@
+"""A picture that a lesson's own function draws, and a slider for each of its arguments: `widgets.explore`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from perf_helpers.widgets.frame import PLACES, close_widget, guarded
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+
+def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
+    """Show `draw(first choice of each)` as a picture, and under it a control for each choice that draws anew.
+
+    Without a front end the first picture stays.
+
+    Args:
+        draw: takes one value of each choice, draws on axes of its own and returns them (or anything that displays).
+        choices: for each keyword of `draw`, the values offered, the one to start with first.
+
+    Returns:
+        The box of controls, already displayed.
+
+    Raises:
+        ValueError: a choice without values.
+    """
+    import ipywidgets
+    from IPython.display import display
+
+    for name, values in choices.items():
+        if not list(values):
+            raise ValueError(f"{name}: no values to choose from")
+    _show(draw(**{name: values[0] for name, values in choices.items()}))
+    output = ipywidgets.Output()
+    controls = {
+        name: ipywidgets.SelectionSlider(
+            options=[(str(value), value) for value in values],
+            description=name.replace("_", " "),
+            style={"description_width": "initial"},
+            layout={"max_width": "100%"},
+            continuous_update=False,
+        )
+        for name, values in choices.items()
+    }
+
+    def redraw(_):
+        output.clear_output(wait=True)
+        _show(draw(**{name: control.value for name, control in controls.items()}))
+
+    for control in controls.values():
+        control.observe(guarded(redraw, output), names="value")
+    box = ipywidgets.VBox([*controls.values(), output], layout={"max_width": "100%"})
+    code = getattr(draw, "__code__", None)  # of the same cell, if it is run again
+    where = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices
+    PLACES.take(where, partial(close_widget, box))
+    display(box)
+    return box
+
+
+def _show(result: Any) -> None:
+    """Display a picture and close its figure, or display anything else but None."""
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+
+    figure = getattr(result, "figure", None)
+    if figure is not None:
+        display(figure)
+        plt.close(figure)
+    elif result is not None:
+        display(result)

@@ -1,0 +1,150 @@
+"""Guesses: a number that a learner commits before an experiment, and what became of it.
+
+Notable: only a guess that was committed before its measurement was shown counts. A later one is kept and called so.
+"""
+
+import html
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from perf_helpers import plots
+from perf_helpers.course import journal
+from perf_helpers.texts import number_text
+from perf_helpers.unknown import is_measured
+from perf_helpers.widgets import feedback as feedbacks
+from perf_helpers.widgets.frame import PLACES, ROW, WHOLE_WIDTH, guarded, place
+
+if TYPE_CHECKING:
+    from perf_helpers.lab.lab import Lab
+
+_COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
+
+
+class _Asked(NamedTuple):
+    """What `revealed` has to know of the question."""
+
+    unit: str  # of the guess, the estimate and the measurement
+    estimate: float | None  # in that unit
+
+
+def predict(
+    lab: "Lab", key: str, question: str, unit: str, low: float, high: float, estimate: float | None = None
+) -> None:
+    """Ask for a guess before an experiment: a slider and a number field, bound together, and a button that commits it.
+
+    The guess is kept in the journal, and stands here again when the cell is run again. Without a front end: the
+    question alone. A guess that is committed after `revealed` was called is kept too, but does not count.
+
+    Args:
+        key: names the question within the lesson.
+        question: plain text; words between backticks are code.
+        unit: the one a person would use, e.g. "MB", "%", "x".
+        low, high: what can be guessed, in that unit.
+        estimate: the figure of `perf_helpers.estimate.estimates`, in that unit; shown by `revealed`, not before.
+
+    Raises:
+        ValueError: `low` is not below `high`.
+    """
+    import ipywidgets
+
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"low={low!r}, high={high!r}: give two numbers, the smaller one first")
+    kept = journal.guess(journal.of(lab).read(), lab.lesson, key)
+    start = min(max((low + high) / 2 if kept is None else kept, low), high)
+    limits = {"min": low, "max": high, "value": start}
+    slider = ipywidgets.FloatSlider(
+        **limits,
+        step=_step(low, high, 1000),  # it moves what is typed to the nearest step: fine ones hardly do
+        readout=False,
+        description="your guess",
+        layout={"flex": "1 1 14em", "max_width": "100%"},
+    )
+    field = ipywidgets.BoundedFloatText(**limits, step=_step(low, high, 100), layout={"width": "9em"})
+    ipywidgets.link((slider, "value"), (field, "value"))
+    button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
+    state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
+
+    def commit(_):
+        journal.keep(lab, "guess", key, guess=float(field.value), unit=unit)
+        state.value = _state_html(lab, key, unit)
+
+    button.on_click(guarded(commit, output))
+    head = f"<div style='line-height:1.4'><b>Predict</b>: {feedbacks.prose_html(question)}</div>"
+    row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
+    box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=WHOLE_WIDTH)
+    static = head + _state_html(lab, key, unit)
+    place(("predict", lab.lesson, key), box, static, f"Predict: {question}", about=_Asked(unit, estimate))
+
+
+def revealed(lab: "Lab", key: str, measured: float | None, estimate: float | None = None) -> feedbacks.Feedback:
+    """What became of a guess: the guess, the estimate's figure and the measured one in one picture, and a score.
+
+    Only a guess that was committed before the first call counts. Without one, and without a front end, it says so.
+
+    Args:
+        key: as given to `predict`.
+        measured: in the unit given to `predict`; None where nothing could be measured.
+        estimate: as for `predict`, where it is known only now; None or unknown: none is shown.
+
+    Raises:
+        ValueError: this kernel has not asked for a guess under that key.
+    """
+    asked = PLACES.about(("predict", lab.lesson, key))
+    if asked is None:
+        raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
+    entries, unit = journal.of(lab).read(), asked.unit
+    estimate = asked.estimate if estimate is None else estimate
+    estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
+    kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
+    if measured is None or not math.isfinite(measured):
+        return feedbacks.score(counted, None)
+    measured = float(measured)
+    journal.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
+    feedback = feedbacks.score(counted, measured, unit)
+    text = feedback.text
+    if estimate is not None:
+        text += f". The estimate said {number_text(estimate, unit)}: {journal.off(estimate, measured):.0%} off"
+    if kept != counted:
+        text += f". Your {number_text(kept, unit)} came after the fact and does not count"
+    figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
+    known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
+    return feedbacks.Feedback(feedback.status, text, _bars_html(known, unit))
+
+
+def _state_html(lab: "Lab", key: str, unit: str) -> str:
+    """What is known of the learner's guess, in words."""
+    entries = journal.of(lab).read()
+    kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
+    if kept is None:
+        return "<div>No guess yet. Commit one before you run on.</div>"
+    shown = f"● Your guess: {html.escape(number_text(kept, unit))}"
+    if journal.is_revealed(entries, lab.lesson, key) and kept != counted:
+        return f"<div>{shown}, after the fact: the measurement is out, so it is not scored.</div>"
+    return f"<div>{shown}. It is kept.</div>"
+
+
+def _step(low: float, high: float, parts: int) -> float:
+    """A round step, 1, 2 or 5 times a power of ten, of which `parts` or more make the whole range."""
+    most = (high - low) / parts
+    power = math.floor(math.log10(most))
+    return max(step for step in (float(f"{factor}e{power}") for factor in (1, 2, 5)) if step <= most * (1 + 1e-9))
+
+
+def _bars_html(values: Mapping[str, float], unit: str) -> str:
+    """Figures of one quantity as bars, an <img> that a screen reader can read out."""
+    from matplotlib.figure import Figure
+
+    # Small with large letters: on a narrow page it is scaled down, and has to stay readable.
+    figure = Figure(figsize=(4.6, 0.9 + 0.4 * len(values)), dpi=110, layout="constrained")
+    ax = figure.subplots()
+    bars = ax.barh(list(values), list(values.values()), color=[_COLOURS[name] for name in values], height=0.62)
+    texts = {name: number_text(value, unit) for name, value in values.items()}
+    ax.bar_label(bars, [f" {text}" for text in texts.values()], fontsize=12)
+    ax.margins(x=0.45)
+    ax.locator_params(axis="x", nbins=4)
+    ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=12)
+    ax.set_xlabel(unit, fontsize=12)
+    return plots.image_html(plots.png(figure), "; ".join(f"{name} {text}" for name, text in texts.items()))

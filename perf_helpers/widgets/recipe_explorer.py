@@ -1,0 +1,151 @@
+"""The recipe explorer: every run and estimate so far as memory against speed, with the arguments to paste."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perf_helpers import plots
+from perf_helpers.estimate import MemoryEstimate, estimates_so_far
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.runs import Run
+from perf_helpers.lab.task import Task
+from perf_helpers.texts import number_text
+from perf_helpers.unknown import is_measured
+from perf_helpers.widgets import drawings
+from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
+
+if TYPE_CHECKING:
+    from perf_helpers.lab.lab import Lab
+
+
+def recipes(lab: "Lab", *more: Run) -> None:
+    """Every run and estimate so far as memory against throughput, with the arguments of the one selected, to paste.
+
+    What has no speed, or no memory, stands apart from that axis. Throughputs of different days are never in one
+    picture: the earlier runs of this machine are offered by day.
+
+    Args:
+        more: runs to offer beside those of the lab.
+
+    Raises:
+        ValueError: nothing is measured so far.
+    """
+    import ipywidgets
+
+    groups = _groups(lab, more)
+    if not groups:
+        raise ValueError("no run so far has its memory or its speed measured: train something first")
+    wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
+    group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
+    card = ipywidgets.Dropdown(options=[("any", None), *drawings.CARDS.items()], description="fits on", **wide)
+    limit = ipywidgets.FloatText(value=0, description="or MB", tooltip="0: no limit", **wide)
+    select = ipywidgets.Select(description="recipe", rows=8, layout=WHOLE_WIDTH)
+    picture, text, output = html_box(), html_box(), ipywidgets.Output()
+
+    def fitting() -> list[Recipe]:
+        limits = [size for size in (card.value, limit.value * 1e6) if size]
+        return [recipe for recipe in groups[group.value] if not limits or recipe.is_within(min(limits))]
+
+    def offer(_=None) -> None:
+        offered, before = fitting(), select.value
+        best = drawings.best_of_both(offered)
+        select.options = [(recipe.line(recipe in best), number) for number, recipe in enumerate(offered)]
+        select.value = offered.index(best[0]) if best else 0 if offered else None
+        if select.value == before:
+            draw()
+
+    def draw(_=None) -> None:
+        offered = fitting()
+        if not offered:
+            picture.value, text.value = "Nothing fits.", ""
+            return
+        chosen = offered[select.value or 0]
+        limits = drawings.CARDS | ({"limit": limit.value * 1e6} if limit.value else {})
+        picture.value = drawings.scatter(offered, chosen, limits)
+        code = html.escape(Arguments(chosen.arguments).to_python())
+        text.value = f"<b>{html.escape(chosen.name)}</b>, {html.escape(chosen.task)}<pre>{code}</pre>"
+
+    for control in (group, card, limit):
+        control.observe(guarded(offer, output), names="value")
+    select.observe(guarded(draw, output), names="value")
+    offer()
+    controls = ipywidgets.Box([group, card, limit], layout=ROW)
+    box = ipywidgets.VBox([controls, picture, select, text, output], layout=WHOLE_WIDTH)
+    table = _table(next(iter(groups.values())))
+    place(("recipes", lab.lesson), box, table._repr_html_(), repr(table))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe(drawings.Point):
+    """A run or an estimate as a point of the picture, with what is needed to train it again."""
+
+    arguments: dict[str, Any]  # of the training
+    task: str  # in words
+
+    @classmethod
+    def of(cls, source: Run | MemoryEstimate) -> "Recipe":
+        kind = source.memory.kind if source.memory else "timed only"
+        speed = getattr(source, "samples_per_second", None)  # no estimate has one
+        task = str(Task.from_dict(source.task))
+        return cls(source.name, kind, source.peak_bytes, speed, dict(source.arguments), task)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+    def is_within(self, limit_bytes: float) -> bool:
+        """Whether it is known to fit."""
+        return is_measured(self.peak_bytes) and self.peak_bytes <= limit_bytes
+
+    def line(self, is_best: bool) -> str:
+        """How it stands in the list to select from."""
+        return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
+
+
+def _groups(lab: "Lab", more: Sequence[Run]) -> dict[str, list[Recipe]]:
+    """What may stand in one picture, of one task and one session or day, by its label; this lab's task first.
+
+    In a group the smallest recipe comes first, those without a measured memory last; of two with one name and kind the
+    later one counts. What has neither a memory nor a speed is left out.
+    """
+    groups: dict[str, dict[str, Recipe]] = {}
+
+    def add(label: str, source: Run | MemoryEstimate) -> None:
+        recipe = Recipe.of(source)
+        if recipe.arguments and (is_measured(recipe.peak_bytes) or is_measured(recipe.samples_per_second)):
+            groups.setdefault(f"{label}: {Task.from_dict(source.task).model}", {})[recipe.label] = recipe
+
+    for run in [*lab.runs, *more]:
+        if run.ok:
+            add("this notebook", run)
+    for estimate in estimates_so_far():
+        if estimate.device == lab.machine.kind:
+            add("this notebook", estimate)
+    session = {run.id for run in lab.runs}
+    for run in lab.store.read():
+        if run.ok and run.id not in session and run.machine.get("name") == lab.machine.name:
+            add(run.date[:10], run)
+
+    def size(recipe: Recipe) -> float:
+        return recipe.peak_bytes if is_measured(recipe.peak_bytes) else float("inf")
+
+    first = f"this notebook: {lab.task.model}"
+    labels = sorted(groups, key=lambda label: (label != first, not label.startswith("this"), label))
+    return {label: sorted(groups[label].values(), key=size) for label in labels}
+
+
+def _table(recipes: Sequence[Recipe]) -> plots.Table:
+    """What stays without a front end."""
+    best = drawings.best_of_both(recipes)
+    rows = [
+        [
+            recipe.label,
+            plots.bytes_text(recipe.peak_bytes),
+            number_text(recipe.samples_per_second, digits=3),
+            "yes" if recipe in best else "",
+            ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items()),
+        ]
+        for recipe in recipes
+    ]
+    return plots.Table(["recipe", "peak", "samples/s", "best of both", "arguments"], rows)

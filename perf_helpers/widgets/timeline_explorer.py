@@ -1,0 +1,72 @@
+"""The timeline explorer: live memory through one step, of one run or of two under each other."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from perf_helpers import plots
+from perf_helpers.lab.runs import Run
+from perf_helpers.texts import bytes_text
+from perf_helpers.widgets import drawings
+from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
+
+if TYPE_CHECKING:
+    from perf_helpers.estimate import MemoryEstimate
+
+
+def timeline(*runs: "Run | MemoryEstimate") -> None:
+    """Live memory by category through one step, a slider over its operations, and a second run under the first.
+
+    Args:
+        runs: those on offer, the first two shown; each measured with its memory.
+
+    Raises:
+        ValueError: none of them has a timeline.
+    """
+    import ipywidgets
+
+    runs = {run.name: run for run in runs if run.memory and run.memory.timeline}
+    if not runs:
+        raise ValueError("none of these runs has a timeline: run them with measure=('memory',)")
+    steps = {name: plots.Timeline(run.memory.timeline) for name, run in runs.items()}
+    names, last = list(steps), max(map(len, steps.values())) - 1
+    wide = {**WHOLE_WIDTH, "flex": "1 1 18em"}
+    upper = ipywidgets.Dropdown(options=names, value=names[0], description="above", layout=wide)
+    lower = ipywidgets.Dropdown(options=["", *names], value=[*names, ""][1], description="below", layout=wide)
+    slider = ipywidgets.IntSlider(min=0, max=last, description="moment", readout=False, layout=WHOLE_WIDTH)
+    picture, output = html_box(), ipywidgets.Output()
+
+    def draw(_=None) -> None:
+        shown = [(name, steps[name]) for name in (upper.value, lower.value) if name]
+        picture.value = _picture(shown, slider.value / last)
+
+    def to_the_peak(_=None) -> None:
+        above = steps[upper.value]
+        value = round(last * above.peak / (len(above) - 1))
+        if slider.value == value:
+            draw()
+        slider.value = value
+
+    button = ipywidgets.Button(description="to the peak", tooltip="move to the peak of the upper run")
+    button.on_click(guarded(to_the_peak, output))
+    for control in (upper, lower, slider):
+        control.observe(guarded(draw, output), names="value")
+    to_the_peak()
+    top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=ROW)
+    box = ipywidgets.VBox([top, slider, picture, output], layout=WHOLE_WIDTH)
+    words = {name: f"{name}: peak {steps[name].text(steps[name].peak)}" for name in names[:2]}
+    static = "".join(plots.picture_html(plots.timeline(runs[name]), text) for name, text in words.items())
+    place(("timeline", *names), box, static, "\n".join(words.values()))
+
+
+def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
+    """One or two timelines, by name, on one scale, and in words what is at this share of their length."""
+    top = max(steps.highest_bytes for _, steps in shown)
+    indices = [round(share * (len(steps) - 1)) for _, steps in shown]
+    pictures, columns = "", []
+    for (name, steps), index in zip(shown, indices, strict=True):
+        pictures += drawings.timeline(steps, top, index, name)
+        parts = steps.parts(index) | {"total": steps.totals[index]}
+        columns.append(steps.where(index) | {key: bytes_text(size) for key, size in parts.items()})
+    seen = [category for category in plots.CATEGORIES if any(category in steps.shown(top) for _, steps in shown)]
+    rows = [[key, *(column[key] for column in columns)] for key in ("phase", "operation", "module", "total", *seen)]
+    return pictures + drawings.table(["at the line", *(name for name, _ in shown)], rows)

@@ -1,0 +1,101 @@
+"""For the widgets' tests: a kernel that shows nothing, a lab that has run nothing, and machines to watch."""
+
+import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from explored import TASK
+from kernel import alive
+from machines import GOOD, PLAIN, fake_nvml
+from watched import FIGURES, GPU, threads
+
+from perf_helpers import hardware
+from perf_helpers.lab.profiles import PROFILES
+from perf_helpers.lab.store import Store
+from perf_helpers.widgets import readings
+from perf_helpers.widgets.frame import PLACES
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernel():
+    yield
+    for where in PLACES:
+        PLACES.free(where)
+    for widget in list(alive().values()):
+        widget.close()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return SimpleNamespace(
+        lesson="05_gradient_accumulation",
+        store=Store(tmp_path / "runs.jsonl"),
+        task=TASK,
+        runs=[],
+        profile=PROFILES["cpu"],
+        machine=hardware.Machine("a machine", "cpu", memory_bytes=30_000_000),
+    )
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without a GPU; and no thread is left behind."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(variable, raising=False)
+    hardware.visible_uuids.cache_clear()
+    monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
+    monkeypatch.setattr(hardware, "describe", lambda: PLAIN)
+    yield
+    hardware.visible_uuids.cache_clear()
+    assert threads() == []
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose NVML answers; returns the queries put to it, and a function that lets one of them fail."""
+    module, asked = fake_nvml(GPU), []
+
+    def answer(query, value):
+        def told(handle, *arguments):
+            assert handle == GPU
+            asked.append((query, *arguments))
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        setattr(module, query, told)
+
+    def fail(query, code=None):
+        error = module.NVMLError(query)
+        error.value = code
+        answer(query, error)
+
+    for query, (_, value, _) in FIGURES.items():
+        answer(query, value)
+    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980, 2: 2619}[which]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(hardware, "describe", lambda: GOOD)
+    return SimpleNamespace(asked=asked, fail=fail, answer=answer, module=module)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Let the sampler read these figures, one dict a sample, then nothing; returns the event of having read them."""
+
+    def install(*figures):
+        left, done = list(figures), threading.Event()
+
+        def look():
+            if not left:
+                done.set()
+                return {}
+            if isinstance(left[0], Exception):
+                raise left.pop(0)
+            return left.pop(0)
+
+        monkeypatch.setattr(readings, "reader", lambda gpu: nullcontext(look))
+        return done
+
+    return install

@@ -1,0 +1,100 @@
+"""The memory explorer on the kernel's side: controls are moved, the picture follows. Under ipywidgets 7.7.1 too, see
+test_frame.py.
+"""
+
+import json
+import threading
+import time
+
+import ipywidgets
+import pytest
+from explored import TASK
+from kernel import alive, box, control, inside, text
+
+from perf_helpers import explorers
+from perf_helpers.estimate import surfaces
+from perf_helpers.lab.store import Store
+
+
+def wait(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A folder in which the plain recipe of the task is known."""
+    folder = tmp_path_factory.mktemp("home")
+    found = surfaces.Surfaces(TASK, "cpu", folder=folder / "fits")
+    found.prepare()
+    found.learn(surfaces.Choice())
+    return folder
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "memory explorer"]
+
+
+def test_a_move_is_answered_at_once_and_told_as_interpolated_until_it_is_traced(lab, shown, learnt):
+    lab.store = Store(learnt / "runs.jsonl")
+    explorers.memory(lab)
+    assert "traced" in text(shown) and not threads(), "nothing runs before a control is moved"
+    assert "this machine" in text(shown)
+    before = text(shown)
+    slider = control(shown, "micro-batch")
+    slider.value = 8
+    wait(lambda: text(shown) != before)
+    wait(lambda: "interpolated" in text(shown) or "traced:" in text(shown))
+    seconds = []
+    for value in (128, 32, 16, 64):
+        began = time.perf_counter()
+        slider.value = value
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.15, "the fastest: what else the machine does only adds"
+    assert "interpolated" in text(shown) and "is too small" in text(shown)
+    wait(lambda: "</b> traced" in text(shown))
+
+
+def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, tmp_path):
+    small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32}
+    images = tmp_path / "config.json"
+    images.write_text(json.dumps({"model_type": "vit"} | small))
+    explorers.memory(lab)
+    control(shown, "model").value = str(images)
+    wait(lambda: control(shown, "length").disabled, 120)
+    control(shown, "model").value = "bert-tinny"
+    wait(lambda: "no preset" in text(shown) or "Hub" in text(shown), 120)
+    control(shown, "model").value = "bert-tiny"
+    wait(lambda: not control(shown, "length").disabled and "Tracing" not in text(shown), 120)
+
+
+def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
+    explorers.memory(lab)
+    first, count = box(shown).model_id, len(alive())
+    control(shown, "optimizer").value = "SGD"
+    wait(threads)
+    explorers.memory(lab)
+    assert first not in alive() and len(alive()) == count
+    wait(lambda: not threads(), 120)
+
+
+def test_without_a_front_end_there_is_a_picture_with_words(lab, shown):
+    explorers.memory(lab)
+    bundle = shown[-1]
+    assert "<img" in bundle["text/html"] and 'alt="bert-tiny, micro-batch 4: weights' in bundle["text/html"]
+    assert "peak at" in bundle["text/plain"]
+
+
+def test_an_error_in_the_thread_is_shown(lab, shown, monkeypatch):
+    explorers.memory(lab)
+
+    def broken(_):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(surfaces.Surfaces, "prepare", broken)
+    control(shown, "model").value = "gpt2"
+    (output,) = inside(box(shown), ipywidgets.Output)
+    wait(lambda: output.outputs)
+    assert output.outputs[0]["output_type"] == "error" and "no such thing" in output.outputs[0]["evalue"]
