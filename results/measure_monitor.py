@@ -32,7 +32,7 @@ def turn(watched):
         lab.run(work, measure=("none",))
         wall, used = time.perf_counter() - wall, time.process_time() - used  # before the picture that stays
     share = m.cpu_seconds / m.elapsed_seconds if watched else None
-    return dict(kernel_share=used / wall, thread_share=share, samples=m._count if watched else None)
+    return dict(kernel_share=used / wall, thread_share=share, samples=m.count if watched else None)
 
 turn(True), turn(False)  # both warm up
 pairs = [[turn(w) for w in ((True, False) if n % 2 else (False, True))][:: 1 if n % 2 else -1] for n in range({rounds})]
