@@ -1,9 +1,12 @@
-"""Machines that tests bring along, and an NVML for their GPUs."""
+"""What tests bring along: machines, an NVML for their GPUs, and a task that takes no time."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
+from perf_helpers.lab.task import Task
+
+TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
 
 T4 = Gpu(0, "GPU-aaaa", "Tesla T4", 16_000_000_000, (7, 5), "580.1", 15_000_000_000)
 H200 = Gpu(1, "GPU-bbbb", "NVIDIA H200", 150_000_000_000, (9, 0), "580.1", 147_000_000_000)

@@ -4,16 +4,10 @@ process.
 
 import pytest
 
-from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.runs import CATEGORIES
 from perf_helpers.lab.task import Task
 
 TINY = Task("bert-tiny", seq_len=48, dataset_size=64)
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    return Lab("cpu", out=tmp_path_factory.mktemp("lab"))
 
 
 def momentum(model, _):

@@ -1,0 +1,170 @@
+"""Clean processes: each experiment has one of its own, and nothing of it survives."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from machines import TINY
+
+
+def test_each_experiment_has_a_process_of_its_own(lab):
+    def look(_):
+        import builtins
+        import os
+
+        seen = hasattr(builtins, "left_behind")
+        builtins.left_behind = True
+        return [os.getpid(), os.getppid(), seen]
+
+    (first, server, dirty_1), (second, server_2, dirty_2) = (lab.run(look, measure=("none",)).value for _ in range(2))
+    assert first != second and not dirty_1 and not dirty_2
+    assert server == server_2 != os.getpid()  # both forked from one server
+
+
+def test_the_server_has_imported_torch_and_touched_no_device(lab):
+    def look(_):
+        import sys
+
+        import torch
+
+        return ["transformers.trainer" in sys.modules, "bitsandbytes" in sys.modules, torch.cuda.is_initialized()]
+
+    without_gpu = not lab.machine.gpus  # bitsandbytes asks for GPUs when it is imported
+    assert lab.run(look, measure=("none",)).value == [True, without_gpu, False]
+
+
+def test_functions_travel_with_what_they_close_over(lab):
+    factor = 7
+
+    def function(task):
+        import math
+
+        return math.floor(factor * 1.5) + len(task.model)
+
+    assert lab.run(function, task=TINY, measure=("none",)).value == 10 + len("bert-tiny")
+
+
+def test_environment_and_folder_are_the_callers(lab, monkeypatch, tmp_path):
+    monkeypatch.setenv("A_SETTING_OF_THE_TEST", "seen")
+    monkeypatch.chdir(tmp_path)
+
+    def look(_):
+        import os
+
+        return [os.environ.get("A_SETTING_OF_THE_TEST"), os.getcwd()]
+
+    assert lab.run(look, measure=("none",)).value == ["seen", str(tmp_path)]
+
+
+def test_what_a_function_prints_reaches_the_caller(lab, capfd):
+    lab.run(lambda task: print("hello from", task.model), task=TINY, measure=("none",))
+    assert capfd.readouterr().out == "hello from bert-tiny\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("raise KeyError('lost')", "crashed", "KeyError: 'lost'"),
+        ("import os; os._exit(9)", "crashed", "exit code 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed", "SIGSEGV"),
+        ("import torch; torch.empty(10**15)", "out of memory", "allocate"),
+        ("raise MemoryError", "out of memory", "MemoryError"),
+        ("import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried')", "out of memory", "Tried"),
+        ("import sys; sys.exit('enough')", "crashed", "enough"),
+        ("return lambda: 0", "crashed", "JSON"),
+    ],
+)
+def test_a_failure_is_a_result_and_the_next_experiment_is_clean(lab, body, status, message):
+    namespace = {}
+    exec(f"def function(task):\n    {body}", namespace)
+    run = lab.run(namespace["function"], measure=("none",))
+    assert (run.status, message in run.message) == (status, True), run
+    assert run.peak_bytes is None and run.samples_per_second is None
+    assert lab.run(lambda task: "fine", measure=("none",)).value == "fine"
+
+
+def test_a_hang_is_ended_with_everything_it_started(lab, tmp_path):
+    def hang(_):
+        import subprocess
+        import time
+
+        child = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        time.sleep(1000)
+
+    run = lab.run(hang, measure=("none",), timeout=3)
+    assert run.status == "timed out"
+    assert _gone(int((tmp_path / "pid").read_text()))
+
+
+def _gone(pid):
+    """Whether a process ends, or is a zombie that nobody collects here. Waits for it, up to the test's own limit."""
+    while psutil.pid_exists(pid):
+        with_status = psutil.Process(pid)
+        if with_status.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return True
+
+
+def test_nothing_survives_a_killed_kernel(tmp_path):
+    script = tmp_path / "kernel.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from perf_helpers import Lab
+            lab = Lab("cpu", out={str(tmp_path)!r})
+            def hang(_):
+                import os, pathlib, time
+                pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}")
+                time.sleep(1000)
+            lab.run(hang, measure=("none",))
+            """
+        )
+    )
+    kernel = subprocess.Popen([sys.executable, str(script)])
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        assert kernel.poll() is None
+        time.sleep(0.05)
+    kernel.send_signal(signal.SIGKILL)
+    kernel.wait()
+    for pid in (tmp_path / "pids").read_text().split():
+        assert _gone(int(pid))
+
+
+def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_path, monkeypatch):
+    from perf_helpers.lab.forkserver import CleanProcess
+
+    def hang(_):
+        import time
+
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(1000)
+
+    def interrupted(self, timeout=None):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CleanProcess, "receive", interrupted)
+        lab.run(hang, "interrupted", measure=("none",))
+    assert (lab["interrupted"].status, lab["interrupted"].message) == ("killed", "interrupted by the user")
+    assert _gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_killed_server_is_replaced(lab):
+    def parent(_):
+        import os
+
+        return os.getppid()
+
+    server = lab.run(parent, measure=("none",)).value
+    os.kill(server, signal.SIGKILL)
+    assert lab.run(parent, measure=("none",)).value != server

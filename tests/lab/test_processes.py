@@ -1,0 +1,57 @@
+"""What is done in clean processes, and for how long."""
+
+import os
+import time
+
+import pytest
+from machines import TINY
+
+from perf_helpers.lab import processes
+from perf_helpers.lab.outcomes import Invalid
+
+
+def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
+    from perf_helpers.lab import processes
+
+    def endless(_):
+        import time
+
+        time.sleep(600)
+
+    with processes.within(1):
+        run = lab.run(endless, task=TINY, measure=("none",))
+        after = lab.run(lambda _: 1, task=TINY, measure=("none",))
+    assert (run.status, run.message) == ("timed out", "no result within 1 s")
+    assert after.status == "timed out"
+
+
+def test_a_function_is_called_in_a_clean_process_with_what_it_may_tell():
+    def tell_and_add(one, other, tell):
+        tell(50)
+        return {one + other: os.getpid()}
+
+    told = []
+    (added,) = processes.call(tell_and_add, 1, 2, timeout=60, on_percent=told.append).items()
+    assert added[0] == 3 and added[1] != os.getpid() and told == [50]
+
+
+def _refuse(tell):
+    raise Invalid("there is no such thing")
+
+
+def _hang(tell):
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (_refuse, Invalid, "no such thing"),
+        (_hang, processes.Failed, "no result within 1 s"),
+        (lambda tell: 1 / 0, processes.Failed, "ZeroDivisionError"),
+        (lambda tell: os._exit(3), processes.Failed, "exit code 3"),
+    ],
+)
+def test_a_function_without_an_answer_says_why(function, error, message):
+    with pytest.raises(error, match=message):
+        processes.call(function, timeout=1 if function is _hang else 60)
