@@ -28,6 +28,7 @@ from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.runs import CATEGORIES, Run
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
+from perf_helpers.texts import name_text
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -76,8 +77,12 @@ def rehearsals() -> dict[str, dict]:
 
 def caption(data: dict) -> str:
     """The machine, versions and date that its numbers stand with."""
-    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers", "bitsandbytes"))
-    return f"{data['machine']['name']}, {versions}, profile {data['profile']}, {data['date'][:10]}"
+    return f"{data['machine']['name']}, {_versions(data)}, profile {data['profile']}, {data['date'][:10]}"
+
+
+def _versions(data: dict, *packages: str) -> str:
+    packages = packages or ("torch", "transformers", "bitsandbytes")
+    return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
 
 
 def picture(data: dict) -> Path | None:
@@ -101,8 +106,8 @@ def scoreboard(measured: dict[str, dict]) -> str:
     Args:
         measured: course runs by machine, as `recorded` finds them.
     """
-    captions = [f"- **{name}**: {caption(data)}" for name, data in measured.items()]
-    return "\n".join([*captions, "", *_claims_table({name: data["claims"] for name, data in measured.items()})])
+    captions = "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items())
+    return captions + "\n\n" + _claims_table({name: data["claims"] for name, data in measured.items()})
 
 
 def counts(measured: dict[str, dict]) -> str:
@@ -136,12 +141,12 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
         *(f"- **{name}**, rehearsed: {_rehearsed_caption(data)}" for name, data in cards.items()),
         *(f"- **{name}**, measured: {_sizes(runs, one['task'])}" for name, runs in measured_on.items()),
         "",
-        *_head("recipe", f"{there}, published", *columns),
     ]
+    rows = []
     for row in one["rows"]:
         cells = [_mebibytes(column.get(row["name"])) for column in columns.values()]
-        lines.append(_line(row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells))
-    return "\n".join(lines)
+        rows.append([row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells])
+    return "\n".join([*lines, _table(["recipe", f"{there}, published", *columns], rows)])
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
@@ -151,7 +156,7 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
         return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
     table = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
-    return "\n".join([f"The claims about memory, by the rehearsed course ({told}):", "", *table])
+    return f"The claims about memory, by the rehearsed course ({told}):\n\n{table}"
 
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
@@ -166,17 +171,17 @@ def _rehearsed_courses(cards: dict[str, dict]) -> dict[str, dict]:
     return {name: data["course"] for name, data in cards.items() if data["course"]}
 
 
-def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") -> list[str]:
+def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") -> str:
     """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
-    found = {name: {claim["id"]: claim for claim in decided} for name, decided in columns.items()}
-    lines = _head("lesson", "claim", "the guides say", *columns)
+    by_id = [{claim["id"]: claim for claim in decided} for decided in columns.values()]
+    rows = []
     for claim in sorted(load().values(), key=lambda claim: claim.lesson):
-        decisions = [decided.get(claim.id) for decided in found.values()]
+        decisions = [decided.get(claim.id) for decided in by_id]
         if any(decisions):
             guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
             cells = [_cell(decision) if decision else absent for decision in decisions]
-            lines.append(_line(claim.lesson, f"`{claim.id}`", guide, *cells))
-    return lines
+            rows.append([claim.lesson, f"`{claim.id}`", guide, *cells])
+    return _table(["lesson", "claim", "the guides say", *columns], rows)
 
 
 def _count(decided: list[dict]) -> str:
@@ -188,9 +193,8 @@ def _count(decided: list[dict]) -> str:
 
 def _rehearsed_caption(data: dict) -> str:
     """The card, versions and date that its numbers stand with."""
-    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers", "bitsandbytes"))
     card = "compute capability {}.{}, {:.4g} GiB".format(*data["capability"], data["memory_bytes"] / 2**30)
-    about = f"{card}, {Task.from_dict(data['task'])}, {versions}, {data['date'][:10]}"
+    about = f"{card}, {Task.from_dict(data['task'])}, {_versions(data)}, {data['date'][:10]}"
     return f"{about}; MiB allocated / reserved, without the context"
 
 
@@ -219,12 +223,10 @@ def _mebibytes(found: dict | None) -> str:
     return " / ".join(f"{size / MIB:.{0 if size >= 100 * MIB else 1}f}" for size in sizes)
 
 
-def _head(*names: str) -> list[str]:
-    return [_line(*names), "|" + "---|" * len(names)]
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def _cell(decision: dict) -> str:
@@ -261,52 +263,42 @@ def error_table(rows: list[dict]) -> str:
     """Median, 95th percentile and worst of the estimate's errors on GPUs, as shares of what was measured."""
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
-    errors = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
-    found = {
+    totals = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
+    errors = {
         label: [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
-        for label, name in errors.items()
+        for label, name in totals.items()
     }
     for category in CATEGORIES:
         pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
-        found[f"{category}, share of the peak"] = [
+        errors[f"{name_text(category)}, share of the peak"] = [
             abs(said.get(category, 0) - true.get(category, 0)) / peak for (said, true), peak in pairs
         ]
-    lines = [
-        f"On GPUs, {len(rows)} trainings:",
-        "",
-        "| | trainings | median | 95th percentile | worst |",
-        "|---|---|---|---|---|",
-    ]
-    for label, values in found.items():
-        if values:
-            high = sorted(values)[max(0, -(-95 * len(values) // 100) - 1)]
-            figures = " | ".join(f"{value:.2%}" for value in (statistics.median(values), high, max(values)))
-            lines.append(f"| {label.replace('_', ' ')} | {len(values)} | {figures} |")
-    return "\n".join(lines)
+    lines = []
+    for label, shares in errors.items():
+        if shares:
+            high = sorted(shares)[-(-95 * len(shares) // 100) - 1]  # one of them, so that it is an error that was made
+            lines.append([label, str(len(shares)), *map(_share, (statistics.median(shares), high, max(shares)))])
+    table = _table(["", "trainings", "median", "95th percentile", "worst"], lines)
+    return f"On GPUs, {len(rows)} trainings:\n\n{table}"
 
 
 def beside_others(report: dict) -> str:
     """The estimate and other tools on the same trainings, and how long large models take."""
-    versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "transformers"))
-    lines = [
-        f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}.",
-        "",
-        "| tool | answered | median error | worst | seconds, median | own memory, at most | cannot express |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
+    rows = []
     for row in report["table"]:
-        errors = " | ".join(_share(row[name]) for name in ("median_error", "worst_error"))
-        own = f"{row['median_seconds']:.1f} | {row['most_own_bytes'] / 2**20:.0f} MiB"
-        lines.append(
-            f"| {row['tool']} | {row['answered']} of {row['asked']} | {errors} | {own} | {row['cannot_express']} |"
-        )
+        errors = (_share(row[name]) for name in ("median_error", "worst_error"))
+        own = f"{row['most_own_bytes'] / MIB:.0f} MiB"
+        answered = f"{row['answered']} of {row['asked']}"
+        rows.append([row["tool"], answered, *errors, f"{row['median_seconds']:.1f}", own, row["cannot_express"]])
     large = [
-        f"{name} {found['seconds']:.1f} s, {found['own_bytes'] / 2**20:.0f} MiB"
-        if "seconds" in found
-        else f"{name} none"
-        for name, found in report["large"].items()
+        f"{name} {said['seconds']:.1f} s, {said['own_bytes'] / MIB:.0f} MiB" if "seconds" in said else f"{name} none"
+        for name, said in report["large"].items()
     ]
-    return "\n".join([*lines, "", f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."])
+    versions = _versions(report, "torch", "transformers")
+    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
+    told = f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."
+    return "\n\n".join([about, _table(head, rows), told])
 
 
 def _share(value: float | None) -> str:
@@ -335,8 +327,7 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
 
 def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
-    files = {name: data["file"].with_suffix(".png").relative_to(HERE) for name, data in measured.items()}
-    pictures = [f"![Peak memory of the guides' ten recipes on {name}]({file})" for name, file in files.items()]
+    pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
         "# Recorded results",
         "<!-- made by results/build.py, as a whole -->\n"
@@ -344,7 +335,11 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "A number without an interval is an exact count or a single measurement.",
         "## Scoreboard",
         scoreboard(measured),
-        *(picture for picture, file in zip(pictures, files.values(), strict=True) if (HERE / file).exists()),
+        *(
+            f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})"
+            for name, path in pictures.items()
+            if path.exists()
+        ),
         "## On GPUs",
         rehearsed_recipes(cards, measured),
         rehearsed_claims(cards),

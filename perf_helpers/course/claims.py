@@ -47,27 +47,15 @@ class _Decided:
     """
 
     def __init__(self):
-        self._open: dict[str, Decision] = {}
-        self._filed: dict[str, dict[str, Decision]] = {}
-
-    def add(self, decision: Decision) -> None:
-        self._open[decision.id] = decision
+        self.open: dict[str, Decision] = {}  # by claim, since a lesson was last finished
+        self.filed: dict[str, dict[str, Decision]] = {}  # by lesson and claim
 
     def file(self, lesson: str) -> dict[str, Decision]:
         """All decisions of a lesson, the open ones included, which are filed there. A change made in them is kept."""
-        filed = self._filed.setdefault(lesson, {})
-        filed |= self._open
-        self._open = {}
+        filed = self.filed.setdefault(lesson, {})
+        filed |= self.open
+        self.open = {}
         return filed
-
-    def all(self) -> list[Decision]:
-        merged = {}
-        for found in (*self._filed.values(), self._open):
-            merged |= found
-        return [*merged.values()]
-
-    def forget(self) -> None:
-        self._open, self._filed = {}, {}
 
 
 _decided = _Decided()
@@ -114,18 +102,21 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         note=str(note),
         rehearsed=machine.rehearsed,
     )
-    _decided.add(decision)
+    _decided.open[id] = decision
     return decision
 
 
 def decisions() -> list[Decision]:
     """The decisions of this kernel, in the order in which their claims were first checked."""
-    return _decided.all()
+    merged = {}
+    for lesson in (*_decided.filed.values(), _decided.open):
+        merged |= lesson
+    return [*merged.values()]
 
 
 def reset() -> None:
     """Forget every decision, as a fresh kernel would."""
-    _decided.forget()
+    _decided.open, _decided.filed = {}, {}
 
 
 def finish(lab: "Lab") -> None:

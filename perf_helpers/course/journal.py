@@ -85,15 +85,14 @@ def finished(lab, verdicts: Mapping[str, str]) -> None:
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """The latest guess, or None."""
-    found = [entry for entry in _of_key(entries, lesson, key) if entry.kind == "guess"]
-    return found[-1].content["guess"] if found else None
+    return _latest(_of_key(entries, lesson, key), "guess", "guess")
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """The latest guess that was committed before the measurement was revealed for the first time, or None."""
-    found = _of_key(entries, lesson, key)
-    revealed = next((i for i, entry in enumerate(found) if entry.kind == "revealed"), len(found))
-    return guess(found[:revealed], lesson, key)
+    entries = _of_key(entries, lesson, key)
+    revealed = next((i for i, entry in enumerate(entries) if entry.kind == "revealed"), len(entries))
+    return guess(entries[:revealed], lesson, key)
 
 
 def is_revealed(entries: Sequence[Entry], lesson: str, key: str) -> bool:
@@ -176,18 +175,22 @@ def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
 
 def board(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
     """Own results of a challenge, best first: less memory, then more speed. A recipe counts once for each machine."""
-    found: dict[str, Entry] = {}
+    latest: dict[str, Entry] = {}
     for entry in _of_key(entries, lesson, key):
         if entry.kind == "board":
             recipe = json.dumps([entry.content["machine"], entry.content["arguments"]], sort_keys=True)
-            found[recipe] = entry
-    return sorted(found.values(), key=lambda entry: (entry.content["peak_bytes"], -(entry.content["speed"] or 0)))
+            latest[recipe] = entry
+    return sorted(latest.values(), key=lambda entry: (entry.content["peak_bytes"], -(entry.content["speed"] or 0)))
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
     """The latest choice in a question, or None."""
-    found = [entry.content["choice"] for entry in _of_key(entries, lesson, key) if entry.kind == "question"]
-    return found[-1] if found else None
+    return _latest(_of_key(entries, lesson, key), "question", "choice")
+
+
+def _latest(entries: Sequence[Entry], kind: str, field: str) -> Any:
+    """That field of the last entry of a kind, or None."""
+    return next((entry.content[field] for entry in reversed(entries) if entry.kind == kind), None)
 
 
 def _of_key(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:

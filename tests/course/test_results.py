@@ -34,6 +34,7 @@ def test_every_recorded_run_can_be_read_with_its_runs_and_its_claims():
             run, memory, timing = Run.from_dict(kept), kept["memory"] or {}, kept["timing"] or {}
             assert (run.status, run.peak_bytes) == (kept["status"], memory.get("peak_bytes"))
             assert run.step_seconds == timing.get("step_seconds")
+            assert "samples_per_step" not in run.arguments, "schema 1 of a run kept it there"
         assert data["claims"] and {claim["id"] for claim in data["claims"]} <= load().keys()
 
 
