@@ -4,16 +4,19 @@ Notable: the order of the lines is the order of events. A guess counts if its li
 the measurement, whatever the clocks say.
 """
 
-import datetime
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from perf_helpers.lab.runs import Record
 from perf_helpers.lab.store import Store
+
+if TYPE_CHECKING:
+    from perf_helpers.lab.lab import Lab
 
 # What a line of each kind holds, at least.
 KINDS = {
@@ -28,17 +31,17 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """One thing that the learner did. `kind` is one of `KINDS`, which also says what `content` holds.
+    """One thing that the learner did.
 
     Raises:
-        ValueError: no such kind, or something is missing.
+        ValueError: no such kind, or something is missing in the content.
     """
 
-    kind: str
-    lesson: str
-    key: str
-    content: dict[str, Any]
-    date: str
+    kind: str  # one of KINDS
+    lesson: str  # the notebook's name, e.g. "05_gradient_accumulation"
+    key: str  # which guess, question, exercise or challenge of the lesson
+    content: dict[str, Any]  # at least what KINDS says for the kind
+    date: str  # ISO 8601, UTC
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -59,18 +62,18 @@ class Journal(Store[Entry]):
         self.path.unlink(missing_ok=True)
 
 
-def of(lab) -> Journal:
+def of(lab: "Lab") -> Journal:
     """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
     return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
-def keep(lab, kind: str, key: str = "", **content) -> None:
+def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
     """Append an entry under the lab's lesson. Where the file cannot be written, that is said, and the lesson goes on.
 
     Raises:
         ValueError: no such kind, or something is missing (see `Entry`).
     """
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     journal = of(lab)
     try:
         journal.append(Entry(kind, lab.lesson, key, content, now))
@@ -78,7 +81,7 @@ def keep(lab, kind: str, key: str = "", **content) -> None:
         print(f"This could not be kept in {journal.path}: {error.strerror}.", file=sys.stderr)
 
 
-def finished(lab, verdicts: Mapping[str, str]) -> None:
+def finished(lab: "Lab", verdicts: Mapping[str, str]) -> None:
     """Keep that a lesson was run to its end. `verdicts`: for each claim that was checked, its id and its verdict."""
     keep(lab, "finished", claims={id: str(verdict) for id, verdict in verdicts.items()})
 
@@ -107,16 +110,16 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A guess that counted: in `unit`, with its `error` (see `off`) and the estimate's figure where there was one."""
+    """A guess that counted, beside what was measured."""
 
     lesson: str
     key: str
-    unit: str
+    unit: str  # of the guess, what was measured, and the estimate
     guess: float
     measured: float
-    estimate: float | None
-    error: float
-    date: str
+    estimate: float | None  # None where the lesson has none
+    error: float  # of the guess, see `off`
+    date: str  # on which the measurement was revealed
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
@@ -135,18 +138,13 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """A lesson as far as the learner has come.
+    """A lesson as far as the learner has come."""
 
-    `finished` is the date on which the lesson last ran to its end; `claims` the verdicts it gave then, by id. The
-    others are by key: `errors` of the guesses that counted (None: no guess), the best status of each exercise, and
-    whether the first choice in each question was right (None: not answered).
-    """
-
-    finished: str | None = None
-    claims: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, float | None] = field(default_factory=dict)
-    exercises: dict[str, str] = field(default_factory=dict)
-    questions: dict[str, bool | None] = field(default_factory=dict)
+    finished: str | None = None  # the date on which it last ran to its end
+    claims: dict[str, str] = field(default_factory=dict)  # the verdicts it gave then, by claim
+    errors: dict[str, float | None] = field(default_factory=dict)  # by key: of the guess that counted; None: no guess
+    exercises: dict[str, str] = field(default_factory=dict)  # by key: the best status
+    questions: dict[str, bool | None] = field(default_factory=dict)  # by key: is the first choice right? None: open
 
 
 _BEST = ("not attempted", "wrong", "right")

@@ -1,7 +1,7 @@
 """results.json: what a course run leaves for machines, checked when it is read.
 
-{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}. `LESSON`, and
-`claim_row` say what a lesson and a claim have; a run is `Run.to_dict` with its lesson.
+{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}: `LESSON` says
+what a lesson has, `claim_row` what a claim has. A run is `Run.to_dict` with its lesson, for `Run.from_dict` to read.
 """
 
 import json
