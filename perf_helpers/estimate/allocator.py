@@ -19,6 +19,11 @@ def rounded(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
+def in_segments(size: int) -> int:
+    """Bytes of the segments that hold `size` bytes and nothing else: the next multiple of 2 MiB."""
+    return -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
 def workspace_bytes(compute_capability: tuple[int, int], training: bool = True) -> int:
     """Bytes of cuBLAS' workspaces, which the caching allocator holds from the first product on.
 
@@ -124,7 +129,7 @@ class CachingAllocator:
         elif size < 10 * MIB:
             segment = 20 * MIB
         else:
-            segment = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+            segment = in_segments(size)
         block = _Block(self.reserved_bytes, segment, pool)
         self.reserved_bytes += segment
         return block

@@ -58,7 +58,7 @@ def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
     Raises:
         ValueError: there is no such part.
     """
-    _check_names(parts)
+    parts = known_parts(parts)
     return [
         "CUDA is modelled from the sources of torch, not yet checked on a GPU.",
         *(f"{name}: {text}." for name, text in PARTS.items() if name in parts),
@@ -66,10 +66,17 @@ def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
     ]
 
 
-def _check_names(parts: Collection[str]) -> None:
-    if unknown := [name for name in parts if name not in PARTS]:
-        wrong = parts if isinstance(parts, str) else ", ".join(unknown)
+def known_parts(names: Collection[str] | None = None) -> tuple[str, ...]:
+    """These parts as a tuple; None: all of them.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    names = PARTS if names is None else names
+    if unknown := [name for name in names if name not in PARTS]:
+        wrong = names if isinstance(names, str) else ", ".join(unknown)
         raise ValueError(f"parts={wrong!r}: give a collection of names from {', '.join(PARTS)}")
+    return tuple(names)
 
 
 @contextlib.contextmanager
@@ -95,7 +102,7 @@ def emulated(
         ValueError: there is no such part.
         RuntimeError: this torch lacks a private name that a part needs.
     """
-    _check_names(parts)
+    parts = known_parts(parts)
     with contextlib.ExitStack() as stack:
         chosen = [name for name in _EMULATED if name in parts]
         if chosen:

@@ -1,20 +1,20 @@
 """What operations allocate and free inside themselves, beyond their results: bytes that show on no tensor.
 
 There is no rule for them. A CPU's matrix products lay their operands out anew, in buffers whose sizes jump from one
-shape to the next and differ with strides, instructions and threads. So each operation is run, on zeros, and the
-allocator is asked: at its own size wherever that is affordable. Where it is not, three smaller sizes must lie on one
-line, which is then followed to its own size; what lies on no line is assumed, and told as an assumption.
+shape to the next and differ with strides, instructions and threads. So each operation is run on zeros, and the
+allocator is asked what it did: at the operation's own size wherever that is affordable. Where it is not, it is run at
+three smaller sizes; if what it hides there lies on a straight line, the line is followed to the operation's own size,
+else the largest share of its operands is assumed, and told as an assumption.
 """
 
 import bisect
-import copy
 import dataclasses
 import faulthandler
 import functools
 import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from typing import Any
 
 import torch
 
-from perf_helpers.estimate.trace import Call, Spec, nested
+from perf_helpers.estimate.operations import Operation, Spec, nested
+from perf_helpers.texts import bytes_text
 
 # Up to these bytes an operation is run at its own size without more ado. Products take time that grows faster than
 # their size, random numbers take long.
 _AT_ONCE_BYTES = 16 * 2**20
 _AT_ONCE_SLOW_BYTES = 2**20
 # What a larger one may take at its own size: memory for one, seconds for all that are asked for together.
-_OWN_SIZE_BYTES = 512 * 2**20
-_OWN_SIZE_SECONDS = 5.0
-_FACTORS = (1, 2, 4)  # between the three sizes
+OWN_SIZE_BYTES = 512 * 2**20
+OWN_SIZE_SECONDS = 5.0
+_FACTORS = (1, 2, 4)  # between the three smaller sizes
 _SHORTEST = 2  # what is left at least of a length that is cut
 _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their blocks
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
@@ -43,13 +44,18 @@ _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_produc
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What one operation hides at its own size: `bytes`, None where it cannot be run by itself.
+    """What one operation hides at its own size."""
 
-    `how`: "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown".
-    """
+    bytes: int | None  # None where it cannot be run by itself
+    how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
 
-    bytes: int | None
-    how: str
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one operation did when it was run."""
+
+    bytes: int  # hidden: the highest total while it ran, less what its results take
+    seconds: float
 
 
 _NOTHING = Hidden(0, "measured")
@@ -57,66 +63,72 @@ _UNKNOWN = Hidden(None, "unknown")
 
 
 class Probe:
-    """What operations hide, remembered: `known` is {(threads, the call's signature): Hidden}.
+    """What operations hide, asked once and remembered.
 
     Args:
-        threads: of the experiment that is followed, for buffers are made for each; None: as many as torch takes.
+        threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
+        runner: runs operations, see `Runner`; None: one in a process of its own.
     """
 
-    def __init__(self, threads: int | None = None):
+    def __init__(self, threads: int | None = None, runner: "Callable | None" = None):
         self.threads = threads or torch.get_num_threads()
-        self.known: dict[tuple, Hidden] = {}
-        self._runner = _Runner()
+        self.known: dict[tuple, Hidden] = {}  # by (threads, the operation's signature)
+        self._runner = runner or Runner()
 
     def under(self, threads: int | None) -> "Probe":
         """A probe that shares what this one knows, for an experiment on so many threads."""
-        other = copy.copy(self)
-        other.threads = threads or torch.get_num_threads()
+        other = Probe(threads, self._runner)
+        other.known = self.known
         return other
 
     def close(self) -> None:
         """End the process in which operations were run."""
         self._runner.close()
 
-    def __getitem__(self, call: Call) -> Hidden:
-        return self.known[self.threads, call.signature]
+    def __getitem__(self, operation: Operation) -> Hidden:
+        """Raises KeyError where it was never asked for."""
+        return self.known[self._key(operation)]
 
-    def run(self, calls: Sequence[Call]) -> None:
-        """Find out what each of these operations hides that is not known yet; the first ones matter most."""
-        new = {key: call for call in calls if (key := (self.threads, call.signature)) not in self.known}
-        self.known |= {key: _NOTHING for key, call in new.items() if call.is_view or call.name.startswith("profiler.")}
-        sizes = {key: _at_first(call) for key, call in new.items() if key not in self.known}
+    def _key(self, operation: Operation) -> tuple:
+        return self.threads, operation.signature
+
+    def run(self, operations: Sequence[Operation]) -> None:
+        """Find out what each of these operations hides, where it is not known yet.
+
+        Time to run large ones at their own size is limited: the first ones matter most.
+        """
+        new = {key: each for each in operations if (key := self._key(each)) not in self.known}
+        idle = [key for key, each in new.items() if each.is_view or each.name.startswith("profiler.")]
+        self.known |= dict.fromkeys(idle, _NOTHING)
+        sizes = {key: _at_first(each) for key, each in new.items() if key not in self.known}
         run = functools.partial(self._runner, threads=self.threads)
-        found = run({(key, place): call for key, group in sizes.items() for place, call in enumerate(group)})
-        larger = {}
+        seen = run({(key, number): cut for key, group in sizes.items() for number, cut in enumerate(group)})
+        unsettled: dict[tuple, _Tried] = {}
         for key, group in sizes.items():
-            seen = [found.get((key, place)) for place in range(len(group))]
-            if group in ([new[key]], [shrunk(new[key])]):
-                self.known[key] = Hidden(seen[0].bytes, "measured") if seen[0] else _UNKNOWN
-            elif (told := _on_line(new[key], group, seen)) is not None:
-                self.known[key] = Hidden(told, "line")
+            tried = _Tried(new[key], group, [seen.get((key, number)) for number in range(len(group))])
+            if (hidden := tried.conclusion()) is not None:
+                self.known[key] = hidden
             else:
-                larger[key] = group, seen
-        # Once more: what a library prepares at the first call of a size is no part of how long it takes.
-        warm = run({key: group[0] for key, (group, seen) in larger.items() if seen and seen[0]})
-        whole = _at_own_size(new, larger, warm, run)
-        for key, (group, seen) in larger.items():
-            self.known[key] = Hidden(whole[key].bytes, "measured") if key in whole else _assumed(new[key], group, seen)
+                unsettled[key] = tried
+        at_own_size = _at_own_size(unsettled, run)
+        for key, tried in unsettled.items():
+            ran = at_own_size.get(key)
+            self.known[key] = Hidden(ran.bytes, "measured") if ran else tried.assumption()
 
 
-def assumptions(calls: Sequence[Call], probe: Probe) -> list[str]:
+def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
     """In words what had to be assumed of these operations, a sentence for each name."""
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
-    for call in calls:
-        hidden = probe[call]
+    for operation in operations:
+        hidden = probe[operation]
         if hidden.how == "assumed":
-            assumed[call.name] = max(hidden.bytes, assumed.get(call.name, 0))
+            assumed[operation.name] = max(hidden.bytes, assumed.get(operation.name, 0))
         elif hidden.how == "unknown":
-            unknown[call.name] = None
+            unknown[operation.name] = None
     return [
         *(
-            f"what {name} allocates inside itself is taken as up to {size / 1e6:,.1f} MB, the largest share of its "
+            f"what {name} allocates inside itself is taken as up to {bytes_text(size)}, the largest share of its "
             "operands that it took at smaller sizes: these lie on no line, and its own takes too long or too much"
             for name, size in assumed.items()
         ),
@@ -124,95 +136,108 @@ def assumptions(calls: Sequence[Call], probe: Probe) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------ at what sizes
+# ---- at what sizes an operation is run
 
 
-def _at_first(call: Call) -> list[Call]:
+def _at_first(operation: Operation) -> list[Operation]:
     """The operation itself or, if it is large, at three smaller sizes, the largest first; [] if it cannot be cut."""
-    if _sizeless(call):
-        return [shrunk(call)]
-    limit = _AT_ONCE_SLOW_BYTES if _is(call, _SLOW) or _is_random(call) else _AT_ONCE_BYTES
-    return [call] if call.bytes <= limit else smaller(call, limit)
+    if _is_sizeless(operation):
+        return [shrunk(operation)]
+    limit = _AT_ONCE_SLOW_BYTES if _is(operation, _SLOW) or _is_random(operation) else _AT_ONCE_BYTES
+    return [operation] if operation.bytes <= limit else smaller(operation, limit)
 
 
-def _is(call: Call, names: tuple[str, ...]) -> bool:
-    return call.name.removeprefix("aten.").removeprefix("mkldnn.").startswith(names)
+def _is(operation: Operation, names: tuple[str, ...]) -> bool:
+    return operation.name.removeprefix("aten.").removeprefix("mkldnn.").startswith(names)
 
 
-def _is_random(call: Call) -> bool:
-    return torch.Tag.nondeterministic_seeded in call.function.tags
+def _is_random(operation: Operation) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.function.tags
 
 
-def _sizeless(call: Call) -> bool:
+def _is_sizeless(operation: Operation) -> bool:
     """Whether what the operation hides does not depend on sizes: element by element with no type to convert."""
-    name = call.name.removeprefix("aten.")
-    types = {leaf.dtype for leaf in call.leaves if type(leaf) is Spec}
-    if torch.Tag.pointwise in call.function.tags or (name.startswith(("_foreach_", "_fused_")) and "norm" not in name):
-        return len(types) == 1
+    name = operation.name.removeprefix("aten.")
+    in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
+    if torch.Tag.pointwise in operation.function.tags or in_lists:
+        return len({spec.dtype for spec in operation.specs}) == 1
     return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")
 
 
-def shrunk(call: Call) -> Call:
-    """The call on tensors of one element."""
-    leaves = (Spec((1,) * len(x.shape), (1,) * len(x.shape), x.dtype) if type(x) is Spec else x for x in call.leaves)
-    return dataclasses.replace(call, leaves=tuple(leaves), made=0)
+def shrunk(operation: Operation) -> Operation:
+    """The operation on tensors of one element."""
+    leaves = (
+        Spec((1,) * len(x.shape), (1,) * len(x.shape), x.dtype) if type(x) is Spec else x for x in operation.leaves
+    )
+    return dataclasses.replace(operation, leaves=tuple(leaves), made_bytes=0)
 
 
-def smaller(call: Call, limit: int) -> list[Call]:
-    """The call at three sizes of at most `limit` bytes, the largest first: the same lengths are cut in all, so that
-    what grows with only some of them lies on no line. [] where no lengths are left to cut."""
-    factors: dict[int, int] = {}
-    while (cut := resized(call, factors)).bytes > limit:
-        longest = [n for n in call.lengths if n // (2 * factors.get(n, 1)) >= _SHORTEST * _FACTORS[-1]]
+def smaller(operation: Operation, limit: int) -> list[Operation]:
+    """The operation at three sizes of at most `limit` bytes, the largest first; [] where no lengths are left to cut.
+
+    The same lengths are cut in all three, so that what grows with only some of them lies on no line.
+    """
+    factors: dict[int, int] = {}  # {length: what it is divided by}
+    while (cut := resized(operation, factors)).bytes > limit:
+        longest = [n for n in operation.lengths if n // (2 * factors.get(n, 1)) >= _SHORTEST * _FACTORS[-1]]
         if not longest:
             return []
         length = max(longest, key=lambda n: n // factors.get(n, 1))
         factors[length] = 2 * factors.get(length, 1)
     further = ({n: by * factor for n, by in factors.items()} for factor in _FACTORS[1:])
-    return [cut, *(resized(call, each) for each in further)]
+    return [cut, *(resized(operation, each) for each in further)]
 
 
-def resized(call: Call, factors: dict[int, int]) -> Call:
-    """The call with every such length divided by its factor, and what it then reads and makes."""
-    part = dataclasses.replace(call, leaves=tuple(_resized(leaf, factors) for leaf in call.leaves))
-    read, left = (sum(leaf.bytes for leaf in each.leaves if type(leaf) is Spec) for each in (call, part))
+def resized(operation: Operation, factors: dict[int, int]) -> Operation:
+    """The operation with every length in `factors` divided by its factor, and what it then reads and makes."""
+    part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
+    read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
     share = left / read if left < read else math.prod(1 / factor for factor in factors.values())
-    return dataclasses.replace(part, made=int(call.made * share))
+    return dataclasses.replace(part, made_bytes=int(operation.made_bytes * share))
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
+    """A tensor or a whole number with its lengths divided; dimensions keep their order in memory."""
     if type(leaf) is not Spec:
         return leaf // factors.get(leaf, 1) if type(leaf) is int else leaf
     shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
     strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):  # in the same order
+    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):
         if leaf.stride[dim]:
             strides[dim], step = step, step * shape[dim]
     return Spec(shape, tuple(strides), leaf.dtype)
 
 
-# -------------------------------------------------------------------------------------------------- what is concluded
+# ---- what is concluded
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One operation that was run: what it hid, and how long it took."""
+class _Tried:
+    """An operation, and how it did at the sizes at which it was run first."""
 
-    bytes: int
-    seconds: float
+    operation: Operation
+    group: list[Operation]  # the operation at those sizes, see `_at_first`
+    seen: list[Seen | None]  # of each; None where it could not be run
 
+    def conclusion(self) -> Hidden | None:
+        """What it hides at its own size; None where these runs do not tell."""
+        if self.group in ([self.operation], [shrunk(self.operation)]):
+            return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
+        if not self.group or None in self.seen:
+            return None
+        hidden = [each.bytes for each in self.seen]
+        if not any(hidden):
+            return Hidden(0, "line")
+        if _is(self.operation, _UNEVEN):
+            return None
+        end = line([each.bytes for each in self.group], hidden, self.operation.bytes)
+        return None if end is None else Hidden(end, "line")
 
-def _on_line(call: Call, group: Sequence[Call], seen: Sequence[_Seen | None]) -> int | None:
-    """What the operation hides at its own size if three sizes lie on one line; None if they do not.
-
-    A line that leads below zero is none.
-    """
-    if not group or None in seen:
-        return None
-    hidden = [each.bytes for each in seen]
-    if not any(hidden):
-        return 0
-    return None if _is(call, _UNEVEN) else line([each.bytes for each in group], hidden, call.bytes)
+    def assumption(self) -> Hidden:
+        """The largest share of its operands that it hid at a smaller size, taken at its own size."""
+        pairs = zip(self.group, self.seen, strict=True)
+        shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
+        return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
@@ -227,54 +252,49 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     return end if end >= 0 else None
 
 
-def _at_own_size(calls: dict, larger: dict, warm: dict, run: Callable[[dict], dict]) -> dict:
-    """Those of the larger operations that fit into memory and time, run at their own size.
-
-    Args:
-        warm: how each did at the largest of its smaller sizes, from which it is known how long it may take.
-    """
-    found, left = {}, _OWN_SIZE_SECONDS
-    for key, (group, _) in larger.items():
-        call = calls[key]
+def _at_own_size(unsettled: dict[tuple, _Tried], run: Callable[[dict], dict]) -> dict[tuple, Seen]:
+    """How those operations did at their own size that fit into memory and time."""
+    # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of how
+    # long it takes.
+    warm = run({key: tried.group[0] for key, tried in unsettled.items() if tried.seen and tried.seen[0]})
+    found, left = {}, OWN_SIZE_SECONDS
+    for key, tried in unsettled.items():
+        whole = tried.operation
         if key in warm:
-            seconds = warm[key].seconds * (call.bytes / max(group[0].bytes, 1)) ** _GROWTH
+            seconds = warm[key].seconds * (whole.bytes / max(tried.group[0].bytes, 1)) ** _GROWTH
         else:  # nothing is known but how much it moves
-            seconds = call.bytes / _SLOW_BYTES_A_SECOND
-        if call.bytes <= _OWN_SIZE_BYTES and seconds <= left:
-            found |= (ran := run({key: call}))
+            seconds = whole.bytes / _SLOW_BYTES_A_SECOND
+        if whole.bytes <= OWN_SIZE_BYTES and seconds <= left:
+            found |= (ran := run({key: whole}))
             left -= ran[key].seconds if ran else seconds
     return found
 
 
-def _assumed(call: Call, group: Sequence[Call], seen: Sequence[_Seen | None]) -> Hidden:
-    """The largest share of its operands that the operation hid at a smaller size, at its own."""
-    shares = [each.bytes / small.bytes for small, each in zip(group, seen, strict=True) if each and small.bytes]
-    return Hidden(round(max(shares) * call.bytes), "assumed") if shares else _UNKNOWN
+# ---- how an operation is run
 
 
-# ------------------------------------------------------------------------------------------------------- how it is run
-
-
-class _Runner:
+class Runner:
     """Runs operations in a fork of this process, one for all: this one stays as it is, whatever they do."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
 
-    def __call__(self, calls: dict[Any, Call], threads: int) -> dict[Any, _Seen]:
-        """What operations did. One that cannot be run without its data is missing from what is returned, and so is one
-        that ends its process: a kernel may divide by a length that was cut to nothing.
+    def __call__(self, operations: dict[Hashable, Operation], threads: int) -> dict[Hashable, Seen]:
+        """How operations did, by the same keys.
+
+        One that cannot be run without its data is missing from what is returned, and so is one that ends its process: a
+        kernel may divide by a length that was cut to nothing.
         """
-        if not calls:
+        if not operations:
             return {}
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
-        keys = list(calls)
+        keys = list(operations)
         try:
-            found = self._pool.submit(_run, list(calls.values()), threads).result()
-        except BrokenProcessPool:
+            found = self._pool.submit(_run, list(operations.values()), threads).result()
+        except BrokenProcessPool:  # each half by itself, until the culprit is alone
             self.close()
             half = len(keys) // 2
-            parts = ({key: calls[key] for key in some} for some in (keys[:half], keys[half:])) if half else ()
+            parts = ({key: operations[key] for key in some} for some in (keys[:half], keys[half:])) if half else ()
             return {key: seen for part in parts for key, seen in self(part, threads).items()}
         return {key: seen for key, seen in zip(keys, found, strict=True) if seen}
 
@@ -284,23 +304,23 @@ class _Runner:
             self._pool = None
 
 
-def _run(calls: list[Call], threads: int) -> list[_Seen | None]:
-    """What each operation hid, and how long it took, in a process that nobody needs afterwards."""
+def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
+    """How each operation did, in a process that nobody needs afterwards."""
     faulthandler.disable()  # should an operation end this process, that is an answer and no news
     torch.set_num_threads(threads)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        for number, call in enumerate(calls):
-            _once(call, str(number))
+        for number, operation in enumerate(operations):
+            _once(operation, str(number))
     found = _between_marks(profile)
-    return [found.get(str(number)) for number in range(len(calls))]
+    return [found.get(str(number)) for number in range(len(operations))]
 
 
-def _once(call: Call, mark: str) -> None:
+def _once(operation: Operation, mark: str) -> None:
     """Run the operation between two marks of the profiler; the second is missing where that is not possible."""
     try:
-        args, kwargs = nested([_tensor(leaf) for leaf in call.leaves], call.structure)
+        args, kwargs = nested([_tensor(leaf) for leaf in operation.leaves], operation.structure)
         with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
-            result = call.function(*args, **kwargs)  # noqa: F841, held until the mark
+            result = operation.function(*args, **kwargs)  # noqa: F841, held until the mark
             with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):
                 pass
     except Exception:
@@ -308,10 +328,11 @@ def _once(call: Call, mark: str) -> None:
 
 
 def _tensor(leaf: Any) -> Any:
+    """Zeros where a tensor was described, else the argument itself."""
     return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf
 
 
-def _between_marks(profile) -> dict[str, _Seen]:
+def _between_marks(profile) -> dict[str, Seen]:
     """For each pair of marks: the highest total between them, less what is left at the end."""
     times, memory = {}, []
     for event in profile.profiler.kineto_results.events():
@@ -327,5 +348,5 @@ def _between_marks(profile) -> dict[str, _Seen]:
         if kind == "begins" and (end := times.get(f"{mark} ends")) is not None:
             here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
             totals = [0, *itertools.accumulate(size for _, size in here)]
-            found[mark] = _Seen(max(totals) - totals[-1], (end - begin) / 1e9)
+            found[mark] = Seen(max(totals) - totals[-1], (end - begin) / 1e9)
     return found

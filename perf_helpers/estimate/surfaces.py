@@ -1,19 +1,14 @@
-"""Peak memory over micro-batch and length, from a few exact traces: what lets an explorer answer at once.
+"""Peak memory over micro-batch and length: what lets an explorer answer at once.
 
-Every moment of a training holds bytes that grow in a straight line with the micro-batch and at most with the square of
-the length. Six traces of a recipe therefore fix each of its moments everywhere, and its peak is the highest of them.
-An optimizer leaves the forward and the backward as they are but for its states, so one more trace gives each other
-optimizer. What was traced at the very point that is asked for is told as traced, the rest as interpolated.
+A few exact traces of a recipe fix its peak everywhere (see `fitting`). An optimizer leaves the forward and the backward
+as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point that is
+asked for is told as traced, the rest as interpolated.
 """
 
-import contextlib
-import difflib
-import functools
 import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from perf_helpers.estimate import estimates as estimate
+from perf_helpers.estimate import fitting
+from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
+from perf_helpers.estimate.estimates import estimate, target
+from perf_helpers.estimate.fitting import STATES, TOTAL, Point, Surface, terms
+from perf_helpers.estimate.knowledge import KNOWLEDGE
+from perf_helpers.estimate.prediction import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import CATEGORIES, Memory
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
 from perf_helpers.lab.techniques import ADAFACTOR, ADAM_8BIT, ADAMW, BF16, BF16_WEIGHTS, CHECKPOINTING, FP16, SGD
@@ -38,20 +38,19 @@ OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFA
 ATTENTION = ("sdpa", "eager")
 
 _SCHEMA = 3  # of the file; to be raised where the estimate says something else than it did
-_PASSES, _UPDATE = "passes", "update"
-_FOLLOWED = CATEGORIES[:-1]
-_STATES, _INPUTS = CATEGORIES.index("optimizer_states"), CATEGORIES.index("inputs")
-_SEEN = len(_FOLLOWED)  # the column after the categories: the total, with what is hidden inside operations
+_PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
+_INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
+_SECONDS = 300.0  # that the traces of one surface may take
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A recipe but for its micro-batch and its length. `accumulation` counts micro-batches for each update."""
+    """A recipe but for its micro-batch and its length."""
 
-    precision: str = "fp32"
+    precision: str = "fp32"  # one of `PRECISIONS`
     checkpointing: bool = False
-    accumulation: int = 1
-    optimizer: str = ADAMW.name
+    accumulation: int = 1  # micro-batches for each update
+    optimizer: str = ADAMW.name  # one of `OPTIMIZERS`
     attention: str = ATTENTION[0]
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
@@ -71,43 +70,49 @@ class Choice:
         """What decides how the update goes."""
         return self.optimizer, self.precision == BF16_WEIGHTS.name
 
+    def at(self, micro_batch: int, seq_len: int | None) -> tuple:
+        """The recipe at a point, as a key."""
+        return *self.kind, self.accumulation, self.optimizer, micro_batch, seq_len
+
+    def surfaces(self) -> dict[tuple, "Choice"]:
+        """The surfaces that answer the recipe: {key: recipe that is traced for it}.
+
+        One is of its passes, with the usual optimizer; another optimizer has one of its update, traced with the
+        simplest recipe that makes the same update.
+        """
+        plain = Choice(self.precision, self.checkpointing, min(self.accumulation, 2), ADAMW.name, self.attention)
+        if self.optimizer == ADAMW.name:
+            return {(_PASSES, *self.kind): plain}
+        precision = BF16_WEIGHTS.name if self.update[1] else "fp32"
+        simplest = Choice(precision, False, 1, self.optimizer, self.attention)
+        return {(_PASSES, *self.kind): plain, (_UPDATE, *self.update): simplest}
+
+    def distance(self, other: "Choice") -> int:
+        """How far another recipe is: 10 for each control that has to be moved, 1 for another optimizer, which is nearly
+        free."""
+        differs = [mine != its for mine, its in zip(self.kind, other.kind, strict=True)]
+        return 10 * sum(differs) + (self.optimizer != other.optimizer)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Bytes by category at the peak, where it is, and whether it was "traced" or "interpolated"."""
+    """The peak of a recipe at a point."""
 
-    breakdown: dict[str, int]
-    phase: str
-    operation: str
-    how: str
+    breakdown: dict[str, int]  # bytes by category
+    phase: str  # in which it is
+    operation: str  # at which it is
+    how: str  # "traced" or "interpolated"
+
+    @classmethod
+    def traced(cls, memory: Memory) -> "Answer":
+        return cls(memory.breakdown, memory.peak_phase, memory.peak_operation, "traced")
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.breakdown.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Surface:
-    """The moments of one recipe that hold the peak somewhere.
-
-    `coefficients` has the shape (terms, moments, columns), `after_backward` (terms, columns): what the terms of
-    `_terms` are multiplied by. The columns are the categories followed and the total, in bytes. `hidden` is what each
-    moment's operation hides, which follows no curve: bytes at each of the `points` (micro-batch, length) on offer.
-    `apart` is what is added to every total, such as a workspace.
-    """
-
-    phases: list[str]
-    operations: list[str]
-    updates: list[bool]  # whether the moment belongs to the optimizer's update
-    coefficients: list
-    after_backward: list
-    hidden: list
-    points: list
-    states: int
-    apart: int
-
-
-class Fits:
+class Surfaces:
     """What is known of one model on one device, kept in a file from one session to the next.
 
     Args:
@@ -121,22 +126,22 @@ class Fits:
         self,
         task: Task,
         device: str = "cpu",
-        compute_capability: tuple[int, int] = (9, 0),
+        compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
         folder: Path | None = None,
     ):
         self.device = device
         self.task = task.replace(seq_len=None)
+        self.refused: dict[tuple, str] = {}  # why a surface could not be made, by its key
+        self.lengths: tuple[int, ...] = ()  # on offer, known after `prepare`; () for images
         self._options = {"device": device}
         if device == "cuda":
             self._options["compute_capability"] = compute_capability
+        self._surfaces: dict[tuple, Surface] = {}  # by the keys of `Choice.surfaces`
+        self._exact: dict[tuple, Answer] = {}  # by `Choice.at`
+        self._samples: dict[int | None, int] = {}  # bytes of one sample by its length
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
         identity = json.dumps([_SCHEMA, self.task.identity(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
-        self._surfaces: dict[tuple, Surface] = {}
-        self._exact: dict[tuple, Answer] = {}
-        self._samples: dict[int | None, int] = {}
-        self.refused: dict[tuple, str] = {}
-        self.lengths: tuple[int, ...] = ()  # on offer, known after `prepare`; () for images
         self._load()
 
     # ---- what is on offer
@@ -151,9 +156,9 @@ class Fits:
             return
         config = self.task.build_config()
         offered = [length for length in LENGTHS if self._can_take(length, config)]
-        self.lengths = tuple(offered[: LENGTHS.index(2048) + 1] if positions(config) is None else offered) or (
-            self.task.length(config),
-        )
+        if positions(config) is None:  # as long as one likes
+            offered = [length for length in offered if length <= 2048]
+        self.lengths = tuple(offered) or (self.task.length(config),)
 
     def _can_take(self, length: int, config) -> bool:
         try:
@@ -164,50 +169,37 @@ class Fits:
     def choices(self, first: Choice) -> Iterator[Choice]:
         """Every choice on offer, each way of training once, those nearest to `first` first."""
         ways = itertools.product(precisions(self.device), (False, True), (1, 2), OPTIMIZERS, ATTENTION)
-        every = [Choice(*way) for way in ways]
-        yield from sorted(every, key=lambda other: _distance(first, other))
+        yield from sorted((Choice(*way) for way in ways), key=first.distance)
 
     # ---- answers
 
     def answer(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
         """The peak at a point; None where nothing is known of the recipe yet. No process is started."""
-        key = _key(choice, micro_batch, seq_len)
-        if key in self._exact:
-            return self._exact[key]
-        return self._interpolated(choice, micro_batch, seq_len)
+        exact = self._exact.get(choice.at(micro_batch, seq_len))
+        return exact or self._interpolated(choice, micro_batch, seq_len)
 
     def is_known(self, choice: Choice) -> bool:
         """Whether every point of the recipe is answered, or it is known that none can be."""
         return self.refusal(choice) is not None or not self._missing(choice)
 
-    def _missing(self, choice: Choice) -> list[tuple]:
-        return [key for key in _surfaces_of(choice) if key not in self._surfaces]
-
     def refusal(self, choice: Choice) -> str | None:
         """Why the recipe cannot be answered, or None."""
-        return next((self.refused[key] for key in _surfaces_of(choice) if key in self.refused), None)
+        return next((self.refused[key] for key in choice.surfaces() if key in self.refused), None)
+
+    def _missing(self, choice: Choice) -> list[tuple]:
+        return [key for key in choice.surfaces() if key not in self._surfaces]
 
     def _interpolated(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
         if self._missing(choice):
             return None
-        base, *updates = (self._surfaces[key] for key in _surfaces_of(choice))
-        terms = _terms(micro_batch, seq_len)
-        moments = np.tensordot(terms, np.asarray(base.coefficients), axes=1)
-        phases, operations = base.phases, base.operations
-        apart = max(surface.apart for surface in (base, *updates))
-        hidden = np.asarray(base.hidden)[:, _nearest_point(base.points, micro_batch, seq_len)]
+        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
+        here = _Here.on(passes, micro_batch, seq_len)
         for update in updates:
-            after = terms @ np.asarray(base.after_backward)
-            moments, phases, operations = _with_update(moments, base, after, update)
-            hidden = np.append(hidden[[not is_update for is_update in base.updates]], np.zeros(len(update.phases)))
+            here = here.with_update(passes, update)
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
-            moments[:, [_INPUTS, _SEEN]] += (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
-        moments[:, _SEEN] = np.maximum(moments[:, _SEEN], moments[:, :_SEEN].sum(axis=1) + hidden)
-        place = int(moments[:, _SEEN].argmax())
-        live = {name: max(0, round(size)) for name, size in zip(_FOLLOWED, moments[place], strict=False)}
-        total = round(moments[place, _SEEN]) + apart
-        inside = max(0, total - sum(live.values()))
-        return Answer(live | {CATEGORIES[-1]: inside}, phases[place], operations[place], "interpolated")
+            more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
+            here.columns[:, [_INPUTS, TOTAL]] += more
+        return here.highest(apart=max(surface.apart for surface in (passes, *updates)))
 
     def _sample_bytes(self, seq_len: int | None) -> int:
         if seq_len not in self._samples:
@@ -220,9 +212,9 @@ class Fits:
     def learn(self, choice: Choice) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
         for key in self._missing(choice):
-            nodes = self._nodes(_surfaces_of(choice)[key])
+            traced, points = choice.surfaces()[key], self._points()
             try:
-                self._surfaces[key] = self._traced(nodes if key[0] == _PASSES else nodes[:1])
+                self._surfaces[key] = self._fitted(traced, points if key[0] == _PASSES else points[:1])
             except ValueError as error:
                 self.refused[key] = str(error)
                 break
@@ -234,43 +226,38 @@ class Fits:
         Raises:
             ValueError: the training cannot be followed.
         """
-        key = _key(choice, micro_batch, seq_len)
+        key = choice.at(micro_batch, seq_len)
         if key not in self._exact:
-            task = self._task(choice, micro_batch, seq_len)
-            found = estimate.estimate(task, **self._options, **choice.arguments(micro_batch)).memory
-            self._exact[key] = Answer(found.breakdown, found.peak_phase, found.peak_operation, "traced")
+            arguments = choice.arguments(micro_batch)
+            task = self._task(Arguments(arguments), seq_len)
+            self._exact[key] = Answer.traced(estimate(task, **self._options, **arguments).memory)
             self._save()
         return self._exact[key]
 
-    def _nodes(self, choice: Choice) -> list[tuple[Choice, int, int | None]]:
+    def _points(self) -> list[Point]:
         """Points at which a recipe is traced: as many as there are terms, as far apart as the sliders go."""
         if not self.lengths:
-            return [(choice, size, None) for size in MICRO_BATCHES[1:3]]  # images are many numbers
+            return [(size, None) for size in MICRO_BATCHES[1:3]]  # images are many numbers
         first, middle, last = self.lengths[0], self.lengths[len(self.lengths) // 2], self.lengths[-1]
         if len(self.lengths) < 3:
             first, middle = last // 4, last // 2
-        return [(choice, size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
+        return [(size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
 
-    def _task(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Task:
-        enough = estimate.enough_samples(choice.arguments(micro_batch))
-        return self.task.replace(seq_len=seq_len, dataset_size=enough)
+    def _task(self, arguments: Arguments, seq_len: int | None) -> Task:
+        return self.task.replace(seq_len=seq_len, dataset_size=enough_samples(arguments))
 
-    def _traced(self, nodes: Sequence[tuple[Choice, int, int | None]]) -> Surface:
-        experiments = [
-            Experiment("fit", self._task(choice, size, length), Arguments(choice.arguments(size)))
-            for choice, size, length in nodes
-        ]
-        points = [(size, length) for _, size, length in nodes]
-        asked = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
-        device = estimate.target(**self._options)
-        found = estimate.in_clean_process(
-            functools.partial(_surface, experiments, device, points, asked), self.task, timeout=300
-        )
-        for (choice, size, length), memory in zip(nodes, found.pop("exact"), strict=True):
-            memory = Memory.from_dict(memory)
-            answer = Answer(memory.breakdown, memory.peak_phase, memory.peak_operation, "traced")
-            self._exact[_key(choice, size, length)] = answer
-        return Surface(**{name: found[name] for name in Surface.__slots__})
+    def _fitted(self, choice: Choice, points: Sequence[Point]) -> Surface:
+        """The surface through the traces at these points, which are kept as exact answers too."""
+        experiments = []
+        for size, length in points:
+            arguments = Arguments(choice.arguments(size))
+            experiments.append(Experiment("fit", self._task(arguments, length), arguments))
+        offered = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
+        job = fitting.fit, experiments, target(**self._options), points, offered
+        fit = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
+        for point, memory in zip(points, fit.memories, strict=True):
+            self._exact[choice.at(*point)] = Answer.traced(memory)
+        return fit.surface
 
     # ---- the file
 
@@ -300,193 +287,71 @@ def precisions(device: str) -> list[str]:
     return [name for name in PRECISIONS if name != FP16.name or device == "cuda"]
 
 
-def _key(choice: Choice, micro_batch: int, seq_len: int | None) -> tuple:
-    return *choice.kind, choice.accumulation, choice.optimizer, micro_batch, seq_len
-
-
-def _surfaces_of(choice: Choice) -> dict[tuple, Choice]:
-    """What answers a recipe, by key, each with the recipe to trace: its passes, and its update if that is another."""
-    surfaces = {(_PASSES, *choice.kind): _plain(choice)}
-    if choice.optimizer != ADAMW.name:
-        surfaces[(_UPDATE, *choice.update)] = _for_update(choice)
-    return surfaces
-
-
-def _plain(choice: Choice) -> Choice:
-    return Choice(choice.precision, choice.checkpointing, min(choice.accumulation, 2), ADAMW.name, choice.attention)
-
-
-def _for_update(choice: Choice) -> Choice:
-    """The simplest recipe that makes the same update."""
-    return Choice(BF16_WEIGHTS.name if choice.update[1] else "fp32", False, 1, choice.optimizer, choice.attention)
-
-
-def _distance(one: Choice, other: Choice) -> int:
-    """How many controls have to be moved; another optimizer is nearly free."""
-    differs = [a != b for a, b in zip(one.kind, other.kind, strict=True)]
-    return 10 * sum(differs) + (one.optimizer != other.optimizer)
-
-
-def _terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
-    """What a moment's bytes are a sum of, scaled to be near 1."""
-    size, length = micro_batch / 64, (seq_len or 0) / 1024
-    terms = [1, size] if seq_len is None else [1, length, length**2, size, size * length, size * length**2]
-    return np.array(terms, dtype=float)
-
-
-def _with_update(moments: np.ndarray, base: Surface, after: np.ndarray, update: Surface):
-    """The moments with another optimizer: other states while the passes run, and its own update after them."""
-    passes = [i for i, is_update in enumerate(base.updates) if not is_update]
-    kept = moments[passes].copy()
-    holds = kept[:, _STATES] > base.states / 2  # not in the first step, before there are any
-    more = np.where(holds, update.states - kept[:, _STATES], 0)
-    kept[:, _STATES] += more
-    kept[:, _SEEN] += more
-    own = np.asarray(update.coefficients)[0].copy()
-    moved = after - np.asarray(update.after_backward)[0]
-    moved[_STATES] = 0
-    moved[_SEEN] = moved[:_SEEN].sum()
-    own += moved
-    phases = [base.phases[i] for i in passes] + update.phases
-    operations = [base.operations[i] for i in passes] + update.operations
-    return np.concatenate([kept, own]), phases, operations
-
-
-def _surface(experiments: Sequence[Experiment], device, points, asked, results, probe) -> dict[str, Any]:
-    """A `Surface` as a dict, and the exact memory at each point. To be called in a clean process."""
-    from perf_helpers.lab import meters
-
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)  # nobody waits for it, and others may be measuring
-    found = estimate.all_followed(experiments, device, False, results, probe)
-    places = _in_all([each.moments for each in found])
-    single = len(points) == 1  # an update alone: it is carried over, not fitted
-    matrix = np.array([[1.0]]) if single else np.stack([_terms(*point) for point in points])
-    wanted = np.ones((len(asked), 1)) if single else np.stack([_terms(*point) for point in asked])
-    table = np.stack([_table(each, here, smooth=not single) for each, here in zip(found, places, strict=True)])
-    ends = np.stack([_after_backward(each) for each in found])
-    coefficients, after = (
-        np.linalg.solve(matrix, each.reshape(len(points), -1)).reshape(each.shape) for each in (table, ends)
-    )
-    own = [found[0].moments.phases[i] for i in places[0]]
-    phases, is_step = [meters.PHASE_NAMES.get(phase, phase) for phase in own], np.array([p == "step" for p in own])
-    live, high = wanted @ coefficients[:, :, :_SEEN].sum(axis=2), wanted @ coefficients[:, :, _SEEN]
-    hidden = np.zeros(high.shape, dtype=np.int64)
-    if device.kind == "cpu" and not single:
-        hidden = _hidden(found, places, matrix, wanted, live, high, probe)
-    heights, kept = np.maximum(high, live + hidden), set()
-    for here in [is_step] if single else [is_step, ~is_step]:
-        if here.any():
-            kept |= {int(np.flatnonzero(here)[place]) for place in heights[:, here].argmax(axis=1)}
-    kept = sorted(kept)
-    pairs = zip(found, experiments, strict=True)
-    exact = [estimate.memory_of(each, experiment, device)[0] for each, experiment in pairs]
-    return {
-        "phases": [phases[place] for place in kept],
-        "operations": [found[0].moments.calls[places[0][place]].name for place in kept],
-        "updates": is_step[kept].tolist(),
-        "coefficients": coefficients[:, kept].tolist(),
-        "after_backward": after.tolist(),
-        "hidden": hidden[:, kept].T.tolist(),
-        "points": asked,
-        "states": int(found[0].moments.live[:, _STATES].max()),
-        "apart": max(0, exact[0].peak_bytes - int(found[0].totals.max())),
-        "exact": [memory.to_dict() | {"timeline": None} for memory in exact],
-    }
-
-
-def _in_all(trainings: Sequence[Any]) -> list[list[int]]:
-    """For each training the places of the operations that all of them have: which kernel is chosen, how data are
-    fetched and what is a view differs from size to size.
-
-    Raises:
-        estimate.Invalid: they have hardly the same operations.
-    """
-    every = [_that_hold(moments) for moments in trainings]
-    words = [
-        [(moments.calls[i].name, moments.modules[i]) for i in here]
-        for moments, here in zip(trainings, every, strict=True)
-    ]
-    matches = []
-    for other in words[1:]:
-        blocks = difflib.SequenceMatcher(None, words[0], other, autojunk=False).get_matching_blocks()
-        matches.append({block.a + i: block.b + i for block in blocks for i in range(block.size)})
-    common = [i for i in range(len(words[0])) if all(i in match for match in matches)]
-    if len(common) < 0.95 * max(map(len, words)):
-        raise estimate.Invalid("its operations differ too much from one size to another: nothing can be fitted to them")
-    chosen = [common, *([match[i] for i in common] for match in matches)]
-    return [[here[i] for i in picked] for here, picked in zip(every, chosen, strict=True)]
-
-
-def _that_hold(moments) -> list[int]:
-    """The operations of which one may hold the peak."""
-    fetching = ("setup", "before")
-    return [i for i, call in enumerate(moments.calls) if moments.phases[i] not in fetching and not call.is_view]
-
-
-def _table(found, places: list[int], smooth: bool) -> np.ndarray:
-    """Live bytes by category at the places, and the highest total from each to the next; `smooth`: without what the
-    operations at these places hide."""
-    totals = found.totals.copy()
-    if smooth:
-        totals[places] = found.moments.high[places]
-    highest = np.maximum.reduceat(totals, places)
-    return np.column_stack([found.moments.live[places, :_SEEN], highest]).astype(float)
-
-
-def _hidden(found, places, matrix, wanted, live, high, probe) -> np.ndarray:
-    """What the operations at these places hide at every point on offer, by running them there: (points, places) bytes.
-
-    Only those are run that were seen to hide something and may hold the peak by it: `live` is what lives when each has
-    ended, `high` the highest total without what is hidden.
-    """
-    probe = probe.under(None)
-    hidden = np.zeros(high.shape, dtype=np.int64)
-    highest = high.max(axis=1)
-    asked: dict[tuple[int, int], Any] = {}  # the operation at a point and a place
-    for place, here in enumerate(zip(*places, strict=True)):
-        calls = [each.moments.calls[at] for each, at in zip(found, here, strict=True)]
-        shares = [(probe[call].bytes or 0) / max(call.bytes, 1) for call in calls]
-        if not any(shares):
-            continue
-        for point, call in enumerate(_at_points(calls, matrix, wanted)):
-            # Twice the largest share seen: it jumps from size to size.
-            if call and live[point, place] + 2 * max(shares) * call.bytes > highest[point]:
-                asked[point, place] = call
-    probe.run([asked[key] for key in sorted(asked, key=lambda key: asked[key].bytes)])
-    for key, call in asked.items():
-        hidden[key] = probe[call].bytes or 0
-    return hidden
-
-
-def _at_points(calls: Sequence[Any], matrix: np.ndarray, wanted: np.ndarray) -> list:
-    """The same operation at other points: each of its lengths is a sum of terms too. None where one is no number."""
-    numbers = [call.numbers for call in calls]
-    if len({len(each) for each in numbers}) > 1:
-        return [None] * len(wanted)
-    there = wanted @ np.linalg.solve(matrix, np.array(numbers, dtype=float))
-    whole = np.abs(there - there.round()) < 0.01
-    return [
-        calls[0].with_numbers(row.round().astype(int).tolist()) if right.all() else None
-        for row, right in zip(there, whole, strict=True)
-    ]
-
-
-def _after_backward(found) -> np.ndarray:
-    live = found.moments.marks["backward"][:_SEEN].astype(float)
-    return np.append(live, live.sum())
-
-
 def nearest(values: Sequence[int], wanted: int) -> int:
     """The value on offer that is nearest by ratio."""
     return min(values, key=lambda value: abs(math.log(value / wanted)))
 
 
-def _nearest_point(points: Sequence, micro_batch: int, seq_len: int | None) -> int:
-    """The place of the point that is nearest by ratio."""
+@dataclass(slots=True)
+class _Here:
+    """The operations of a surface at one point."""
 
-    def apart(place: int) -> float:
-        size, length = points[place]
-        return abs(math.log(size / micro_batch)) + (abs(math.log(length / seq_len)) if seq_len else 0)
+    phases: list[str]
+    operations: list[str]
+    columns: np.ndarray  # (operations, columns of `Surface`) bytes
+    hidden: np.ndarray  # (operations,) bytes
+    after_backward: np.ndarray  # (columns,) bytes
 
-    return min(range(len(points)), key=apart)
+    @classmethod
+    def on(cls, surface: Surface, micro_batch: int, seq_len: int | None) -> "_Here":
+        here = terms(micro_batch, seq_len)
+
+        def apart(number: int) -> float:  # by ratio
+            size, length = surface.points[number]
+            return abs(math.log(size / micro_batch)) + (abs(math.log(length / seq_len)) if seq_len else 0)
+
+        nearest_point = min(range(len(surface.points)), key=apart)
+        return cls(
+            surface.phases,
+            surface.operations,
+            np.tensordot(here, np.asarray(surface.coefficients), axes=1),
+            np.asarray(surface.hidden)[:, nearest_point],
+            here @ np.asarray(surface.after_backward),
+        )
+
+    def with_update(self, passes: Surface, update: Surface) -> "_Here":
+        """The same with another optimizer: other states while the passes run, and its own update after them.
+
+        Args:
+            passes: the surface that this was made of.
+            update: of the other optimizer, which was traced with another recipe.
+        """
+        kept = [number for number, is_update in enumerate(passes.updates) if not is_update]
+        before = self.columns[kept]
+        has_states = before[:, STATES] > passes.states / 2  # not so in the first step
+        more = np.where(has_states, update.states - before[:, STATES], 0)
+        before[:, STATES] += more
+        before[:, TOTAL] += more
+        # What lives when the backward ends differs between this recipe and the one that the update was traced with.
+        moved = self.after_backward - np.asarray(update.after_backward)[0]
+        moved[STATES] = 0
+        moved[TOTAL] = moved[:TOTAL].sum()
+        own = np.asarray(update.coefficients)[0] + moved
+        return _Here(
+            [self.phases[number] for number in kept] + update.phases,
+            [self.operations[number] for number in kept] + update.operations,
+            np.concatenate([before, own]),
+            np.append(self.hidden[kept], np.zeros(len(own))),
+            self.after_backward,
+        )
+
+    def highest(self, apart: int) -> Answer:
+        """The operation that holds the peak. `apart`: bytes that are added to every total."""
+        totals = np.maximum(self.columns[:, TOTAL], self.columns[:, :TOTAL].sum(axis=1) + self.hidden)
+        peak = int(totals.argmax())
+        sizes = zip(TENSOR_CATEGORIES, self.columns[peak, :TOTAL], strict=True)
+        live = {str(category): max(0, round(size)) for category, size in sizes}
+        inside = max(0, round(totals[peak]) + apart - sum(live.values()))
+        return Answer(
+            live | {Category.INSIDE_OPERATIONS.value: inside}, self.phases[peak], self.operations[peak], "interpolated"
+        )

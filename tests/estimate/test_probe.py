@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from perf_helpers.estimate import probe
-from perf_helpers.estimate.probe import Hidden, Probe, line, resized, smaller
-from perf_helpers.estimate.trace import Call, Spec
+from perf_helpers.estimate.operations import Operation, Spec
+from perf_helpers.estimate.probe import Hidden, Probe, Seen, line, resized, smaller
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -16,13 +16,13 @@ def dense(*shape, dtype=F32):
     return Spec(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def call(name, *leaves, made=0):
+def operation(name, *leaves, made=0):
     """An operation whose arguments are no lists."""
-    return Call(name, leaves, (len(leaves), (), (-1,) * len(leaves)), False, made)
+    return Operation(name, leaves, (len(leaves), (), (-1,) * len(leaves)), False, made)
 
 
 def mm(rows, inner, columns, dtype=BF16):
-    return call(
+    return operation(
         "aten.mm.default", dense(rows, inner, dtype=dtype), dense(inner, columns, dtype=dtype),
         made=rows * columns * dtype.itemsize,
     )  # fmt: skip
@@ -30,7 +30,7 @@ def mm(rows, inner, columns, dtype=BF16):
 
 def addmm(rows, inner, columns, dtype=BF16):
     leaves = dense(columns, dtype=dtype), dense(rows, inner, dtype=dtype), dense(inner, columns, dtype=dtype)
-    return call("aten.addmm.default", *leaves, made=rows * columns * dtype.itemsize)
+    return operation("aten.addmm.default", *leaves, made=rows * columns * dtype.itemsize)
 
 
 # An Intel server CPU with AMX, 2 cores, torch 2.13.0, oneDNN's own choice of kernels, measured on 2026-11-22:
@@ -63,11 +63,11 @@ class Recorded:
     def __init__(self, hides, bytes_a_second=1e9):
         self.hides, self.rate, self.ran = hides, bytes_a_second, []
 
-    def __call__(self, calls, threads):
-        self.ran += calls.values()
-        found = {key: (self.hides(one), one) for key, one in calls.items()}
+    def __call__(self, operations, threads):
+        self.ran += operations.values()
+        found = {key: (self.hides(one), one) for key, one in operations.items()}
         return {
-            key: probe._Seen(threads * hidden, one.bytes / self.rate)
+            key: Seen(threads * hidden, one.bytes / self.rate)
             for key, (hidden, one) in found.items()
             if hidden is not None
         }
@@ -75,11 +75,11 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Function (bytes by call, speed) -> the machine on which operations are run from then on."""
+    """Function (bytes by operation, speed) -> the machine on which operations are run from then on."""
 
     def made(hides, **speed):
         recorded = Recorded(hides, **speed)
-        monkeypatch.setattr(probe, "_Runner", lambda: recorded)
+        monkeypatch.setattr(probe, "Runner", lambda: recorded)
         return recorded
 
     return made
@@ -88,17 +88,17 @@ def machine(monkeypatch):
 @pytest.fixture(autouse=True)
 def ended(monkeypatch):
     """The processes in which operations were run end with their test."""
-    runners, kind = [], probe._Runner
-    monkeypatch.setattr(probe, "_Runner", lambda: runners.append(kind()) or runners[-1])
+    runners, kind = [], probe.Runner
+    monkeypatch.setattr(probe, "Runner", lambda: runners.append(kind()) or runners[-1])
     yield
     for runner in runners:
         runner.close()
 
 
-def found(*calls):
+def found(*operations):
     asked = Probe(1)
-    asked.run(calls)
-    return [asked[one] for one in calls]
+    asked.run(operations)
+    return [asked[one] for one in operations]
 
 
 def factors(one):
@@ -109,8 +109,8 @@ def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_sa
     tables = {"aten.addmm.default": ADDMM, "aten.mm.default": MM}
     machine(lambda one: tables[one.name][factors(one)])
     for build, table in ((addmm, ADDMM), (mm, MM)):
-        calls = [build(*left, right[1]) for left, right in table]
-        assert found(*calls) == [Hidden(size, "measured") for size in table.values()]
+        operations = [build(*left, right[1]) for left, right in table]
+        assert found(*operations) == [Hidden(size, "measured") for size in table.values()]
 
 
 @pytest.mark.parametrize("table, build", [(ADDMM, addmm), (MM, mm)], ids=["addmm", "mm"])
@@ -148,14 +148,14 @@ def test_three_sizes_on_a_line_are_followed_to_its_own(machine):
     def hides(one):
         return one.leaves[0].shape[0] * 24 + 640
 
-    softmax = call("aten._softmax.default", dense(10**6, 64), 1, False, made=10**6 * 256)
+    softmax = operation("aten._softmax.default", dense(10**6, 64), 1, False, made=10**6 * 256)
     seen = machine(hides)
     assert found(softmax) == [Hidden(hides(softmax), "line")] and softmax not in seen.ran
 
 
 def test_what_grows_with_only_some_of_the_lengths_that_were_cut_is_no_line(machine):
     """Rows and columns are cut; the buffer is one for each row."""
-    large = call("aten._softmax.default", dense(5000, 2048), 1, False, made=5000 * 2048 * 4)
+    large = operation("aten._softmax.default", dense(5000, 2048), 1, False, made=5000 * 2048 * 4)
     assert smaller(large, 2**24)[0].leaves[0].shape == (1250, 1024)
     seen = machine(lambda one: one.leaves[0].shape[0] * 8)
     assert found(large) == [Hidden(40_000, "measured")] and seen.ran[-1] == large
@@ -188,19 +188,19 @@ def test_whatever_is_measured_the_answer_is_not_negative_and_comes_after_a_few_r
 
 
 def test_all_that_is_run_at_its_own_size_together_takes_a_few_seconds(machine):
-    calls = [mm(2000 + n, 2048, 2048) for n in range(400)]
+    operations = [mm(2000 + n, 2048, 2048) for n in range(400)]
     seen = machine(lambda one: hash(one.signature) % 10**6, bytes_a_second=2e8)
-    hows = [hidden.how for hidden in found(*calls)]
-    whole = [one for one in seen.ran if one in calls]
-    assert 0 < len(whole) < len(calls) and set(hows) == {"measured", "assumed"}
-    assert sum(one.bytes for one in whole) / 2e8 < 2 * probe._OWN_SIZE_SECONDS
+    hows = [hidden.how for hidden in found(*operations)]
+    whole = [one for one in seen.ran if one in operations]
+    assert 0 < len(whole) < len(operations) and set(hows) == {"measured", "assumed"}
+    assert sum(one.bytes for one in whole) / 2e8 < 2 * probe.OWN_SIZE_SECONDS
     assert hows[: len(whole)] == ["measured"] * len(whole), "the first ones matter most"
 
 
 def test_what_is_too_large_for_this_process_is_not_run(machine):
     huge = mm(65536, 4096, 65536)
     seen = machine(lambda one: 7 * len(str(one.bytes)), bytes_a_second=1e12)
-    assert found(huge)[0].how == "assumed" and max(one.bytes for one in seen.ran) <= probe._OWN_SIZE_BYTES
+    assert found(huge)[0].how == "assumed" and max(one.bytes for one in seen.ran) <= probe.OWN_SIZE_BYTES
 
 
 def test_smaller_sizes_cut_the_same_lengths_everywhere():
@@ -214,13 +214,13 @@ def test_smaller_sizes_cut_the_same_lengths_everywhere():
 
 
 def test_strides_keep_their_order_and_what_is_broadcast_stays_so():
-    one = call("aten.bmm.default", Spec((8, 64, 32), (0, 1, 64), F32), dense(8, 32, 16))
+    one = operation("aten.bmm.default", Spec((8, 64, 32), (0, 1, 64), F32), dense(8, 32, 16))
     cut = resized(one, {64: 4})
     assert cut.leaves[0] == Spec((8, 16, 32), (0, 1, 16), F32) and cut.leaves[1] == one.leaves[1]
 
 
 def test_an_operation_that_needs_its_data_is_unknown_and_told():
-    gone = call("aten.embedding.default", dense(4, 4), "no tensor")
+    gone = operation("aten.embedding.default", dense(4, 4), "no tensor")
     asked = Probe(1)
     asked.run([gone])
     assert asked[gone] == Hidden(None, "unknown")
@@ -234,16 +234,16 @@ def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measur
 
     once, deadly = probe._once, mm(5, 6, 7)
     monkeypatch.setattr(probe, "_once", lambda one, mark: os._exit(8) if one == deadly else once(one, mark))
-    calls = [mm(n, 8, 8) for n in range(1, 8)]
-    assert found(*calls[:3], deadly, *calls[3:])[3] == Hidden(None, "unknown")
-    assert all(hidden.how == "measured" for hidden in found(*calls[:3], deadly, *calls[3:])[4:])
+    operations = [mm(n, 8, 8) for n in range(1, 8)]
+    assert found(*operations[:3], deadly, *operations[3:])[3] == Hidden(None, "unknown")
+    assert all(hidden.how == "measured" for hidden in found(*operations[:3], deadly, *operations[3:])[4:])
 
 
 def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
     """Grouped queries, cut so that there are fewer heads of queries than of keys: torch's kernel divides by zero."""
     query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)
     leaves = query, key, key, 0.0, True
-    attention = Call(
+    attention = Operation(
         "aten._scaled_dot_product_flash_attention_for_cpu.default", leaves, (5, (), (-1,) * 5), False, query.bytes
     )
     (hidden,) = found(attention)
@@ -260,13 +260,15 @@ def test_what_is_known_for_some_threads_is_not_taken_for_others(machine):
 
 def test_on_this_machine_what_is_said_is_what_the_allocator_did():
     """Real products at sizes that were not cut, against a profile of the very operation."""
-    calls = [build(rows, 128, 256, dtype) for build in (mm, addmm) for rows in (1, 64, 300) for dtype in (F32, BF16)]
+    operations = [
+        build(rows, 128, 256, dtype) for build in (mm, addmm) for rows in (1, 64, 300) for dtype in (F32, BF16)
+    ]
     asked = Probe(1)
-    asked.run(calls)
+    asked.run(operations)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for one in calls:
+        for one in operations:
             tensors = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in one.leaves]
             with torch.profiler.profile(profile_memory=True) as profile:
                 result = one.function(*tensors)

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from perf_helpers.estimate import estimate
-from perf_helpers.estimate import surfaces as fits
-from perf_helpers.estimate.surfaces import Choice, Fits
+from perf_helpers.estimate.surfaces import Answer, Choice, Surfaces, precisions
 from perf_helpers.lab import processes
 from perf_helpers.lab.task import Task
 
@@ -27,12 +26,12 @@ CHOICES = [
 
 @pytest.fixture(scope="module")
 def known():
-    """{(task, device): fits}, which learn as they are asked."""
+    """Function (task, device) -> its surfaces, which learn as they are asked."""
     found = {}
 
     def of(name, device="cpu"):
         if (name, device) not in found:
-            found[name, device] = Fits(TASKS[name], device)
+            found[name, device] = Surfaces(TASKS[name], device)
             found[name, device].prepare()
         return found[name, device]
 
@@ -76,24 +75,47 @@ def test_a_point_that_was_traced_is_told_as_traced(known):
 
 
 def test_what_is_known_is_there_in_the_next_session_and_starts_no_process(tmp_path, monkeypatch):
-    first = Fits(TASKS["bert-tiny"], folder=tmp_path)
+    first = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
     first.prepare()
     first.learn(Choice())
     answer = first.answer(Choice(), 8, 128)
-    monkeypatch.setattr(processes, "execute", None)
-    second = Fits(TASKS["bert-tiny"], folder=tmp_path)
+    monkeypatch.setattr(processes, "call", None)
+    second = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
     assert second.is_known(Choice()) and second.answer(Choice(), 8, 128) == answer
-    assert not Fits(TASKS["gpt2"], folder=tmp_path).is_known(Choice()), "another model is not known by it"
-    assert not Fits(TASKS["bert-tiny"], "cuda", folder=tmp_path).is_known(Choice())
+    assert not Surfaces(TASKS["gpt2"], folder=tmp_path).is_known(Choice()), "another model is not known by it"
+    assert not Surfaces(TASKS["bert-tiny"], "cuda", folder=tmp_path).is_known(Choice())
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({"surfaces": 3}))
-    assert not Fits(TASKS["bert-tiny"], folder=tmp_path).is_known(Choice()), "a damaged file is one that is not there"
+    assert not Surfaces(TASKS["bert-tiny"], folder=tmp_path).is_known(Choice()), (
+        "a damaged file is one that is not there"
+    )
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path, monkeypatch):
+    """As one was written on 2026-11-22: an operation of the passes and one of the update, 8 columns each."""
+    first = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    first._save()
+    (file,) = tmp_path.iterdir()
+    zeros = [[0.0] * 8] * 2
+    surface = {"phases": ["backward", "step"], "operations": ["aten.mm.default", "aten._fused_adamw_.default"]}
+    surface |= {"updates": [False, True], "states": 40, "apart": 7, "points": [[1, 32], [256, 512]]}
+    surface |= {"coefficients": [[[5.0] * 7 + [36.0], [1.0] * 8], *[zeros] * 5], "after_backward": [[0.0] * 8] * 6}
+    surface |= {"hidden": [[100, 200], [0, 0]]}
+    exact = {"breakdown": {"weights": 3, "inside_operations": 1}, "phase": "step", "operation": "x", "how": "traced"}
+    content = {"surfaces": [[["passes", "fp32", False, False, "sdpa"], surface]]}
+    content["exact"] = [[["fp32", False, False, "sdpa", 1, "AdamW", 2, 32], exact]]
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(processes, "call", None)
+    read = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    assert read.answer(Choice(), 2, 32) == Answer(**exact)
+    found = read.answer(Choice(), 128, 512)
+    assert (found.peak_bytes, found.operation, found.how) == (35 + 200 + 7, "aten.mm.default", "interpolated")
 
 
 def test_what_cannot_be_followed_is_told(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99}))
-    found = Fits(Task(str(path)))
+    found = Surfaces(Task(str(path)))
     found.prepare()
     found.learn(Choice())
     assert "sdpa" in found.refusal(Choice()) or "scaled_dot_product_attention" in found.refusal(Choice())
@@ -101,18 +123,18 @@ def test_what_cannot_be_followed_is_told(tmp_path):
 
 
 def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
-    found = Fits(TASKS["bert-tiny"])
+    found = Surfaces(TASKS["bert-tiny"])
     first = Choice("bf16", True)
     order = list(found.choices(first))
     assert order[0] == first and len(order) == len(set(order)) == 3 * 2 * 2 * 4 * 2
     assert {choice.kind for choice in order[:4]} == {first.kind}, "another optimizer is nearer than another pass"
-    assert fits.precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
+    assert precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
 
 
 @pytest.mark.parametrize("positions, lengths", [(20, (20,)), (70, (32, 64))])
 def test_a_model_of_few_positions_is_fitted_too(positions, lengths):
     config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": positions}
-    found = Fits(Task("gpt2", config=config))
+    found = Surfaces(Task("gpt2", config=config))
     found.prepare()
     assert found.lengths == lengths
     found.learn(Choice())
@@ -124,4 +146,4 @@ def test_lengths_are_those_that_the_model_can_take(known):
     assert known("gpt2").lengths == (32, 64, 128, 256)
     assert known("vit").lengths == ()
     with pytest.raises(ValueError, match="no preset"):
-        Fits(Task("bert-tinny")).prepare()
+        Surfaces(Task("bert-tinny")).prepare()

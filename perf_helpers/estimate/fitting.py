@@ -1,0 +1,249 @@
+"""A surface fitted in the clean process: the bytes at each operation over micro-batch and length, from a few traces.
+
+At each operation of a training there live bytes that grow in a straight line with the micro-batch and at most with the
+square of the length. Six traces of a recipe therefore fix them everywhere (two where there is no length). What an
+operation hides inside itself follows no such curve: it is asked for at every point on offer.
+"""
+
+import contextlib
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from perf_helpers.estimate.operations import Operation, Trace
+from perf_helpers.estimate.prediction import Device, Followed, Known, Tell, follow_all, memory_of
+from perf_helpers.lab.outcomes import Invalid
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, Phase
+from perf_helpers.lab.training import Experiment
+
+Point = tuple[int, int | None]  # (micro-batch, length); None for images
+
+STATES = TENSOR_CATEGORIES.index(Category.OPTIMIZER_STATES)
+TOTAL = len(TENSOR_CATEGORIES)  # the column after the categories that are followed: the total
+
+_LEAST_COMMON = 0.95  # share of the operations that all traces must have
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """The operations of one recipe that hold the peak somewhere.
+
+    Columns are the categories that are followed, and the total, in bytes. The names are those of the file.
+    """
+
+    phases: list[str]  # of each operation
+    operations: list[str]  # their names
+    updates: list[bool]  # whether the operation belongs to the optimizer's update
+    coefficients: list  # (terms, operations, columns): what `terms` are multiplied by
+    after_backward: list  # (terms, columns): the same for what lives when the backward has ended
+    hidden: list  # (operations, points): bytes inside the operation at each of the points on offer
+    points: list  # on offer, as (micro-batch, length)
+    states: int  # bytes of the optimizer's states
+    apart: int  # bytes added to every total, such as a workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a clean process says of one recipe."""
+
+    surface: Surface
+    memories: list[Memory]  # at the points that were traced, without timelines
+    learned: bytes  # see `Known.news`
+
+
+def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
+    """What an operation's bytes are a sum of: (terms,), scaled to be near 1."""
+    size, length = micro_batch / 64, (seq_len or 0) / 1024
+    powers = [1] if seq_len is None else [1, length, length**2]
+    return np.array([*powers, *(size * power for power in powers)], dtype=float)
+
+
+def fit(
+    experiments: Sequence[Experiment],
+    device: Device,
+    points: Sequence[Point],
+    offered: Sequence[Point],
+    learned: Sequence[bytes],
+    tell: Tell,
+) -> Fit:
+    """The surface through some trainings of one recipe. To be called in a clean process.
+
+    Args:
+        experiments: one at each of `points`: as many as there are `terms`. A single one is not fitted: its update is
+            the same wherever it is, and is carried over as it was traced.
+        offered: points at which answers will be asked for.
+        learned: what earlier clean processes learnt.
+
+    Raises:
+        Invalid: a training cannot be followed, or their operations differ too much from one point to another.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(19)  # nobody waits for it, and others may be measuring
+    with Known(learned) as known:
+        followed = follow_all(experiments, device, False, known, tell)
+        pairs = zip(followed, experiments, strict=True)
+        memories = [replace(memory_of(each, experiment, device)[0], timeline=None) for each, experiment in pairs]
+        apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
+        surface = _surface(followed, device, points, offered, known, apart)
+        return Fit(surface, memories, known.news())
+
+
+def _surface(
+    followed: Sequence[Followed],
+    device: Device,
+    points: Sequence[Point],
+    offered: Sequence[Point],
+    known: Known,
+    apart: int,
+) -> Surface:
+    is_fitted = len(points) > 1
+    traced_at = np.stack([terms(*point) for point in points]) if is_fitted else np.ones((1, 1))  # (traces, terms)
+    wanted_at = np.stack([terms(*point) for point in offered]) if is_fitted else np.ones((len(offered), 1))
+    trace, indices = followed[0].trace, aligned([each.trace for each in followed])
+    tables = [_table(each, here, with_hidden=not is_fitted) for each, here in zip(followed, indices, strict=True)]
+    coefficients = _solved(traced_at, tables)
+    live, high = wanted_at @ coefficients[:, :, :TOTAL].sum(axis=2), wanted_at @ coefficients[:, :, TOTAL]
+    hidden = np.zeros(high.shape, dtype=np.int64)  # (points on offer, operations), as are `live` and `high`
+    if device.kind == "cpu" and is_fitted:
+        hidden = _hidden(followed, indices, traced_at, wanted_at, live, high, known)
+    is_update = np.array([trace.phases[index] == Phase.STEP for index in indices[0]])
+    kept = _that_peak(np.maximum(high, live + hidden), [is_update, ~is_update] if is_fitted else [is_update])
+    return Surface(
+        phases=[trace.phases[indices[0][number]].shown for number in kept],
+        operations=[trace.operations[indices[0][number]].name for number in kept],
+        updates=is_update[kept].tolist(),
+        coefficients=coefficients[:, kept].tolist(),
+        after_backward=_solved(traced_at, [_after_backward(each.trace) for each in followed]).tolist(),
+        hidden=hidden[:, kept].T.tolist(),
+        points=list(offered),
+        states=int(trace.live[:, STATES].max()),
+        apart=apart,
+    )
+
+
+def _solved(traced_at: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
+    """The coefficients of the terms, for values of any shape at each of the points traced: (terms, *shape)."""
+    stacked = np.stack(values)
+    return np.linalg.solve(traced_at, stacked.reshape(len(stacked), -1)).reshape(stacked.shape)
+
+
+def _that_peak(heights: np.ndarray, groups: Sequence[np.ndarray]) -> list[int]:
+    """The operations, by their column, that hold the peak of their group at any point.
+
+    Args:
+        heights: (points, operations) bytes.
+        groups: for each, which operations belong to it, as booleans.
+    """
+    kept = set()
+    for group in groups:
+        if group.any():
+            kept |= {int(np.flatnonzero(group)[place]) for place in heights[:, group].argmax(axis=1)}
+    return sorted(kept)
+
+
+def aligned(traces: Sequence[Trace]) -> list[list[int]]:
+    """For each trace the indices of the operations that all of them have, in order.
+
+    Traces at different points share neither shapes nor bytes, by which `layers` aligns those of different depths, but
+    each layer has its own module name. So they are aligned by the names of operations and modules, as texts are
+    compared: which kernel is chosen, how data are fetched and what is a view differs here and there.
+
+    Raises:
+        Invalid: they have hardly the same operations.
+    """
+    every = [_that_may_peak(trace) for trace in traces]
+    words = [
+        [(trace.operations[index].name, trace.modules[index]) for index in here]
+        for trace, here in zip(traces, every, strict=True)
+    ]
+    matches = []
+    for other in words[1:]:
+        blocks = difflib.SequenceMatcher(None, words[0], other, autojunk=False).get_matching_blocks()
+        matches.append({block.a + i: block.b + i for block in blocks for i in range(block.size)})
+    common = [i for i in range(len(words[0])) if all(i in match for match in matches)]
+    if len(common) < _LEAST_COMMON * max(map(len, words)):
+        raise Invalid("its operations differ too much from one size to another: nothing can be fitted to them")
+    chosen = [common, *([match[i] for i in common] for match in matches)]
+    return [[here[i] for i in picked] for here, picked in zip(every, chosen, strict=True)]
+
+
+def _that_may_peak(trace: Trace) -> list[int]:
+    """The operations of which one may hold the peak: none that fetches data, and no view."""
+    fetching = (Phase.SETUP, Phase.BEFORE)
+    return [i for i, each in enumerate(trace.operations) if trace.phases[i] not in fetching and not each.is_view]
+
+
+def _table(followed: Followed, indices: list[int], with_hidden: bool) -> np.ndarray:
+    """(operations, columns): live bytes by category, and the highest total from each operation to the next.
+
+    Args:
+        with_hidden: with what these operations hide; what those between them hide is always in it.
+    """
+    totals = followed.totals.copy()
+    if not with_hidden:
+        totals[indices] = followed.trace.high[indices]
+    highest = np.maximum.reduceat(totals, indices)
+    return np.column_stack([followed.trace.live[indices, :TOTAL], highest]).astype(float)
+
+
+def _after_backward(trace: Trace) -> np.ndarray:
+    """(columns,): what lives when the backward has ended."""
+    live = trace.marks[Phase.BACKWARD][:TOTAL].astype(float)
+    return np.append(live, live.sum())
+
+
+# ---- what operations hide where they were not traced
+
+
+def _hidden(
+    followed: Sequence[Followed],
+    indices: list[list[int]],
+    traced_at: np.ndarray,
+    wanted_at: np.ndarray,
+    live: np.ndarray,
+    high: np.ndarray,
+    known: Known,
+) -> np.ndarray:
+    """What the operations hide at every point on offer, by running them there: (points, operations) bytes.
+
+    Only those are run that were seen to hide something and may hold the peak by it.
+
+    Args:
+        live: (points, operations): what lives when each has ended, and
+        high: the highest total without what is hidden.
+    """
+    probe, highest = known.probe.under(None), high.max(axis=1)
+    asked: dict[tuple[int, int], Operation] = {}  # by point and number of the operation
+    for number, here in enumerate(zip(*indices, strict=True)):
+        seen = [each.trace.operations[index] for each, index in zip(followed, here, strict=True)]
+        share = max((probe[each].bytes or 0) / max(each.bytes, 1) for each in seen)
+        if not share:
+            continue
+        for point, there in enumerate(_at_points(seen, traced_at, wanted_at)):
+            # Twice the largest share seen: it jumps from size to size.
+            if there and live[point, number] + 2 * share * there.bytes > highest[point]:
+                asked[point, number] = there
+    probe.run(sorted(asked.values(), key=lambda operation: operation.bytes))
+    hidden = np.zeros(high.shape, dtype=np.int64)
+    for key, operation in asked.items():
+        hidden[key] = probe[operation].bytes or 0
+    return hidden
+
+
+def _at_points(seen: Sequence[Operation], traced_at: np.ndarray, wanted_at: np.ndarray) -> list[Operation | None]:
+    """The same operation at other points: each of its lengths is a sum of terms too.
+
+    None where a length would not be a whole number, or where the operation takes other arguments from trace to trace.
+    """
+    numbers = [operation.numbers for operation in seen]
+    if len({len(each) for each in numbers}) > 1:
+        return [None] * len(wanted_at)
+    there = wanted_at @ np.linalg.solve(traced_at, np.array(numbers, dtype=float))
+    is_whole = (np.abs(there - there.round()) < 0.01).all(axis=1)
+    return [
+        seen[0].with_numbers(row.round().astype(int).tolist()) if right else None
+        for row, right in zip(there, is_whole, strict=True)
+    ]

@@ -1,0 +1,151 @@
+"""What is kept of a training that was followed: its operations, and the bytes that lived at each of them.
+
+No torch is needed to hold or to read a trace. How one is made stands in `trace`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from perf_helpers.lab.runs import Phase
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Spec(NamedTuple):
+    """A tensor among the arguments of an operation, without its content."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+    dtype: "torch.dtype"
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# How `nested` puts arguments together: how many are positional, the names of the others, and for each the length of the
+# list that it is, -1 for one that is no list.
+Structure = tuple[int, tuple[str, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operator of torch and the arguments that it was called with: enough to run it again on other data."""
+
+    name: str  # packet, operator and overload, e.g. "aten.mm.default"
+    leaves: tuple[Any, ...]  # arguments one by one: tensors as `Spec`, plain values as they are, the rest as None
+    structure: Structure  # how the leaves go together
+    takes_list: bool  # it works on a list of tensors, as an optimizer does on all parameters at once
+    made_bytes: int = 0  # of its results
+
+    @property
+    def function(self):
+        """The operator itself."""
+        import torch
+
+        return functools.reduce(getattr, self.name.split("."), torch.ops)
+
+    @property
+    def is_view(self) -> bool:
+        return self.function.is_view or self.name == "aten._unsafe_view.default"
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The tensors among its arguments."""
+        return [leaf for leaf in self.leaves if type(leaf) is Spec]
+
+    @property
+    def bytes(self) -> int:
+        """Of what it reads and makes."""
+        return self.made_bytes + sum(spec.bytes for spec in self.specs)
+
+    @property
+    def key(self) -> tuple:
+        """What it has in common with the same operation of a deeper model. There a list of tensors is longer, and so
+        may a vector be that has an entry for each parameter: their lengths are left out."""
+        shapes = (spec.shape if len(spec.shape) > 1 else len(spec.shape) for spec in self.specs)
+        return (self.name,) if self.takes_list else (self.name, *shapes)
+
+    @property
+    def signature(self) -> tuple:
+        """What it has in common with an operation that allocates exactly the same. Types are among it, for Python
+        takes 1, 1.0 and True for equal."""
+        return self.name, self.leaves, tuple(map(type, self.leaves))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of its tensors, and its whole numbers, which may be lengths too."""
+        shapes = (leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves)
+        return [length for shape in shapes for length in shape if type(length) is int]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Every length, stride and whole number, and the bytes made: all in which it differs from the same operation
+        at another micro-batch or sequence length."""
+        leaves = (
+            (*leaf.shape, *leaf.stride) if type(leaf) is Spec else (leaf,) if type(leaf) is int else ()
+            for leaf in self.leaves
+        )
+        return [*itertools.chain(*leaves), self.made_bytes]
+
+    def with_numbers(self, numbers: list[int]) -> "Operation":
+        """The same operation with other `numbers`."""
+        rest, leaves = iter(numbers), []
+        for leaf in self.leaves:
+            if type(leaf) is Spec:
+                shape, stride = (tuple(itertools.islice(rest, len(leaf.shape))) for _ in range(2))
+                leaves.append(Spec(shape, stride, leaf.dtype))
+            else:
+                leaves.append(next(rest) if type(leaf) is int else leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves), made_bytes=next(rest))
+
+
+def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
+    """Arguments of an operator one by one, and how `nested` puts them together. An operator's lists hold no lists."""
+    leaves, lengths = [], []
+    for value in itertools.chain(args, kwargs.values()):
+        is_list = isinstance(value, list | tuple)
+        lengths.append(len(value) if is_list else -1)
+        leaves.extend(value) if is_list else leaves.append(value)
+    return leaves, (len(args), tuple(kwargs), tuple(lengths))
+
+
+def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]]:
+    """The arguments that `flat` took apart."""
+    count, names, lengths = structure
+    rest = iter(leaves)
+    values = [next(rest) if length < 0 else list(itertools.islice(rest, length)) for length in lengths]
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1).
+    All figures are bytes.
+
+    The index of an operation is its position in this trace, from the first forward on.
+    """
+
+    operations: list[Operation]
+    phases: list[Phase]  # in which each runs
+    modules: list[str]  # to which each belongs, by its name in the model; "" outside of all
+    live: np.ndarray  # (operations, categories): what lives when it has ended
+    before: np.ndarray  # (operations,): the total when it begins
+    high: np.ndarray  # (operations,): the highest total until the next one begins
+    born: np.ndarray  # (operations,): what it brought itself
+    marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
+    parameters: int  # numbers in the model's weights
+    last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
+    reserved_bytes: int | None = None  # of the CUDA allocator, where it was replayed
+    log: Sequence[tuple[int, int, int]] = ()  # (key of a block, its bytes, +1 born or -1 dead), from the loading on
+
+    def replace(self, **changes) -> "Trace":
+        return dataclasses.replace(self, **changes)

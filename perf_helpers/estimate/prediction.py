@@ -1,0 +1,434 @@
+"""What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
+
+The way of one experiment: it is put into the form in which it can be followed (`_Plan`), with few layers where its
+layers are all alike; its trace, or those of few layers, are made in forks of this process; the trace of the full model
+is put together from them; what no tensor shows is added, hidden inside operations on a CPU, in the allocator on CUDA;
+the highest total is the peak.
+
+Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
+"""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from perf_helpers.estimate import allocator, layers
+from perf_helpers.estimate.operations import Trace
+from perf_helpers.lab import worker
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.outcomes import Invalid
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, explain
+from perf_helpers.lab.task import Task
+from perf_helpers.lab.training import Experiment
+from perf_helpers.texts import bytes_text
+
+if TYPE_CHECKING:
+    from perf_helpers.estimate.cache import OperationCache
+    from perf_helpers.estimate.probe import Probe
+
+Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Whose memory is predicted."""
+
+    kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
+    compute_capability: tuple[int, int] = allocator.DEFAULT_CAPABILITY  # of the GPU
+    parts: tuple[str, ...] = ()  # names of `cuda.PARTS` that are modelled
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a clean process says of one experiment."""
+
+    memory: Memory
+    assumptions: tuple[str, ...]  # in words, what was modelled or left out
+    traced: str  # in words, which layers were followed
+    own_bytes: int | None  # peak memory of the clean process
+    learned: bytes  # see `Known.news`
+
+
+def predict(experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[bytes], tell: Tell):
+    """The `Prediction` for one experiment. To be called in a clean process: it replaces parts of torch.
+
+    Args:
+        every_layer: follow every layer instead of extrapolating from few.
+        learned: what earlier clean processes learnt.
+
+    Raises:
+        Invalid: the experiment cannot be built, or one of its operations cannot be followed.
+    """
+    with Known(learned) as known:
+        (followed,) = follow_all([experiment], device, every_layer, known, tell)
+        memory, assumptions = memory_of(followed, experiment, device)
+        return Prediction(
+            memory, (*followed.assumptions, *assumptions), followed.traced, own_bytes(), learned=known.news()
+        )
+
+
+def own_bytes() -> int | None:
+    """Peak memory of this process."""
+    from perf_helpers.lab import meters
+
+    return meters.peak_rss_bytes()
+
+
+class Known:
+    """What is known in a clean process. As a context manager it ends what it started.
+
+    Args:
+        learned: what earlier clean processes learnt, each as its `news`.
+    """
+
+    def __init__(self, learned: Sequence[bytes] = ()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
+        from perf_helpers.estimate.cache import OperationCache
+        from perf_helpers.estimate.probe import Probe
+
+        self.cache: OperationCache = OperationCache()  # what operations make
+        self.probe: Probe = Probe()  # what operations hide
+        self.parameters: dict[str, int] = {}  # of models, by their task's identity
+        for news in learned:
+            for known, more in zip(self._all, pickle.loads(news), strict=True):
+                known |= more
+        self._before = [set(known) for known in self._all]
+
+    @property
+    def _all(self) -> tuple[dict, dict, dict]:
+        return self.cache.known, self.probe.known, self.parameters
+
+    def news(self) -> bytes:
+        """What was learnt here, for later clean processes; b"" where it is nothing. Only they can read it: it holds
+        types of torch."""
+        news = [
+            {key: known[key] for key in known.keys() - before}
+            for known, before in zip(self._all, self._before, strict=True)
+        ]
+        return pickle.dumps(news) if any(news) else b""
+
+    def parameters_of(self, task: Task) -> int:
+        """How many numbers the weights of the task's model are."""
+        key = task.replace(seq_len=None, dataset_size=1).identity()
+        if key not in self.parameters:
+            self.parameters[key] = task.parameters()
+        return self.parameters[key]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.probe.close()
+
+
+# ---- an experiment is followed
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A training that was followed."""
+
+    trace: Trace
+    totals: np.ndarray  # the highest total at each operation, with what is hidden inside it, in bytes
+    assumptions: tuple[str, ...]
+    traced: str  # which layers were followed
+    is_extrapolated: bool  # from few layers to all
+
+
+def follow_all(
+    experiments: Sequence[Experiment], device: Device, every_layer: bool, known: Known, tell: Tell
+) -> list[Followed]:
+    """Follow experiments on fake tensors, as many at once as there are cores. To be called in a clean process.
+
+    Raises:
+        Invalid: an experiment cannot be built, or one of its operations cannot be followed.
+    """
+    for each in experiments:
+        _check_model(each.task)
+    plans = [_Plan.of(each, every_layer) for each in experiments]
+    traces = iter(_traces([part for plan in plans for part in plan.parts()], device, known.cache, tell))
+    whole = [plan.whole([next(traces) for _ in plan.parts()], known) for plan in plans]
+    lacking = [plan for plan, trace in zip(plans, whole, strict=True) if trace is None]
+    every = iter(_traces([plan.experiment for plan in lacking], device, known.cache, tell))
+    return [
+        _followed(experiment, next(every), {}, device, known.probe)
+        if trace is None
+        else _followed(experiment, trace, plan.depth, device, known.probe)
+        for experiment, plan, trace in zip(experiments, plans, whole, strict=True)
+    ]
+
+
+def _check_model(task: Task) -> None:
+    try:
+        task.model_class()
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How an experiment is followed."""
+
+    experiment: Experiment  # as it is followed, all layers: in one process, with few samples
+    depth: dict[str, int]  # {field of the configuration: layers} that is extrapolated; {}: every layer is followed
+
+    @classmethod
+    def of(cls, experiment: Experiment, every_layer: bool) -> "_Plan":
+        plain = _with_little_data(_unsharded(_without_workers(experiment)))
+        return cls(plain, {} if every_layer or experiment.function else _repeated(plain))
+
+    def parts(self) -> list[Experiment]:
+        """What is followed first: the experiment with few layers, or itself."""
+        if not self.depth:
+            return [self.experiment]
+        task = self.experiment.task
+        return [self.experiment.replace(task=task.replace(config=few)) for few in layers.few_layers(self.depth)]
+
+    def whole(self, traces: Sequence[Trace], known: Known) -> Trace | None:
+        """The trace of all layers from those of the parts; None where the layers turn out not to be alike."""
+        base, *deeper = traces
+        if not self.depth:
+            return base
+        full = layers.extrapolated(base, deeper, self.depth)
+        return full if full and full.parameters == known.parameters_of(self.experiment.task) else None
+
+
+_OF_WORKERS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers")
+
+
+def _without_workers(experiment: Experiment) -> Experiment:
+    """The experiment with its batches made in the process itself: workers hold theirs elsewhere."""
+    if not experiment.arguments.get("dataloader_num_workers"):
+        return experiment
+    return experiment.replace(arguments=experiment.arguments.without(*_OF_WORKERS))
+
+
+_SHARDED = {
+    "full_shard": (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER_STATES),
+    "shard_grad_op": (Category.GRADIENTS, Category.OPTIMIZER_STATES),
+}
+
+
+def _shards(arguments: Arguments) -> tuple[Category, ...]:
+    """The categories that the Trainer's `fsdp` divides among the ranks; () where it divides nothing."""
+    given = arguments.get("fsdp") or ""
+    words = given.split() if isinstance(given, str) else ["full_shard"] if given is True else [str(w) for w in given]
+    return next((categories for name, categories in _SHARDED.items() if name in words), ())
+
+
+def _unsharded(experiment: Experiment) -> Experiment:
+    """The experiment as one process runs it, where it would be sharded: see `_sharded`."""
+    if not _shards(experiment.arguments):
+        return experiment
+    names = [name for name in experiment.arguments.given if name.startswith("fsdp")]
+    return experiment.replace(arguments=experiment.arguments.without(*names), processes=1)
+
+
+def enough_samples(arguments: Arguments, processes: int = 1) -> int:
+    """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
+    return 4 * arguments.samples_per_step(processes)
+
+
+def _with_little_data(experiment: Experiment) -> Experiment:
+    """The experiment with no more samples than are followed."""
+    if experiment.function or not experiment.training:
+        return experiment
+    enough = enough_samples(experiment.arguments, experiment.processes)
+    if experiment.task.dataset_size <= enough:
+        return experiment
+    return experiment.replace(task=experiment.task.replace(dataset_size=enough))
+
+
+def _repeated(experiment: Experiment) -> dict[str, int]:
+    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed.
+
+    Followed are all layers of a model that has few, whose layers differ (a field of its configuration lists something
+    for each), or where checkpoints hold several layers each.
+    """
+    config = experiment.task.build_config()
+    depth = layers.depths(config)
+    differ = any(
+        isinstance(value, list) and len(value) in depth.values() and len({str(item) for item in value}) > 1
+        for value in config.to_dict().values()
+    )
+    options = experiment.arguments.get("gradient_checkpointing_kwargs") or {}
+    if differ or options.get("every_n_layers", 1) > 1:
+        return {}
+    return depth if max(depth.values(), default=0) > 3 else {}
+
+
+def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
+    """The traces of experiments, made in forks of this process, as many at once as there are cores.
+
+    What is learnt in forks goes into the cache. 80 of 100 per cent of the work are done then.
+    """
+    if not experiments:
+        return []
+    count, done = min(len(experiments), os.cpu_count() or 1), []
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(count, fork, initializer=_begin_fork, initargs=(device, cache)) as pool:
+        for number, each in enumerate(pool.map(_follow_in_fork, experiments), 1):
+            done.append(each)
+            tell(80 * number // len(experiments))
+    for _, new in done:
+        cache.known |= new
+    return [trace for trace, _ in done]
+
+
+_fork: dict[str, Any] = {}  # filled in forks only: what one follows with, from one experiment to the next
+
+
+def _begin_fork(device: Device, cache: "OperationCache") -> None:
+    _fork.update(device=device, cache=cache)
+
+
+def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
+    """The trace of an experiment, and what was learnt of operations."""
+    import torch
+
+    from perf_helpers.estimate import cuda, trace
+
+    torch.set_num_threads(1)
+    device, cache = _fork["device"], _fork["cache"]
+    if device.kind == "cpu":
+        before = set(cache.known)
+        followed = trace.follow(experiment, trace.FakeTracker(cache=cache))
+        return followed.replace(log=()), {key: cache.known[key] for key in cache.known.keys() - before}
+    granularity = allocator.BLOCK_BYTES if "rounding" in device.parts else 1
+    tracker = trace.FakeTracker(granularity, follow_host="host_data" not in device.parts)
+    with cuda.emulated(device.parts, compute_capability=device.compute_capability, sent=tracker.sent):
+        followed = trace.follow(experiment, tracker)
+    return followed.replace(log=(), reserved_bytes=allocator.reserved_peak(followed.log)), {}
+
+
+def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], device: Device, probe: "Probe") -> Followed:
+    """An experiment's trace with what is added to it: sharding, and what operations hide on a CPU.
+
+    Args:
+        depth: the layers that the trace was extrapolated to; {} where all were followed.
+    """
+    assumptions = []
+    if shards := _shards(experiment.arguments):
+        trace, assumption = _sharded(trace, experiment.processes, shards, sum(depth.values()))
+        assumptions.append(assumption)
+    elif experiment.processes > 1:
+        assumptions.append(
+            "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
+        )
+    totals = trace.high
+    if device.kind == "cpu":
+        totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
+        assumptions += unsure
+    traced = "every layer followed"
+    if depth:
+        traced = f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
+    return Followed(trace, totals, tuple(assumptions), traced, bool(depth))
+
+
+def _sharded(trace: Trace, ranks: int, shards: tuple[Category, ...], layer_count: int) -> tuple[Trace, str]:
+    """The trace of one rank of a sharded training, by arithmetic on that of one process; and what was assumed.
+
+    A rank keeps its share. If weights are sharded, it also holds two gathered layers, the one that it computes and the
+    next one, which is fetched ahead; both are taken to be of the mean layer's size.
+    """
+    columns = [TENSOR_CATEGORIES.index(name) for name in shards]
+    spared = trace.live[:, columns].sum(axis=1) * (ranks - 1) // ranks
+    live = trace.live.copy()
+    live[:, columns] //= ranks
+    gathered = 0
+    if Category.WEIGHTS in shards:
+        weights = trace.live[:, TENSOR_CATEGORIES.index(Category.WEIGHTS)].max()
+        gathered = int(2 * weights // max(layer_count, 2))
+        live[:, TENSOR_CATEGORIES.index(Category.WEIGHT_COPIES)] += gathered
+    before, high = (total - spared + gathered for total in (trace.before, trace.high))
+    told = f"sharding: {', '.join(shards)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
+    return trace.replace(live=live, before=before, high=high), told
+
+
+def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
+    """The highest total at each operation, with the bytes hidden inside it; and what of these had to be assumed.
+
+    Operations with one signature hide the same, so each kind is asked for once; those that run when most is alive come
+    first, for time to ask is limited.
+    """
+    from perf_helpers.estimate.probe import assumptions
+
+    numbers: dict[tuple, int] = {}  # of the kinds
+    signatures = {id(each): each.signature for each in {id(each): each for each in trace.operations}.values()}
+    kind = np.array([numbers.setdefault(signatures[id(each)], len(numbers)) for each in trace.operations])
+    live = trace.live.sum(axis=1)
+    first = np.unique(kind, return_index=True)[1]
+    highest = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(highest, kind, live)
+    operations = [trace.operations[index] for index in first]
+    probe.run([operations[number] for number in np.argsort(-highest, kind="stable")])
+    hidden = np.array([probe[each].bytes or 0 for each in operations])
+    return np.maximum(trace.high, live + hidden[kind]), assumptions(operations, probe)
+
+
+# ---- the memory
+
+
+def memory_of(followed: Followed, experiment: Experiment, device: Device) -> tuple[Memory, list[str]]:
+    """The memory of a training that was followed, and what was assumed of the device."""
+    trace, totals = followed.trace, followed.totals
+    peak = int(totals.argmax())  # the index of the operation
+    marks = {label: _by_category(live) for label, live in trace.marks.items()}
+    memory = Memory(
+        peak_bytes=int(totals[peak]),
+        kind="estimated",
+        peak_phase=trace.phases[peak].shown,
+        peak_operation=trace.operations[peak].name,
+        peak_module=trace.modules[peak],
+        breakdown=explain(_by_category(trace.live[peak]), int(totals[peak])),
+        phases={label: sum(parts.values()) for label, parts in marks.items()},
+        phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in marks.items()},
+        timeline=None if followed.is_extrapolated else _timeline(trace, totals),
+        parameters=trace.parameters,
+    )
+    return _on_cuda(memory, trace, device, experiment.training) if device.kind == "cuda" else (memory, [])
+
+
+def _by_category(live: np.ndarray) -> dict[str, int]:
+    return dict(zip(TENSOR_CATEGORIES, map(int, live), strict=True))
+
+
+def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
+    """The last step as a series, see `runs.Memory`."""
+    from perf_helpers.lab import meters
+
+    picked = meters.highest(totals.tolist(), *trace.last_step)
+    where = [(trace.phases[index], trace.operations[index].name, trace.modules[index]) for index in picked]
+    return meters.series(
+        where, [_by_category(trace.live[index]) for index in picked], [int(totals[index]) for index in picked]
+    )
+
+
+def _on_cuda(memory: Memory, trace: Trace, device: Device, training: bool) -> tuple[Memory, list[str]]:
+    """The memory with what no tensor shows on a GPU: workspaces, segments, the context."""
+    from perf_helpers.estimate import cuda
+
+    parts, capability = device.parts, device.compute_capability
+    workspace = allocator.workspace_bytes(capability, training) if "cublas_workspace" in parts else 0
+    context = allocator.context_bytes(capability) if "context" in parts else None
+    told, reserved = cuda.assumptions(parts), None
+    if trace.reserved_bytes is None:
+        told.append("reserved: not predicted from a few layers; with every layer followed it is.")
+    elif "segments" in parts:
+        reserved = trace.reserved_bytes + allocator.in_segments(workspace)
+    peak = memory.peak_bytes + workspace
+    changed = replace(
+        memory,
+        peak_bytes=peak,
+        breakdown=explain(memory.breakdown, peak),
+        reserved_bytes=reserved,
+        context_bytes=context,
+        device_used_bytes=reserved + context if reserved and context else None,
+    )
+    return changed, told

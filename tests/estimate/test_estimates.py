@@ -1,0 +1,156 @@
+"""The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from perf_helpers import cli, hardware
+from perf_helpers.estimate import allocator, estimate, estimates_so_far, knowledge
+from perf_helpers.estimate.estimates import MemoryEstimate
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.runs import CATEGORIES, Memory
+from perf_helpers.lab.task import Task
+
+TINY = Task("bert-tiny", seq_len=24, config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
+
+
+def predicted(**options):
+    return estimate(TINY, **{"device": "cpu", "per_device_train_batch_size": 2} | options)
+
+
+def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
+    found = predicted(name="mine")
+    assert found.name == "mine" and found.memory.kind == "estimated"
+    assert (
+        sum(found.memory.breakdown.values())
+        == found.peak_bytes
+        == max(sum(column) for column in zip(*(found.memory.timeline[c] for c in CATEGORIES), strict=True))
+    )
+    assert found.memory.parameters == TINY.parameters()
+    assert set(found.memory.phases) == {"forward", "backward", "step"}
+    assert found.traced == "every layer followed" and found.seconds > 0
+    assert found.own_bytes < 2**30
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"optm": "sgd"}, "Did you mean 'optim'"),
+        ({"optim": "adamw_torch_fsued"}, "Did you mean 'adamw_torch_fused'"),
+        ({"per_device_train_batch_size": 0}, "at least 1"),
+        ({"device": "gpu"}, "choose 'cpu' or 'cuda'"),
+        ({"device": "cuda", "parts": ["attention", "magic"]}, "magic"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
+    monkeypatch.setattr(knowledge.processes, "call", lambda *_, **__: pytest.fail("something was followed"))
+    with pytest.raises(ValueError, match=message):
+        predicted(**options)
+
+
+def test_what_cannot_be_followed_is_refused_by_name():
+    def lost(task):
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(ValueError, match=r"bert-tiny cannot be followed on fake tensors.*no such kernel"):
+        estimate(TINY, device="cpu", function=lost)
+
+
+def test_what_depends_on_values_is_refused_with_its_operation_and_module(tmp_path):
+    fields = {"model_type": "switch_transformers", "vocab_size": 99, "d_model": 32, "d_kv": 16, "d_ff": 32}
+    fields |= {"num_layers": 4, "num_decoder_layers": 4, "num_heads": 2, "num_experts": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    task = Task(str(tmp_path), seq_len=8, dataset_size=8)
+    with pytest.raises(ValueError, match=r"what aten\.nonzero\.default makes in .*mlp.experts depends on the values"):
+        estimate(task, device="cpu")
+
+
+def test_an_edited_configuration_is_another_model(tmp_path):
+    file = tmp_path / "config.json"
+    peaks = []
+    for size in (32, 64):
+        file.write_text(json.dumps({"model_type": "bert", "hidden_size": size, "num_attention_heads": 2}))
+        peaks.append(estimate(Task(str(file), seq_len=8), device="cpu").peak_bytes)
+    assert peaks[0] < peaks[1]
+
+
+def test_a_loop_of_ones_own_is_followed_too():
+    def loop(task):
+        import torch
+
+        model = task.build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            model(**task.batch(2)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = Lab("cpu").run(loop, task=TINY, measure=("memory",))
+    assert estimate(TINY, device="cpu", function=loop).memory.breakdown == run.memory.breakdown
+
+
+def test_the_second_question_is_answered_from_what_is_known(monkeypatch):
+    first = predicted()
+    monkeypatch.setattr(knowledge.processes, "call", lambda *_, **__: pytest.fail("it was followed again"))
+    assert predicted(name="again").memory == first.memory
+
+
+def test_an_estimate_is_listed_once_under_its_latest_name():
+    for name in ("first", "second"):
+        predicted(name=name, weight_decay=0.125)
+    names = [found.name for found in estimates_so_far() if found.arguments.get("weight_decay") == 0.125]
+    assert names == ["second"]
+
+
+@pytest.mark.parametrize(
+    "device, memory, context, expected",
+    [
+        ("cpu", {}, 7, 100),
+        ("cuda", {}, 0, 100),
+        ("cuda", {}, 7, 107),
+        ("cuda", {"reserved_bytes": 120}, 7, 127),
+        ("cuda", {"reserved_bytes": 90, "context_bytes": 5}, 7, 105),
+    ],
+)
+def test_what_a_device_needs_is_what_is_reserved_and_the_context(device, memory, context, expected):
+    found = MemoryEstimate("n", {}, {}, device, Memory(100, "estimated", **memory), (), "", 0.0, None)
+    assert found.needed_bytes(context) == expected
+
+
+class TestCommandLine:
+    def run(self, *words):
+        return CliRunner().invoke(cli.app, ["estimate", "--model", "bert-tiny", "--seq-len", "24", *words])
+
+    def test_json_holds_what_was_promised(self):
+        result = self.run("--device", "cpu", "--per_device_train_batch_size", "2", "--json")
+        assert result.exit_code == 0
+        content = json.loads(result.stdout)
+        for name in ("peak_bytes", "breakdown", "phases", "assumptions", "seconds", "arguments", "versions"):
+            assert name in content
+        assert sum(content["breakdown"].values()) == content["peak_bytes"]
+
+    def test_text_names_the_assumptions(self):
+        result = self.run("--device", "cuda", "--compute-capability", "8.0", "--inference")
+        assert result.exit_code == 0 and "- rounding: " in result.stdout and "optimizer states" not in result.stdout
+
+    def test_a_wrong_capability_is_explained(self):
+        result = self.run("--device", "cuda", "--compute-capability", "ampere")
+        assert isinstance(result.exception, ValueError) and "9.0" in str(result.exception)
+
+
+def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
+    gpu = hardware.Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
+    monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("NVIDIA A100", "cuda", gpus=(gpu,)))
+    options = {"task": TINY, "per_device_train_batch_size": 2}
+    here, there = (estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)}))
+    assert here.device == "cuda" and here.memory == there.memory
+    hopper = estimate(**options, compute_capability=(9, 0))
+    assert hopper.peak_bytes > here.peak_bytes, "its workspace is larger"
+
+
+def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkeypatch):
+    monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("a CPU", "cpu"))
+    options = {"device": "cuda", "per_device_train_batch_size": 2}
+    assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=allocator.DEFAULT_CAPABILITY)

@@ -1,0 +1,131 @@
+"""A training followed on fake tensors: what is carried out and what is not, and the bytes at each operation."""
+
+import cloudpickle
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow
+from perf_helpers.lab.outcomes import Invalid
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Phase
+from perf_helpers.lab.task import Task
+from perf_helpers.lab.training import Experiment
+
+
+@pytest.fixture
+def tracker():
+    """One that is on."""
+    tracker = FakeTracker()
+    with tracker:
+        yield tracker
+
+
+def fake(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype)
+
+
+def loop(task):
+    """Two steps of a linear layer of 3 x 5 numbers on 7 samples."""
+    layer = torch.nn.Linear(5, 3, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        layer(torch.ones(7, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def followed(function, **options):
+    return follow(Experiment("mine", Task("bert-tiny"), function=cloudpickle.dumps(function)), FakeTracker(**options))
+
+
+def test_the_bytes_at_each_operation_are_those_counted_by_hand():
+    trace = followed(loop)
+    weights, inputs = 4 * 15, 4 * 35
+    product = next(i for i, each in enumerate(trace.operations) if each.name == "aten.mm.default")
+    live = dict(zip(TENSOR_CATEGORIES, trace.live[product].tolist(), strict=True))
+    assert live["weights"] == weights and live["inputs"] == inputs and live["activations"] == 4 * 7 * 3
+    assert trace.before[product] == weights + inputs and trace.born[product] == 4 * 7 * 3
+    assert trace.operations[product].made_bytes == trace.born[product]
+    assert trace.parameters == 15
+    last = dict(zip(TENSOR_CATEGORIES, trace.marks["step"].tolist(), strict=True))
+    assert (last["gradients"], last["optimizer_states"]) == (weights, weights)
+    first, end = trace.last_step
+    assert end == len(trace.operations) and trace.phases[end - 1] in (Phase.STEP, Phase.BEFORE)
+    assert Phase.FORWARD in trace.phases[first:end] and 0 < first < end
+
+
+def test_following_from_a_cache_gives_the_same_trace():
+    plain, cache = followed(loop), OperationCache()
+    first = followed(loop, cache=cache)
+    known = dict(cache.known)
+    again = followed(loop, cache=cache)
+    assert known and cache.known == known
+    for trace in (first, again):
+        assert trace.operations == plain.operations and trace.phases == plain.phases
+        assert (trace.live == plain.live).all() and (trace.high == plain.high).all()
+
+
+def test_blocks_are_rounded_up_where_the_allocator_does_so():
+    trace = followed(loop, granularity=512)
+    assert set((trace.live % 512).flatten().tolist()) == {0}
+
+
+def test_small_data_are_real_and_weights_are_fake(tracker):
+    assert isinstance(fake(3), FakeTensor)
+    assert torch.arange(5).tolist() == [0, 1, 2, 3, 4]
+    assert sorted(torch.randperm(4).tolist()) == [0, 1, 2, 3]
+    assert isinstance(torch.ones(3), FakeTensor)
+    tracker.phase = Phase.FORWARD
+    assert torch.ones(3).tolist() == [1, 1, 1], "a mask that a model makes may be looked at"
+    assert isinstance(torch.ones(2**24), FakeTensor), "too many to be made"
+    length = torch.arange(10).sum()
+    assert torch.div(length, 2, rounding_mode="floor").item() == 22
+    assert torch.add(20, 3).item() == 23, "numbers alone may be a length"
+
+
+def test_a_number_that_was_never_computed_is_finite(tracker):
+    loss = fake()
+    assert loss.item() == 1.0 and fake(dtype=torch.long).item() == 1
+    assert not torch.isnan(loss) and not torch.isinf(loss).any().item()
+    gradient = fake(3, 4)
+    assert torch.isnan(gradient).logical_not().all().item()
+    assert torch.isnan(gradient).sum().item() == 0
+    found = torch.isnan(gradient)
+    found.logical_or_(fake(3, 4) > 0)
+    assert found.any().item() is False, "what it is for a boolean that is not known"
+    assert not hasattr(found, "uniform"), "it was overwritten"
+
+
+def test_what_depends_on_values_is_refused_with_its_operation(tracker):
+    with pytest.raises(Invalid, match=r"what aten\.nonzero\.default makes in the training depends on the values"):
+        fake(3).nonzero()
+
+
+def test_host_data_count_from_when_they_are_sent():
+    tracker = FakeTracker(follow_host=False)
+
+    def sent():
+        return [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "copy to the device"]
+
+    with tracker:
+        weight, batch, number = fake(4, 4), torch.arange(16).view(4, 4), torch.tensor(2)
+        assert [block.bytes for block, _ in tracker.log] == [64]
+        weight * number
+        assert sent() == [], "a number stays on the host"
+        weight * batch
+        tracker.sent(batch)
+    assert sent() == [128], "once"
+
+
+def test_what_was_replaced_to_follow_a_training_is_back_after_it():
+    def state():
+        from transformers import Trainer
+
+        hooks = torch.nn.modules.module._global_forward_hooks
+        kinds = torch.utils._foreach_utils._foreach_supported_types
+        return torch.nn.Module.to, Trainer.training_step, torch.autograd.backward, len(hooks), list(kinds)
+
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        followed(lambda task: 1 / 0)
+    assert state() == before
