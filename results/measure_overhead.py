@@ -21,7 +21,8 @@ def train(task, steps: int, metered: bool) -> list[float]:
     import torch
     from transformers import Trainer, trainer
 
-    from perf_helpers.lab import meters, worker
+    from perf_helpers.lab import meters, training
+    from perf_helpers.lab.arguments import Arguments
 
     torch.set_num_threads(1)
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
@@ -37,7 +38,7 @@ def train(task, steps: int, metered: bool) -> list[float]:
         return result
 
     trainer.Trainer.train = timed
-    experiment = worker.Experiment("overhead", task, {"per_device_train_batch_size": 4})
+    experiment = training.Experiment("overhead", task, Arguments.of({"per_device_train_batch_size": 4}))
     with tempfile.TemporaryDirectory() as folder:
         if metered:
             stepped = meters.TimeMeter._stepped
@@ -49,9 +50,9 @@ def train(task, steps: int, metered: bool) -> list[float]:
 
             meters.TimeMeter._stepped = watched
             with meters.TimeMeter(1, lambda number: None):
-                worker.train(experiment, folder, steps)
+                training.train(experiment, folder, steps)
         else:
-            worker.train(experiment, folder, steps, keep_losses=False)
+            training.train(experiment, folder, steps, keep_losses=False)
     return [taken[0], sum(inside)]
 
 
