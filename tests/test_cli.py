@@ -53,7 +53,7 @@ def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
     [
         (["--model", "bert-tiny", "--gradient_acumulation_steps", "4"], "gradient_accumulation_steps"),
         (["--model", "bert-tony"], "bert-tiny"),
-        (["--model", "bert-tiny", "--seq-len", "100000"], "512 tokens"),
+        (["--model", "bert-tiny", "--seq_len", "100000"], "512 tokens"),
         (["--model", "bert-tiny", "--per_device_train_batch_size", "0"], "at least 1"),
         (["--model", "no/config.json"], "cannot be read"),
         (["--model", "bert-tiny", "--optim", "adamx"], "Did you mean 'adamw_torch'"),

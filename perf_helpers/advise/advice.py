@@ -5,18 +5,18 @@ called so.
 """
 
 import dataclasses
+import functools
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers.advise.choices import Candidate, Choices, native_precisions
-from perf_helpers.advise.peaks import Peaks
 from perf_helpers.advise.ranking import Ranking
 from perf_helpers.advise.remedies import Change, remedies
-from perf_helpers.advise.search import RecipeSearch
+from perf_helpers.advise.search import UNKNOWN_CONTEXT_BYTES, RecipeSearch
 from perf_helpers.advise.speeds import Evidence
-from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
+from perf_helpers.estimate import DEFAULT_CAPABILITY, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
@@ -26,6 +26,12 @@ from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.techniques import ADAMW
 from perf_helpers.texts import bytes_text, parse_bytes
+
+_NEEDED = {  # what `needed_bytes` stands for
+    "cpu": "Needed is counted memory: what the interpreter and its libraries hold comes on top.",
+    "cuda": "Needed is what the allocator reserves and the CUDA context; where that is not known, "
+    f"{UNKNOWN_CONTEXT_BYTES / 2**20:.0f} MiB are left for it, the guides' figure for a V100.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +214,14 @@ def advise(
     capability = tuple(compute_capability or known or DEFAULT_CAPABILITY)
     native = native_precisions(machine, kind, capability)
     choices = Choices(effective_batch // processes, must or {}, avoid, native)
-    peaks = Peaks(_with_enough_data(task, effective_batch), kind, capability, processes)
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     ranking = Ranking(choices, Evidence(machine, kind, capability, task, runs))
-    search = RecipeSearch(peaks, limit, choices, ranking)
+    predict = functools.partial(estimate, device=kind, compute_capability=capability, processes=processes)
+    search = RecipeSearch(_with_enough_data(task, effective_batch), predict, limit, choices, ranking)
     smallest, changes = None, ()
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
-        peaks.on_estimate = bar.update
+        search.on_estimate = bar.update
         fitting = search.find(most)
         if not fitting:
             smallest = search.smallest()
@@ -231,9 +237,9 @@ def advise(
         recipes=tuple(_recipe(candidate, search, ranking, best) for candidate in fitting),
         smallest=smallest and _recipe(smallest, search, ranking, None),
         changes=changes,
-        notes=(peaks.note, *search.notes),
-        assumptions=tuple(peaks.assumptions),
-        estimates=peaks.count,
+        notes=(_NEEDED[kind], *search.notes),
+        assumptions=tuple(search.assumptions),
+        estimates=search.count,
     )
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from perf_helpers.advise.choices import Candidate
-from perf_helpers.advise.search import RecipeSearch, Search
+from perf_helpers.advise.search import UNKNOWN_CONTEXT_BYTES, RecipeSearch, Search
 from perf_helpers.texts import bytes_text
 
 _SHARDED = ("weights", "gradients", "optimizer_states")
@@ -33,13 +33,15 @@ def remedies(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     """The longest sequence that fits; None where a task has no length to shorten."""
-    peaks, task = search.peaks, search.peaks.task
+    task = search.task
     if task.family() == "vision" or task.length() <= _STEP:
         return None
     arguments, lengths = search.choices.arguments(smallest), range(_STEP, task.length(), _STEP)
-    shorter = Search(
-        lengths, lambda length: peaks.needed(peaks.estimate(arguments, task.replace(seq_len=length))), search.limit
-    )
+
+    def needed(length: int) -> int:
+        return search.estimate(arguments, seq_len=length).needed_bytes(UNKNOWN_CONTEXT_BYTES)
+
+    shorter = Search(lengths, needed, search.limit)
     index = shorter.run()
     if index < 0:
         return Change("fewer tokens", f"no length would do: this is for {_STEP} tokens", False, shorter.at(0))
@@ -84,6 +86,5 @@ def _offloaded(search: RecipeSearch, smallest: Candidate) -> Change | None:
 def _breakdowns(search: RecipeSearch, smallest: Candidate) -> tuple[list[dict[str, int]], int]:
     """Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive."""
     estimated = search.estimates[smallest]
-    memory = estimated.memory
-    breakdowns = [memory.breakdown, *(memory.phase_breakdowns or {}).values()]
-    return breakdowns, search.peaks.needed(estimated) - estimated.peak_bytes
+    breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
+    return breakdowns, search.needed(smallest) - estimated.peak_bytes

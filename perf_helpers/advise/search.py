@@ -9,25 +9,38 @@ micro-batch that fits, and what is proposed was always estimated itself.
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from perf_helpers.advise.choices import Candidate, Choices, Family
-from perf_helpers.advise.peaks import Peaks
 from perf_helpers.advise.ranking import Ranking
 from perf_helpers.estimate import MemoryEstimate
+from perf_helpers.estimate.allocator import context_bytes
 from perf_helpers.lab.processes import seconds_left
+from perf_helpers.lab.task import Task
 from perf_helpers.lab.techniques import QUESTIONS
 
+UNKNOWN_CONTEXT_BYTES = context_bytes((7, 0))  # of a V100: left for the context of a GPU that nobody measured it on
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
 _FAR = 1.2  # a guess that is beyond the limit by this factor is believed
 _STEPS = 0.03  # a bound beyond the limit by less is not believed: the CUDA allocator's segments make the line a stair
 
 
 class RecipeSearch:
-    """The recipes that fit a limit in bytes: for one family after the other, the largest micro-batch."""
+    """The recipes of a task that fit a limit in bytes: for one family after the other, the largest micro-batch.
 
-    def __init__(self, peaks: Peaks, limit: int, choices: Choices, ranking: Ranking):
-        self.peaks, self.limit, self.choices, self._ranking = peaks, limit, choices, ranking
+    `predict` makes the estimate of a task with training arguments, for the device that is meant.
+    """
+
+    def __init__(
+        self, task: Task, predict: Callable[..., MemoryEstimate], limit: int, choices: Choices, ranking: Ranking
+    ):
+        self.task, self.limit, self.choices = task, limit, choices
+        self._predict, self._ranking = predict, ranking
+        self.count = 0  # estimates asked for so far
+        self.on_estimate: Callable[[], Any] = lambda: None  # called after each estimate
+        self.assumptions: dict[str, None] = {}  # of all estimates, each once, in order
         self.estimates: dict[Candidate, MemoryEstimate] = {}
         self.too_large: dict[Candidate, float] = {}  # bytes of what does not fit, as estimated, guessed or by a line
         self.notes: list[str] = []  # what was not looked at, and why
@@ -80,11 +93,19 @@ class RecipeSearch:
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once."""
         if candidate not in self.estimates:
-            self.estimates[candidate] = self.peaks.estimate(self.choices.arguments(candidate))
-        needed = self.peaks.needed(self.estimates[candidate])
+            self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
+        needed = self.estimates[candidate].needed_bytes(UNKNOWN_CONTEXT_BYTES)
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
+
+    def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
+        """A new estimate for training arguments, of the task with these changes."""
+        self.count += 1
+        estimated = self._predict(self.task.replace(**changes), **arguments)
+        self.assumptions |= dict.fromkeys(estimated.assumptions)
+        self.on_estimate()
+        return estimated
 
     def _largest(self, family: Family, above: int) -> int | None:
         """The largest micro-batch of a family that fits; None where none does, or none above `above`.
@@ -97,7 +118,7 @@ class RecipeSearch:
             if (guess := self._guess(family, other)) is not None and self._is_hopeless(guess, other):
                 self.too_large[Candidate(family, self._sizes[0])] = guess
                 return None
-        slopes = {other: slope for other in related if (slope := self._searches[other].slope()) is not None}
+        slopes = {other: slope for other in related if (slope := self._searches[other].mean_slope()) is not None}
         model = next(iter(slopes), None)
         low = self._sizes.index(above) if above else -1
         known = itertools.chain.from_iterable(self._searches[other].known.items() for other in related)
@@ -150,33 +171,21 @@ class RecipeSearch:
         return (search.line(self._whole) or max(search.known.values())) - waiting <= self.limit
 
 
+@dataclass
 class Search:
     """The largest of some sizes that fits, by few looks at what they need: a convex function of the size.
 
     Between two known sizes their line is an upper bound: what fits by it does fit. Beyond them it is a lower bound:
     what does not fit by it does not fit. Each look is taken between the two answers, until they are the same.
-
-    Args:
-        sizes: ascending.
-        needed: size -> bytes.
-        limit: bytes that there are.
-        slope: bytes that one more in size adds, where a search like this one has shown it.
-        slope_holds: whether `slope` is true at a size. As the function is convex, it cannot grow less from there on.
-        outlier: a size that lies on no line with the others.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        needed: Callable[[int], int],
-        limit: int,
-        slope: float | None = None,
-        slope_holds: Callable[[int], bool] = lambda size: False,
-        outlier: int | None = None,
-    ):
-        self.sizes, self._needed, self._limit = sizes, needed, limit
-        self._slope, self._slope_holds, self._outlier = slope, slope_holds, outlier
-        self.known: dict[int, int] = {}  # size: bytes, of every size that was looked at
+    sizes: Sequence[int]  # ascending
+    needed: Callable[[int], int]  # size -> bytes
+    limit: int  # bytes that there are
+    slope: float | None = None  # bytes that one more in size adds, where another search has shown it
+    slope_holds: Callable[[int], bool] = lambda size: False  # whether it does at a size; then, by convexity, beyond too
+    outlier: int | None = None  # a size that lies on no line with the others
+    known: dict[int, int] = field(default_factory=dict)  # size: bytes, of every size that was looked at
 
     def run(self, low: int = -1, first: int | None = None) -> int:
         """The index of the largest size that fits; `low` where no later one does.
@@ -190,7 +199,7 @@ class Search:
             index = self._next(low, high) if self.known or first is None else first
             if index is None or not low < index < high:  # each look narrows the range, whatever it showed
                 break
-            if self.at(index) <= self._limit:
+            if self.at(index) <= self.limit:
                 low = index
             else:
                 high = index
@@ -200,10 +209,10 @@ class Search:
         """The bytes that the size at an index needs."""
         size = self.sizes[index]
         if size not in self.known:
-            self.known[size] = self._needed(size)
+            self.known[size] = self.needed(size)
         return self.known[size]
 
-    def slope(self) -> float | None:
+    def mean_slope(self) -> float | None:
         """The bytes that one more in size adds, over all known sizes; None where there are fewer than two."""
         sizes = self._on_line()
         return self._rise(sizes[0], sizes[-1]) if len(sizes) > 1 else None
@@ -212,8 +221,8 @@ class Search:
         """The bytes of a size by the line through the two known ones nearest to it, or through one with the slope that
         was given; None where there is no line."""
         sizes = self._on_line()
-        if len(sizes) == 1 and self._slope is not None:
-            return self.known[sizes[0]] + self._slope * (size - sizes[0])
+        if len(sizes) == 1 and self.slope is not None:
+            return self.known[sizes[0]] + self.slope * (size - sizes[0])
         if len(sizes) < 2 and len(sizes := sorted(self.known)) < 2:
             return None
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
@@ -221,33 +230,33 @@ class Search:
 
     def _next(self, low: int, high: int) -> int | None:
         """The index to look at next; None where the bounds prove that nothing beyond `low` fits."""
-        if low < 0 and self._slope is None:
+        if low < 0 and self.slope is None:
             return 0
         if self.line(self.sizes[high - 1]) is None:
             return high - 1
         between = range(low + 1, high)
-        fits = max((i for i in between if self.line(self.sizes[i]) <= self._limit), default=low)
+        fits = max((i for i in between if self.line(self.sizes[i]) <= self.limit), default=low)
         bounds = [self._lower_bound(self.sizes[i]) for i in between]
         if low < 0 or bounds[0] is None:
             return max(fits, low + 1)
-        limit = self._limit * (1 + _STEPS)
+        limit = self.limit * (1 + _STEPS)
         may_fit = max((i for i, bound in zip(between, bounds, strict=True) if bound <= limit), default=low)
         return None if may_fit == low else (max(low, min(fits, may_fit)) + may_fit + 1) // 2
 
     def _lower_bound(self, size: int) -> float | None:
         """What a size needs at least, by the lines that end before it or begin after it; None where there is none."""
-        if size == self._outlier:
+        if size == self.outlier:
             return 0
         sizes = self._on_line()
         before, after = [known for known in sizes if known < size][-2:], [known for known in sizes if known > size][:2]
         bounds = [self._through(*pair, size) for pair in (before, after) if len(pair) == 2]
-        if len(sizes) == 1 and before and self._slope is not None and self._slope_holds(before[0]):
+        if len(sizes) == 1 and before and self.slope is not None and self.slope_holds(before[0]):
             bounds.append(self.line(size))
         return max(bounds, default=None)
 
     def _on_line(self) -> list[int]:
         """The known sizes without the outlier, ascending."""
-        return sorted(self.known.keys() - {self._outlier})
+        return sorted(self.known.keys() - {self.outlier})
 
     def _through(self, one: int, other: int, size: int) -> float:
         """The bytes of a size by the line through two known ones."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, as_techniques_spell
-from perf_helpers.course import claims
+from perf_helpers.course.ledger import load
 from perf_helpers.course.results import recorded
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.hardware import Machine
@@ -51,15 +51,8 @@ class Factor:
 
 
 class Evidence:
-    """The factors of techniques and of smaller micro-batches, for one task on one kind of device.
-
-    Args:
-        machine: whose runs count.
-        kind: of the device, "cpu" or "cuda"; where it is not the machine's, no run of the machine counts.
-        capability: compute capability of the GPU, if the device is one.
-        task: runs of its model count before those of others.
-        runs: measured runs, of this machine and others.
-    """
+    """The factors of techniques and of smaller micro-batches, for a task on a machine's CPU or GPU, or on a GPU of some
+    compute capability elsewhere. Of the runs those of this machine count, first those of the task's model."""
 
     def __init__(self, machine: Machine, kind: str, capability: tuple[int, int], task: Task, runs: Sequence[Run]):
         self._kind, self._task, self._name = kind, task, machine.name
@@ -125,7 +118,7 @@ class Evidence:
                 machine, date = self._recorded["machine"]["name"], self._recorded["date"][:10]
                 source = f"recorded on {machine}, lesson {found['lesson'][:2]}, {date}"
                 return Factor(name, Ratio(found["value"], low, high), source)
-        guide = claims.load()[claim].guide if claim and self._kind == "cuda" else None
+        guide = load()[claim].guide if claim and self._kind == "cuda" else None
         if guide and guide.value and guide.hardware:
             ratio = Ratio(guide.value, guide.value / _WITHOUT_INTERVAL, guide.value * _WITHOUT_INTERVAL)
             source = f"not measured here: {claim} of the {guide.source}, {guide.hardware}, taken as sure to a tenth"
@@ -134,12 +127,8 @@ class Evidence:
 
 
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
-    """The newest recorded course run of a machine, else of the one most like it; None where no such device has one.
-
-    Args:
-        machine: None where the device is not of a machine that is known.
-        kind: of the device, "cpu" or "cuda".
-        capability: compute capability of the GPU, if the device is one.
+    """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
+    is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
     """
 
     def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:

@@ -1,13 +1,13 @@
 """A formula in place of the estimate, so that a search can be held against every answer, and runs with speeds."""
 
 import dataclasses
-import types
 from pathlib import Path
 
 import pytest
 
 from perf_helpers import Task, hardware
 from perf_helpers.advise import advise, speeds
+from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.runs import Memory, Run, Timing
 
 MB = 10**6
@@ -25,7 +25,7 @@ def synthetic(task, *, device="cpu", processes=1, compute_capability=None, **arg
     peak = max(forward, update, key=lambda parts: sum(parts.values()))
     memory = Memory(sum(peak.values()), "estimated", breakdown=peak, phase_breakdowns={"step": update})
     memory = dataclasses.replace(memory, peak_phase="forward" if peak is forward else "step")
-    return types.SimpleNamespace(memory=memory, peak_bytes=memory.peak_bytes, assumptions=())
+    return MemoryEstimate("", {}, {}, device, memory, (), "", 0.0, None)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def followed(monkeypatch):
         asked.append(options)
         return synthetic(task, **options)
 
-    monkeypatch.setattr("perf_helpers.advise.peaks.estimate", estimate)
+    monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
     monkeypatch.setattr(speeds, "RECORDED", Path("nowhere"))
     return asked
 
