@@ -8,20 +8,16 @@ of its options.
 import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perf_helpers import plots
 from perf_helpers.course import journal
-from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.lab.runs import Run
-from perf_helpers.lab.task import Task
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
 from perf_helpers.widgets.feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
 from perf_helpers.widgets.questions import question
-
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
 
 __all__ = ["Feedback", "board", "challenge", "check", "hint", "not_attempted", "not_measured", "prove", "question"]
 __all__ += ["right", "score", "wrong"]
@@ -58,7 +54,7 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     return verdict
 
 
-def check(lab: "Lab", key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
+def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
     """Judge the learner's answer and keep the outcome in the journal.
 
     Args:
@@ -89,7 +85,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
         return not_measured(str(reason))
 
 
-def _keep(lab: "Lab", kind: str, key: str, **content) -> None:
+def _keep(lab: Lab, kind: str, key: str, **content) -> None:
     """Keep an outcome in the journal: the learner's only, and only one that was decided."""
     if not _is_author.get() and content.get("status") != "not measured":
         journal.keep(lab, kind, key, **content)
@@ -128,7 +124,7 @@ class Hints:
 
 
 def challenge(
-    lab: "Lab",
+    lab: Lab,
     key: str,
     answer: Mapping[str, Any] | None,
     *,
@@ -202,12 +198,7 @@ def _recipe_problem(answer: Any, baseline: Run, fixed: Arguments) -> str | None:
 
 
 def _measured_feedback(
-    lab: "Lab",
-    key: str,
-    recipe: Mapping[str, Any],
-    baseline: Run,
-    limit_bytes: float | None,
-    at_least_speed: float | None,
+    lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
     """The feedback on a recipe after running it; one that meets the target goes onto the board."""
     name = f"your {key}"
@@ -250,7 +241,7 @@ def _measured_feedback(
     return right(said)
 
 
-def board(lab: "Lab", key: str) -> plots.Table:
+def board(lab: Lab, key: str) -> plots.Table:
     """Own results of a challenge, best first: only those that met the target, of this lesson, kept on this machine."""
     rows = []
     for rank, entry in enumerate(journal.board(journal.of(lab).read(), lab.lesson, key), start=1):

@@ -6,30 +6,20 @@ Notable: only a guess that was committed before its measurement was shown counts
 import html
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
 
 from perf_helpers import plots
 from perf_helpers.course import journal
+from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets import feedback as feedbacks
 from perf_helpers.widgets.frame import PLACES, ROW, WHOLE_WIDTH, guarded, place
 
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
-
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
 
-class _Asked(NamedTuple):
-    """What `revealed` has to know of the question."""
-
-    unit: str  # of the guess, the estimate and the measurement
-    estimate: float | None  # in that unit
-
-
 def predict(
-    lab: "Lab", key: str, question: str, unit: str, low: float, high: float, estimate: float | None = None
+    lab: Lab, key: str, question: str, unit: str, low: float, high: float, estimate: float | None = None
 ) -> None:
     """Ask for a guess before an experiment: a slider and a number field, bound together, and a button that commits it.
 
@@ -74,10 +64,10 @@ def predict(
     row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
     box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=WHOLE_WIDTH)
     static = head + _state_html(lab, key, unit)
-    place(("predict", lab.lesson, key), box, static, f"Predict: {question}", about=_Asked(unit, estimate))
+    place(("predict", lab.lesson, key), box, static, f"Predict: {question}", about=(unit, estimate))
 
 
-def revealed(lab: "Lab", key: str, measured: float | None, estimate: float | None = None) -> feedbacks.Feedback:
+def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> feedbacks.Feedback:
     """What became of a guess: the guess, the estimate's figure and the measured one in one picture, and a score.
 
     Only a guess that was committed before the first call counts. Without one, and without a front end, it says so.
@@ -93,8 +83,8 @@ def revealed(lab: "Lab", key: str, measured: float | None, estimate: float | Non
     asked = PLACES.about(("predict", lab.lesson, key))
     if asked is None:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
-    entries, unit = journal.of(lab).read(), asked.unit
-    estimate = asked.estimate if estimate is None else estimate
+    entries, (unit, estimate_before) = journal.of(lab).read(), asked
+    estimate = estimate_before if estimate is None else estimate
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
     if measured is None or not math.isfinite(measured):
@@ -112,7 +102,7 @@ def revealed(lab: "Lab", key: str, measured: float | None, estimate: float | Non
     return feedbacks.Feedback(feedback.status, text, _bars_html(known, unit))
 
 
-def _state_html(lab: "Lab", key: str, unit: str) -> str:
+def _state_html(lab: Lab, key: str, unit: str) -> str:
     """What is known of the learner's guess, in words."""
     entries = journal.of(lab).read()
     kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))

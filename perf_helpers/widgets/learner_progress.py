@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perf_helpers import plots
 from perf_helpers.course import journal
-
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
+from perf_helpers.lab import Lab
 
 
-def progress(lab: "Lab", lessons: Sequence[str] | None = None) -> plots.Table:
+def progress(lab: Lab, lessons: Sequence[str] | None = None) -> plots.Table:
     """What the learner has done so far, one row a lesson, from the journal on this machine. A static table.
 
     Args:

@@ -4,24 +4,21 @@ import html
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate, allocator, estimate, surfaces
-from perf_helpers.lab import processes
-from perf_helpers.lab.task import PRESETS, Task
+from perf_helpers.lab import Lab, Task, processes
+from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text
 from perf_helpers.widgets import drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
-
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
 
 _V100 = (7, 0)  # its compute capability; the one card whose CUDA context is published
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 
 
-def memory(lab: "Lab", task: Task | None = None, *, device: str | None = None, micro_batch: int | None = None) -> None:
+def memory(lab: Lab, task: Task | None = None, *, device: str | None = None, micro_batch: int | None = None) -> None:
     """The peak of any model and recipe, by category, against the memory of common cards and of this machine.
 
     Once a model is known (six traces for each way of training it), every move is answered from those traces, at once;
@@ -65,7 +62,7 @@ class _MemoryExplorer:
     controls stand afresh for each thing that it does, so that what is wanted now comes first.
     """
 
-    def __init__(self, lab: "Lab", task: Task, first: MemoryEstimate, micro_batch: int):
+    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int):
         self._task, self._machine = task, lab.machine
         gpu = next((gpu for gpu in lab.machine.gpus if gpu.capability), None)
         self._options = {"compute_capability": gpu.capability} if gpu else {}
@@ -86,38 +83,24 @@ class _MemoryExplorer:
     def _build(self, task: Task, first: MemoryEstimate, micro_batch: int) -> None:
         import ipywidgets
 
-        field = {"style": {"description_width": "7.5em"}, "layout": {**WHOLE_WIDTH, "flex": "1 1 20em"}}
+        def field(kind: type, description: str, **options):
+            layout = {**WHOLE_WIDTH, "flex": "1 1 20em"}
+            return kind(description=description, style={"description_width": "7.5em"}, layout=layout, **options)
+
         length = first.task.get("seq_len") or task.length() if task.family() != "vision" else None
         lengths = surfaces.LENGTHS if length in surfaces.LENGTHS else sorted({*surfaces.LENGTHS, length or 32})
+        kinds = {"options": sorted({task.model, *PRESETS}), "placeholder": "a preset, a config.json, a name on the Hub"}
+        menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
         self.controls = {
-            "model": ipywidgets.Combobox(
-                options=sorted({task.model, *PRESETS}),
-                value=task.model,
-                description="model",
-                continuous_update=False,
-                placeholder="a preset, a config.json, a name on the Hub",
-                **field,
-            ),
-            "device": ipywidgets.Dropdown(
-                options=[("a GPU", "cuda"), ("a CPU", "cpu")], value=first.device, description="on", **field
-            ),
-            "micro_batch": ipywidgets.SelectionSlider(
-                options=surfaces.MICRO_BATCHES, value=micro_batch, description="micro-batch", **field
-            ),
-            "seq_len": ipywidgets.SelectionSlider(
-                options=lengths, value=length or 32, description="length", disabled=length is None, **field
-            ),
-            "precision": ipywidgets.Dropdown(
-                options=surfaces.precisions(first.device), value="fp32", description="precision", **field
-            ),
-            "checkpointing": ipywidgets.Dropdown(
-                options=[("none", False), ("every layer", True)], value=False, description="checkpointing", **field
-            ),
-            "accumulation": ipywidgets.SelectionSlider(
-                options=surfaces.ACCUMULATION, value=1, description="accumulation", **field
-            ),
-            "optimizer": ipywidgets.Dropdown(options=list(surfaces.OPTIMIZERS), description="optimizer", **field),
-            "attention": ipywidgets.Dropdown(options=list(surfaces.ATTENTION), description="attention", **field),
+            "model": field(ipywidgets.Combobox, "model", value=task.model, continuous_update=False, **kinds),
+            "device": field(menu, "on", options=[("a GPU", "cuda"), ("a CPU", "cpu")], value=first.device),
+            "micro_batch": field(slider, "micro-batch", options=surfaces.MICRO_BATCHES, value=micro_batch),
+            "seq_len": field(slider, "length", options=lengths, value=length or 32, disabled=length is None),
+            "precision": field(menu, "precision", options=surfaces.precisions(first.device), value="fp32"),
+            "checkpointing": field(menu, "checkpointing", options=[("none", False), ("every layer", True)]),
+            "accumulation": field(slider, "accumulation", options=surfaces.ACCUMULATION, value=1),
+            "optimizer": field(menu, "optimizer", options=list(surfaces.OPTIMIZERS)),
+            "attention": field(menu, "attention", options=list(surfaces.ATTENTION)),
         }
         self.picture, self.note, self.progress = html_box(), html_box(), html_box()
         self.output = ipywidgets.Output()
@@ -238,7 +221,8 @@ class _MemoryExplorer:
         self.picture.value = self._drawn(answer)
         parts, limits = self._parts(answer), self._limits()
         needed = sum(parts.values())
-        text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is in {answer.phase}, at {answer.operation}. "
+        where = html.escape(f"in {answer.phase}, at {answer.operation}")
+        text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is {where}. "
         smallest = next((name for name, size in drawings.CARDS.items() if size >= needed), None)
         text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
         for own in limits.keys() - drawings.CARDS:

@@ -1,18 +1,16 @@
 """Quick questions: a few options, each with a button that shows its explanation."""
 
 import string
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import partial
 
 from perf_helpers.course import journal
+from perf_helpers.lab import Lab
 from perf_helpers.widgets.feedback import Feedback, prose_html
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, place
 
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
 
-
-def question(lab: "Lab", key: str, text: str, options: Mapping[str, str], right: str) -> None:
+def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
     """Ask a quick question: each option has a button that shows its explanation. The choice is kept in the journal.
 
     Without a front end: a list, the explanations folded. In all texts, words between backticks are code.
@@ -25,6 +23,8 @@ def question(lab: "Lab", key: str, text: str, options: Mapping[str, str], right:
     Raises:
         ValueError: fewer than two options, one without an explanation, or `right` is none of them.
     """
+    import ipywidgets
+
     if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
         raise ValueError(f"options={options!r}: give at least two, each with its explanation")
     if right not in options:
@@ -34,34 +34,11 @@ def question(lab: "Lab", key: str, text: str, options: Mapping[str, str], right:
     if chosen is None:
         journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
 
-    def keep(option: str) -> None:
-        journal.keep(lab, "question", key, choice=option, right=option == right)
-
-    _choose(("question", lab.lesson, key), text, answers, chosen if chosen in options else None, keep)
-
-
-def _choose(
-    where: tuple[str, ...],
-    text: str,
-    answers: Mapping[str, Feedback],
-    chosen: str | None,
-    keep: Callable[[str], None],
-) -> None:
-    """Options with a button each that shows its answer; without a front end, a list with the answers folded.
-
-    Buttons rather than radio buttons, where moving by the arrow keys chooses.
-
-    Args:
-        answers: for each option what is shown when it is chosen.
-        chosen: the option chosen last time, or None.
-        keep: called with each option that is chosen.
-    """
-    import ipywidgets
-
     letters = dict(zip(string.ascii_lowercase, answers, strict=False))
     head = f"<div style='line-height:1.4'><b>Question</b>: {prose_html(text)}</div>"
     lines = "".join(f"<div>{letter}) {prose_html(option)}</div>" for letter, option in letters.items())
     answer, output = ipywidgets.HTML(), ipywidgets.Output()
+    # Buttons rather than radio buttons, where moving by the arrow keys chooses.
     buttons = {
         option: ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"})
         for letter, option in letters.items()
@@ -71,16 +48,13 @@ def _choose(
         line = f"Your choice: {buttons[option].description}) {prose_html(option)}"
         answer.value = f"<div style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
 
-    def choose_it(option: str) -> Callable[..., None]:
-        def choose(_):
-            show(option)
-            keep(option)
-
-        return guarded(choose, output)
+    def choose(option: str, _) -> None:
+        show(option)
+        journal.keep(lab, "question", key, choice=option, right=option == right)
 
     for option, button in buttons.items():
-        button.on_click(choose_it(option))
-    if chosen is not None:
+        button.on_click(guarded(partial(choose, option), output))
+    if chosen in answers:
         show(chosen)
     row = ipywidgets.HBox(list(buttons.values()), layout=ROW)
     shown_options = ipywidgets.HTML(f"<div style='line-height:1.6'>{lines}</div>")
@@ -91,4 +65,4 @@ def _choose(
         for option, feedback in answers.items()
     )
     plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for letter, option in letters.items())])
-    place(where, box, f"{head}<ol type='a'>{folded}</ol>", plain)
+    place(("question", lab.lesson, key), box, f"{head}<ol type='a'>{folded}</ol>", plain)

@@ -3,23 +3,19 @@
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate, estimates_so_far
-from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.lab.runs import Run
-from perf_helpers.lab.task import Task
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets import drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
 
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
 
-
-def recipes(lab: "Lab", *more: Run) -> None:
+def recipes(lab: Lab, *more: Run) -> None:
     """Every run and estimate so far as memory against throughput, with the arguments of the one selected, to paste.
 
     What has no speed, or no memory, stands apart from that axis. Throughputs of different days are never in one
@@ -103,7 +99,7 @@ class Recipe(drawings.Point):
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 
-def _groups(lab: "Lab", more: Sequence[Run]) -> dict[str, list[Recipe]]:
+def _groups(lab: Lab, more: Sequence[Run]) -> dict[str, list[Recipe]]:
     """What may stand in one picture, of one task and one session or day, by its label; this lab's task first.
 
     In a group the smallest recipe comes first, those without a measured memory last; of two with one name and kind the

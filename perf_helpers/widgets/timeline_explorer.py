@@ -1,19 +1,16 @@
 """The timeline explorer: live memory through one step, of one run or of two under each other."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from perf_helpers import plots
+from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.runs import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
 
-if TYPE_CHECKING:
-    from perf_helpers.estimate import MemoryEstimate
 
-
-def timeline(*runs: "Run | MemoryEstimate") -> None:
+def timeline(*runs: Run | MemoryEstimate) -> None:
     """Live memory by category through one step, a slider over its operations, and a second run under the first.
 
     Args:
