@@ -98,9 +98,8 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     A point without a speed stands in a strip below the others, one without a memory in a strip on their left: at its
     memory or its speed, and at no place of the other axis. A point without either is not drawn.
     """
-    has_size, has_speed = (
-        [p for p in points if is_measured(getattr(p, name))] for name in ("peak_bytes", "samples_per_second")
-    )
+    has_size = [point for point in points if is_measured(point.peak_bytes)]
+    has_speed = [point for point in points if is_measured(point.samples_per_second)]
     unsized = [point for point in has_speed if point not in has_size]
     untimed = [point for point in has_size if point not in has_speed]
     sized = [point for point in has_size if point in has_speed]
@@ -111,11 +110,10 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     kinds = list(dict.fromkeys(point.kind for point in points))
 
     def mark(point: Point, is_named: bool = True, name_width: str = "60%") -> dict[str, Any]:
-        bottom = _percent(point.samples_per_second / fastest) if point in has_speed else "13px"
         return _sign(kinds.index(point.kind)) | {
             "title": f"{point.name}: {point.memory_text}, {point.speed_text}",
             "x": point.peak_bytes / end if point in has_size else 0.5,
-            "bottom": bottom,
+            "bottom": _percent(point.samples_per_second / fastest) if point in has_speed else "13px",
             "is_chosen": point is chosen,
             "name": point.name if is_named and (point in best or point is chosen) else "",
             "name_width": name_width,
