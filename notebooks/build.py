@@ -64,16 +64,15 @@ def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
     """Return, as markdown, what the newest recorded run of each machine measured for a lesson's claims; "" without
     any.
     """
-    from perf_helpers.course.results import load_results, measured
+    from perf_helpers.course.results import measured_text, recorded
 
     parts = []
-    for path in {path.parent.name: path for path in sorted(results.glob("*/*.json"))}.values():
-        data = load_results(path)
+    for data in recorded(results).values():
         rows = [claim for claim in data["claims"] if claim["lesson"][:2] == lesson[:2]]
         if rows:
             versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers"))
             head = f"On {data['machine']['name']} ({versions}, profile {data['profile']}, {data['date'][:10]}):"
-            lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured(claim)} |" for claim in rows]
+            lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured_text(claim)} |" for claim in rows]
             parts.append("\n".join([head, "", "| claim | verdict | measured |", "|---|---|---|", *lines]))
     return "\n\n".join(["**What recorded runs measured**, to hold yours against.", *parts]) if parts else ""
 
