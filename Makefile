@@ -55,7 +55,8 @@ levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
-WHEEL_TESTS := $(foreach name,autocast cache cuda estimates prediction probe surfaces trace memory_explorer recipe_explorer timeline_explorer advice cli hardware rehearsed,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
+WHEEL_TESTS := $(filter-out %_exact.py,$(wildcard tests/estimate/test_*.py)) $(wildcard tests/widgets/test_*_explorer.py)
+WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/rehearsal/test_rehearsed.py tests/test_cli.py
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
 	$(MAKE) $(CUDA) ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
