@@ -108,10 +108,10 @@ def estimate(
     )
     whose = target(device, compute_capability, parts)
     key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
-    if not (found := KNOWLEDGE.estimates.get(key)):
+    if not (made := KNOWLEDGE.estimates.get(key)):
         with progress.percent(f"estimating {task.model}") as bar:
-            found = _predicted(experiment, whose, every_layer, timeout, lambda part: bar.update(part - bar.n))
-    KNOWLEDGE.estimates[key] = dataclasses.replace(found, name=experiment.name)  # listed under its latest name
+            made = _predicted(experiment, whose, every_layer, timeout, lambda part: bar.update(part - bar.n))
+    KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 
 

@@ -1,14 +1,17 @@
-"""What this process knows of trainings that it asked about: the answers, and what clean processes learnt for them.
+"""What is known of operations and models, kept here and used in clean processes.
 
-Clean processes begin with what earlier ones learnt of operations: so the second question about a model takes a fraction
-of the time of the first.
+A clean process begins with what earlier ones learnt (`Known`), and leaves what is new to the process that started it
+(`Knowledge`): so the second question about a model takes a fraction of the time of the first.
 """
 
+import os
+import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perf_helpers.lab import processes
+from perf_helpers.lab.task import Task
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.estimates import MemoryEstimate
@@ -26,7 +29,7 @@ class Knowledge:
     def __init__(self, most_bytes: int = 64 * 2**20):
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
         self._most_bytes = most_bytes
-        self._learned: deque[bytes] = deque()  # see `prediction.Known.news`: only clean processes read it
+        self._learned: deque[bytes] = deque()  # see `Known.news`
 
     def ask(
         self,
@@ -66,3 +69,50 @@ class Knowledge:
 
 
 KNOWLEDGE = Knowledge()  # of this process, whoever asks: lessons, the advisor, the explorers' threads
+
+
+class Known:
+    """What is known in a clean process. As a context manager it ends what it started.
+
+    Args:
+        learned: what earlier clean processes learnt, each as its `news`.
+    """
+
+    def __init__(self, learned: Sequence[bytes] = ()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
+        from perf_helpers.estimate.cache import OperationCache
+        from perf_helpers.estimate.probe import Probe
+
+        self.cache: OperationCache = OperationCache()  # what operations make
+        self.probe: Probe = Probe()  # what operations hide
+        self.parameters: dict[str, int] = {}  # of models, by their task's identity
+        for news in learned:
+            for known, more in zip(self._all, pickle.loads(news), strict=True):
+                known |= more
+        self._before = [set(known) for known in self._all]
+
+    @property
+    def _all(self) -> tuple[dict, dict, dict]:
+        return self.cache.known, self.probe.known, self.parameters
+
+    def news(self) -> bytes:
+        """What was learnt here, for later clean processes; b"" where it is nothing. Only they can read it: it holds
+        types of torch."""
+        news = [
+            {key: known[key] for key in known.keys() - before}
+            for known, before in zip(self._all, self._before, strict=True)
+        ]
+        return pickle.dumps(news) if any(news) else b""
+
+    def parameters_of(self, task: Task) -> int:
+        """How many numbers the weights of the task's model are."""
+        key = task.replace(seq_len=None, dataset_size=1).identity()
+        if key not in self.parameters:
+            self.parameters[key] = task.parameters()
+        return self.parameters[key]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.probe.close()

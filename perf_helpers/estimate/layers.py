@@ -56,14 +56,17 @@ def few_layers(depth: dict[str, int]) -> list[dict[str, int]]:
 def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) -> Trace | None:
     """The trace of the full model from those of `few_layers`; None where the depths differ by more than a layer.
 
-    What it holds is enough for the peak, not for a timeline: an operation of a layer occurs as in the first and as in
-    the last layer, and not in those between, whose bytes lie between.
+    Of what layers do it holds two instances, as in the first layer and as in the last: the bytes of those between lie
+    between. That is enough for the peak, and too little for a timeline.
+
+    Args:
+        depth: {field of the configuration: layers of the full model}, in the order of `deeper`.
     """
     extra = [count - _FOLLOWED for count in depth.values()]
     grown = [growth(base, other) for other in deeper]
     if any(each is None for each in grown):
         return None
-    parts = _of_every_depth(base, grown, extra)
+    parts = _of_base(base, grown, extra)
     for kind, count in enumerate(extra):
         if count and len(grown[kind].middle.indices):
             middle = _of_middle_layers(kind, grown, deeper, extra)
@@ -95,8 +98,8 @@ class _Part:
     figures: Figures  # in the full model
 
 
-def _of_every_depth(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> list[_Part]:
-    """The operations that the shallow training has: its own figures, and for each extra layer what such a one adds.
+def _of_base(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> list[_Part]:
+    """The operations that the shallow training has, each with its own figures and what the extra layers add to them.
 
     Each kind of layers has two alignments. An operation that both of them know occurs twice: as it is before the extra
     layers of that kind, and as it is after them.

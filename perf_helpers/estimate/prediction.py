@@ -1,16 +1,15 @@
 """What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
 
-The way of one experiment: it is put into the form in which it can be followed (`_Plan`), with few layers where its
-layers are all alike; its trace, or those of few layers, are made in forks of this process; the trace of the full model
-is put together from them; what no tensor shows is added, hidden inside operations on a CPU, in the allocator on CUDA;
-the highest total is the peak.
+The way of one experiment: it is put into the form in which it can be followed, with few layers where its layers are all
+alike (`plans`); traces are made in forks of this process (`trace`), and that of the full model is put together from
+them (`layers`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on
+CUDA (`allocator`); the highest total is the peak.
 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
 
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator, layers
+from perf_helpers.estimate import allocator
+from perf_helpers.estimate.knowledge import Known
 from perf_helpers.estimate.operations import Trace
+from perf_helpers.estimate.plans import Plan, shards
 from perf_helpers.lab import worker
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, explain
-from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import bytes_text
 
@@ -55,8 +53,10 @@ class Prediction:
     learned: bytes  # see `Known.news`
 
 
-def predict(experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[bytes], tell: Tell):
-    """The `Prediction` for one experiment. To be called in a clean process: it replaces parts of torch.
+def predict(
+    experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[bytes], tell: Tell
+) -> Prediction:
+    """Predict the memory of one experiment. To be called in a clean process: it replaces parts of torch.
 
     Args:
         every_layer: follow every layer instead of extrapolating from few.
@@ -65,66 +65,13 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, learned: 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
     """
-    with Known(learned) as known:
-        (followed,) = follow_all([experiment], device, every_layer, known, tell)
-        memory, assumptions = memory_of(followed, experiment, device)
-        return Prediction(
-            memory, (*followed.assumptions, *assumptions), followed.traced, own_bytes(), learned=known.news()
-        )
-
-
-def own_bytes() -> int | None:
-    """Peak memory of this process."""
     from perf_helpers.lab import meters
 
-    return meters.peak_rss_bytes()
-
-
-class Known:
-    """What is known in a clean process. As a context manager it ends what it started.
-
-    Args:
-        learned: what earlier clean processes learnt, each as its `news`.
-    """
-
-    def __init__(self, learned: Sequence[bytes] = ()):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
-        from perf_helpers.estimate.cache import OperationCache
-        from perf_helpers.estimate.probe import Probe
-
-        self.cache: OperationCache = OperationCache()  # what operations make
-        self.probe: Probe = Probe()  # what operations hide
-        self.parameters: dict[str, int] = {}  # of models, by their task's identity
-        for news in learned:
-            for known, more in zip(self._all, pickle.loads(news), strict=True):
-                known |= more
-        self._before = [set(known) for known in self._all]
-
-    @property
-    def _all(self) -> tuple[dict, dict, dict]:
-        return self.cache.known, self.probe.known, self.parameters
-
-    def news(self) -> bytes:
-        """What was learnt here, for later clean processes; b"" where it is nothing. Only they can read it: it holds
-        types of torch."""
-        news = [
-            {key: known[key] for key in known.keys() - before}
-            for known, before in zip(self._all, self._before, strict=True)
-        ]
-        return pickle.dumps(news) if any(news) else b""
-
-    def parameters_of(self, task: Task) -> int:
-        """How many numbers the weights of the task's model are."""
-        key = task.replace(seq_len=None, dataset_size=1).identity()
-        if key not in self.parameters:
-            self.parameters[key] = task.parameters()
-        return self.parameters[key]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.probe.close()
+    with Known(learned) as known:
+        (followed,) = follow_all([experiment], device, every_layer, known, tell)
+        memory, of_device = memory_of(followed, experiment, device)
+        assumptions = (*followed.assumptions, *of_device)
+        return Prediction(memory, assumptions, followed.traced, meters.peak_rss_bytes(), known.news())
 
 
 # ---- an experiment is followed
@@ -149,136 +96,38 @@ def follow_all(
     Raises:
         Invalid: an experiment cannot be built, or one of its operations cannot be followed.
     """
-    for each in experiments:
-        _check_model(each.task)
-    plans = [_Plan.of(each, every_layer) for each in experiments]
-    traces = iter(_traces([part for plan in plans for part in plan.parts()], device, known.cache, tell))
-    whole = [plan.whole([next(traces) for _ in plan.parts()], known) for plan in plans]
-    lacking = [plan for plan, trace in zip(plans, whole, strict=True) if trace is None]
-    every = iter(_traces([plan.experiment for plan in lacking], device, known.cache, tell))
+    plans = [Plan.of(each, every_layer) for each in experiments]
+    groups = _traces([plan.parts() for plan in plans], device, known.cache, tell)
+    whole = [plan.whole(group, known.parameters_of) for plan, group in zip(plans, groups, strict=True)]
+    again = [number for number, trace in enumerate(whole) if trace is None]
+    groups = _traces([[plans[number].experiment] for number in again], device, known.cache, tell)
+    for number, (trace,) in zip(again, groups, strict=True):
+        whole[number], plans[number] = trace, replace(plans[number], depth={})
     return [
-        _followed(experiment, next(every), {}, device, known.probe)
-        if trace is None
-        else _followed(experiment, trace, plan.depth, device, known.probe)
-        for experiment, plan, trace in zip(experiments, plans, whole, strict=True)
+        _followed(experiment, trace, plan.depth, device, known.probe)
+        for experiment, trace, plan in zip(experiments, whole, plans, strict=True)
     ]
 
 
-def _check_model(task: Task) -> None:
-    try:
-        task.model_class()
-    except ValueError as error:
-        raise Invalid(str(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How an experiment is followed."""
-
-    experiment: Experiment  # as it is followed, all layers: in one process, with few samples
-    depth: dict[str, int]  # {field of the configuration: layers} that is extrapolated; {}: every layer is followed
-
-    @classmethod
-    def of(cls, experiment: Experiment, every_layer: bool) -> "_Plan":
-        plain = _with_little_data(_unsharded(_without_workers(experiment)))
-        return cls(plain, {} if every_layer or experiment.function else _repeated(plain))
-
-    def parts(self) -> list[Experiment]:
-        """What is followed first: the experiment with few layers, or itself."""
-        if not self.depth:
-            return [self.experiment]
-        task = self.experiment.task
-        return [self.experiment.replace(task=task.replace(config=few)) for few in layers.few_layers(self.depth)]
-
-    def whole(self, traces: Sequence[Trace], known: Known) -> Trace | None:
-        """The trace of all layers from those of the parts; None where the layers turn out not to be alike."""
-        base, *deeper = traces
-        if not self.depth:
-            return base
-        full = layers.extrapolated(base, deeper, self.depth)
-        return full if full and full.parameters == known.parameters_of(self.experiment.task) else None
-
-
-_OF_WORKERS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers")
-
-
-def _without_workers(experiment: Experiment) -> Experiment:
-    """The experiment with its batches made in the process itself: workers hold theirs elsewhere."""
-    if not experiment.arguments.get("dataloader_num_workers"):
-        return experiment
-    return experiment.replace(arguments=experiment.arguments.without(*_OF_WORKERS))
-
-
-_SHARDED = {
-    "full_shard": (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER_STATES),
-    "shard_grad_op": (Category.GRADIENTS, Category.OPTIMIZER_STATES),
-}
-
-
-def _shards(arguments: Arguments) -> tuple[Category, ...]:
-    """The categories that the Trainer's `fsdp` divides among the ranks; () where it divides nothing."""
-    given = arguments.get("fsdp") or ""
-    words = given.split() if isinstance(given, str) else ["full_shard"] if given is True else [str(w) for w in given]
-    return next((categories for name, categories in _SHARDED.items() if name in words), ())
-
-
-def _unsharded(experiment: Experiment) -> Experiment:
-    """The experiment as one process runs it, where it would be sharded: see `_sharded`."""
-    if not _shards(experiment.arguments):
-        return experiment
-    names = [name for name in experiment.arguments.given if name.startswith("fsdp")]
-    return experiment.replace(arguments=experiment.arguments.without(*names), processes=1)
-
-
-def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
-    return 4 * arguments.samples_per_step(processes)
-
-
-def _with_little_data(experiment: Experiment) -> Experiment:
-    """The experiment with no more samples than are followed."""
-    if experiment.function or not experiment.training:
-        return experiment
-    enough = enough_samples(experiment.arguments, experiment.processes)
-    if experiment.task.dataset_size <= enough:
-        return experiment
-    return experiment.replace(task=experiment.task.replace(dataset_size=enough))
-
-
-def _repeated(experiment: Experiment) -> dict[str, int]:
-    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed.
-
-    Followed are all layers of a model that has few, whose layers differ (a field of its configuration lists something
-    for each), or where checkpoints hold several layers each.
-    """
-    config = experiment.task.build_config()
-    depth = layers.depths(config)
-    differ = any(
-        isinstance(value, list) and len(value) in depth.values() and len({str(item) for item in value}) > 1
-        for value in config.to_dict().values()
-    )
-    options = experiment.arguments.get("gradient_checkpointing_kwargs") or {}
-    if differ or options.get("every_n_layers", 1) > 1:
-        return {}
-    return depth if max(depth.values(), default=0) > 3 else {}
-
-
-def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
-    """The traces of experiments, made in forks of this process, as many at once as there are cores.
+def _traces(
+    groups: Sequence[Sequence[Experiment]], device: Device, cache: "OperationCache", tell: Tell
+) -> list[list[Trace]]:
+    """The traces of groups of experiments, made in forks of this process, as many at once as there are cores.
 
     What is learnt in forks goes into the cache. 80 of 100 per cent of the work are done then.
     """
+    experiments, done = [each for group in groups for each in group], []
     if not experiments:
         return []
-    count, done = min(len(experiments), os.cpu_count() or 1), []
     fork = multiprocessing.get_context("fork")
+    count = min(len(experiments), os.cpu_count() or 1)
     with ProcessPoolExecutor(count, fork, initializer=_begin_fork, initargs=(device, cache)) as pool:
-        for number, each in enumerate(pool.map(_follow_in_fork, experiments), 1):
-            done.append(each)
+        for number, (trace, learned) in enumerate(pool.map(_follow_in_fork, experiments), 1):
+            done.append(trace)
+            cache.known |= learned
             tell(80 * number // len(experiments))
-    for _, new in done:
-        cache.known |= new
-    return [trace for trace, _ in done]
+    traces = iter(done)
+    return [[next(traces) for _ in group] for group in groups]
 
 
 _fork: dict[str, Any] = {}  # filled in forks only: what one follows with, from one experiment to the next
@@ -314,8 +163,8 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
         depth: the layers that the trace was extrapolated to; {} where all were followed.
     """
     assumptions = []
-    if shards := _shards(experiment.arguments):
-        trace, assumption = _sharded(trace, experiment.processes, shards, sum(depth.values()))
+    if divided := shards(experiment.arguments):
+        trace, assumption = _sharded(trace, experiment.processes, divided, sum(depth.values()))
         assumptions.append(assumption)
     elif experiment.processes > 1:
         assumptions.append(
@@ -331,23 +180,23 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
     return Followed(trace, totals, tuple(assumptions), traced, bool(depth))
 
 
-def _sharded(trace: Trace, ranks: int, shards: tuple[Category, ...], layer_count: int) -> tuple[Trace, str]:
+def _sharded(trace: Trace, ranks: int, divided: tuple[Category, ...], layer_count: int) -> tuple[Trace, str]:
     """The trace of one rank of a sharded training, by arithmetic on that of one process; and what was assumed.
 
     A rank keeps its share. If weights are sharded, it also holds two gathered layers, the one that it computes and the
     next one, which is fetched ahead; both are taken to be of the mean layer's size.
     """
-    columns = [TENSOR_CATEGORIES.index(name) for name in shards]
+    columns = [TENSOR_CATEGORIES.index(name) for name in divided]
     spared = trace.live[:, columns].sum(axis=1) * (ranks - 1) // ranks
     live = trace.live.copy()
     live[:, columns] //= ranks
     gathered = 0
-    if Category.WEIGHTS in shards:
+    if Category.WEIGHTS in divided:
         weights = trace.live[:, TENSOR_CATEGORIES.index(Category.WEIGHTS)].max()
         gathered = int(2 * weights // max(layer_count, 2))
         live[:, TENSOR_CATEGORIES.index(Category.WEIGHT_COPIES)] += gathered
     before, high = (total - spared + gathered for total in (trace.before, trace.high))
-    told = f"sharding: {', '.join(shards)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
+    told = f"sharding: {', '.join(divided)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
     return trace.replace(live=live, before=before, high=high), told
 
 

@@ -21,7 +21,7 @@ from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.estimates import estimate, target
 from perf_helpers.estimate.fitting import STATES, TOTAL, Point, Surface, terms
 from perf_helpers.estimate.knowledge import KNOWLEDGE
-from perf_helpers.estimate.prediction import enough_samples
+from perf_helpers.estimate.plans import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
@@ -350,8 +350,7 @@ class _Here:
         totals = np.maximum(self.columns[:, TOTAL], self.columns[:, :TOTAL].sum(axis=1) + self.hidden)
         peak = int(totals.argmax())
         sizes = zip(TENSOR_CATEGORIES, self.columns[peak, :TOTAL], strict=True)
-        live = {str(category): max(0, round(size)) for category, size in sizes}
+        live = {category: max(0, round(size)) for category, size in sizes}
         inside = max(0, round(totals[peak]) + apart - sum(live.values()))
-        return Answer(
-            live | {Category.INSIDE_OPERATIONS.value: inside}, self.phases[peak], self.operations[peak], "interpolated"
-        )
+        breakdown = live | {Category.INSIDE_OPERATIONS: inside}
+        return Answer(breakdown, self.phases[peak], self.operations[peak], "interpolated")

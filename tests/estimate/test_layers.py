@@ -116,5 +116,6 @@ def test_a_depth_is_found_by_the_names_that_configurations_have():
     assert found(n_layer=5, n_head=2) == {"n_layer": 5}
     assert found(encoder_layers=3, decoder_layers=4, num_hidden_layers=3) == {"encoder_layers": 3, "decoder_layers": 4}
     assert found(num_layers=3) == {"num_layers": 3}
+    assert found(num_layers=3, num_decoder_layers=5) == {"num_layers": 3, "num_decoder_layers": 5}
     assert found(depths=[2, 2]) == {}
     assert layers.few_layers({"e": 6, "d": 9}) == [{"e": 2, "d": 2}, {"e": 3, "d": 2}, {"e": 2, "d": 3}]

@@ -2,8 +2,10 @@
 
 import pytest
 
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.prediction import Device, Known, enough_samples, follow_all, memory_of
+from perf_helpers.estimate import estimate, prediction
+from perf_helpers.estimate.knowledge import Known
+from perf_helpers.estimate.plans import enough_samples
+from perf_helpers.estimate.prediction import Device, follow_all, memory_of
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Invalid
@@ -61,11 +63,17 @@ def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
     assert enough_samples(arguments, processes=5) == 4 * 2 * 3 * 5
 
 
+@pytest.fixture
+def clean(monkeypatch):
+    """What is known in a clean process sets this for itself."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def experiment(model=TINY):
     return Experiment("e", model, Arguments({"per_device_train_batch_size": 2}))
 
 
-def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice(monkeypatch):
+def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice(clean, monkeypatch):
     told, memories = [], []
     with Known() as first:
         (followed,) = follow_all([experiment()], Device("cpu"), False, first, told.append)
@@ -74,7 +82,6 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice(mon
         news = first.news()
     assert first.cache.known and first.probe.known and told == [80]
     with Known([news]) as second:
-        monkeypatch.setattr(second.probe, "run", lambda operations: None)  # all is known
         (followed,) = follow_all([experiment()], Device("cpu"), False, second, told.append)
         memories.append(memory_of(followed, experiment(), Device("cpu")))
         monkeypatch.setattr(Task, "parameters", None)
@@ -83,6 +90,7 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice(mon
     assert memories[0] == memories[1]
 
 
-def test_a_model_that_there_is_not_is_named_before_anything_is_followed():
+def test_a_model_that_there_is_not_is_named_before_anything_is_followed(clean, monkeypatch):
+    monkeypatch.setattr(prediction, "_traces", lambda *_: pytest.fail("something was followed"))
     with Known() as known, pytest.raises(Invalid, match="transformers has no class 'no_such_class'"):
         follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), False, known, print)
