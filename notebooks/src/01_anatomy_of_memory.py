@@ -53,7 +53,7 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 
 # %%
 question = "fp32, AdamW, batch 4: how many MB at the peak?"
-widgets.predict(lab, "peak", question, "MB", 0, 8 * 4 * lab.task.parameters() / 1e6)
+widgets.predict(lab, "peak", question, "MB", 0, 12 * 4 * lab.task.parameters() / 1e6)
 
 # %% [markdown]
 # ## By hand

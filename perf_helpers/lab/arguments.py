@@ -261,31 +261,3 @@ def _check_values(training: Mapping[str, Any], model: Mapping[str, Any]) -> None
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
         raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")
-
-
-# Until every room takes `Arguments`.
-check = check_names
-
-
-def current(arguments):
-    return dict(_whole(arguments).current)
-
-
-def split(arguments):
-    return dict(_whole(arguments).training), dict(_whole(arguments).model)
-
-
-def check_values(arguments):
-    _check_values(_whole(arguments).training, _whole(arguments).model)
-
-
-def to_python(arguments):
-    return _whole(arguments).to_python()
-
-
-def samples_per_step(arguments, processes=1):
-    return _whole(arguments).samples_per_step(processes)
-
-
-def _whole(arguments):
-    return arguments if isinstance(arguments, Arguments) else Arguments(arguments)

@@ -49,6 +49,7 @@ PRELOAD = (
     "perf_helpers.lab.worker",
     "perf_helpers.lab.meters",
     "perf_helpers.estimate.trace",
+    "perf_helpers.estimate.prediction",
 )
 # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
 # server's, nor the ranks that a clean process forks (torch's launcher looks).

@@ -32,8 +32,6 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "am
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-
-
 _MEMORY_V2 = 0x02000028  # pynvml.nvmlMemory_v2: the call whose `used` leaves the driver's reserve out
 
 # Runs in a process of its own: after cuInit a process can no longer fork children that use CUDA.

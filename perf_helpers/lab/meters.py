@@ -22,10 +22,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Phase, Timing, explain
-from perf_helpers.lab.tracker import Tracker, Watcher, name_of, watched  # noqa: F401
-
-PHASE_NAMES = {phase: phase.shown for phase in Phase}  # until every room takes `Phase.shown`
+from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
+from perf_helpers.lab.tracker import Tracker, Watcher, watched
 
 _MARK = "perf_helpers"  # prefix of our own events among the profiler's
 

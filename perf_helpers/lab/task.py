@@ -70,7 +70,8 @@ class Task:
         """The same task with other sizes; `config` is merged with the present one."""
         unknown = changes.keys() - {item.name for item in dataclasses.fields(self)}
         if unknown:
-            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {_names(self)}")
+            names = ", ".join(item.name for item in dataclasses.fields(self))
+            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {names}")
         if "config" in changes:
             changes["config"] = {**self.config, **changes["config"]}
         return dataclasses.replace(self, **changes)
@@ -139,7 +140,7 @@ class Task:
 
         config = config or self.build_config()
         name = self.architecture or next(iter(config.architectures or []), None)
-        if not self.architecture and (name is None or not _family(name)):
+        if not self.architecture and (name is None or not _families_of_classes().get(name)):
             name = _usual_class(config)
         found = getattr(transformers, name, None)
         if found is None:
@@ -149,7 +150,7 @@ class Task:
     def family(self) -> str:
         """Which data the model takes: one of `_FAMILIES`."""
         name = self.model_class().__name__
-        family = _family(name)
+        family = _families_of_classes().get(name)
         if family is None:
             raise ValueError(
                 f"no data is known for {name}. Choose a class for {', '.join(_FAMILIES)} with architecture="
@@ -251,10 +252,6 @@ def positions(config) -> int | None:
     return count if count and count > 0 else None
 
 
-def _names(task: Task) -> str:
-    return ", ".join(item.name for item in dataclasses.fields(task))
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text())
@@ -291,7 +288,7 @@ def _hub_answers(seconds: float = 3) -> bool:
 
 
 @functools.cache
-def _registry() -> dict[str, str]:
+def _families_of_classes() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     registry = {}
@@ -300,10 +297,6 @@ def _registry() -> dict[str, str]:
             for name in (names,) if isinstance(names, str) else names:
                 registry.setdefault(name, family)
     return registry
-
-
-def _family(class_name: str) -> str | None:
-    return _registry().get(class_name)
 
 
 def _usual_class(config) -> str:
