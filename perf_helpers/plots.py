@@ -50,23 +50,19 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
     runs = [run for run in runs if run.memory and run.memory.breakdown]
     if not runs:
         raise ValueError("none of these runs has its memory measured: run them with measure=('memory',)")
-    ax, largest = _axes(ax, (8, 1.5 + 0.5 * len(runs))), max(run.peak_bytes for run in runs)
-    scale, unit = bytes_unit(largest)
-    left, rows = [0.0] * len(runs), range(len(runs))
+    scale, unit = bytes_unit(max(run.peak_bytes for run in runs))
+    ax = _axes(ax, title, f"{runs[0].memory.kind} memory at the peak ({unit})", rows=len(runs))
+    ends, least = [0.0] * len(runs), _TOO_THIN * max(run.peak_bytes for run in runs) / scale
     for category in CATEGORIES:
-        sizes = [max(0, run.memory.breakdown.get(category, 0)) for run in runs]
-        if max(sizes) < _TOO_THIN * largest:
-            continue
-        widths = [size / scale for size in sizes]
-        ax.barh(rows, widths, left=left, color=PALETTE[category], label=name_text(category), height=0.62)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for row, run in enumerate(runs):
-        ax.text(left[row], row, f" {bytes_text(run.peak_bytes)}", va="center", fontsize=10)
-    ax.set_yticks(rows, [run.name for run in runs])
+        widths = [max(0, run.memory.breakdown.get(category, 0)) / scale for run in runs]
+        if max(widths) >= least:
+            ax.barh(range(len(runs)), widths, 0.62, ends, color=PALETTE[category], label=name_text(category))
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (end, run) in enumerate(zip(ends, runs, strict=True)):
+        ax.text(end, row, f" {bytes_text(run.peak_bytes)}", va="center", fontsize=10)
+    ax.set_yticks(range(len(runs)), [run.name for run in runs])
     ax.invert_yaxis()
-    ax.set_xlim(0, max(left) * 1.22)
-    ax.set_xlabel(f"{runs[0].memory.kind} memory at the peak ({unit})")
-    ax.set_title(title, loc="left")
+    ax.set_xlim(0, max(ends) * 1.22)
     _legend(ax)
     return ax
 
@@ -128,16 +124,11 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
         raise ValueError(f"{run.name!r} has no timeline: run it with measure=('memory',)")
     steps = Timeline(run.memory.timeline)
     scale, unit = bytes_unit(steps.highest_bytes)
-    ax, top = _axes(ax, (8, 3.4)), steps.highest_bytes / scale
-    shown = steps.shown()
-    ax.stackplot(
-        range(len(steps)),
-        [[max(0, size) / scale for size in steps.series[category]] for category in shown],
-        labels=[name_text(category) for category in shown],
-        colors=[PALETTE[category] for category in shown],
-        step="mid",
-        linewidth=0,
-    )
+    ax = _axes(ax, title or run.name, "operations of one step, in order", f"live memory ({unit})", size=(8, 3.4))
+    shown, top = steps.shown(), steps.highest_bytes / scale
+    heights = [[max(0, size) / scale for size in steps.series[category]] for category in shown]
+    named = {"labels": [*map(name_text, shown)], "colors": [PALETTE[category] for category in shown]}
+    ax.stackplot(range(len(steps)), heights, **named, step="mid", linewidth=0)
     ax.plot([steps.peak], [top], "v", color="black", markersize=7)
     side = "left" if steps.peak < len(steps) * 0.7 else "right"
     ax.annotate(f" peak {bytes_text(steps.highest_bytes)} ", (steps.peak, top * 1.03), ha=side, fontsize=10)
@@ -149,9 +140,6 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
     ax.set_ylim(0, top * 1.26)
     ax.set_xlim(0, len(steps) - 1)
     ax.set_xticks([])
-    ax.set_xlabel("operations of one step, in order")
-    ax.set_ylabel(f"live memory ({unit})")
-    ax.set_title(title or run.name, loc="left")
     _legend(ax)
     return ax
 
@@ -164,7 +152,8 @@ def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str 
     """
     if not comparisons:
         raise ValueError("no comparison to draw: make one with lab.compare")
-    ax = _axes(ax, (8, 1.5 + 0.5 * len(comparisons)))
+    what = f"samples per second / those of {comparisons[0].baseline.name} (line: interval, ticks: pairs)"
+    ax = _axes(ax, title, what, rows=len(comparisons))
     for row, item in enumerate(comparisons):
         ratio = item.speed_ratio
         if not ratio.known:
@@ -177,8 +166,6 @@ def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str 
     ax.axvline(1, color="black", linewidth=1)
     ax.set_yticks(range(len(comparisons)), [item.other.name for item in comparisons])
     ax.set_ylim(len(comparisons) - 0.4, -0.7)
-    ax.set_xlabel(f"samples per second / those of {comparisons[0].baseline.name} (line: interval, ticks: pairs)")
-    ax.set_title(title, loc="left")
     return ax
 
 
@@ -195,14 +182,10 @@ def lines(
 
     Where a value is None or unknown the line has a gap; of a series without any value the legend says so.
     """
-    ax = _axes(ax, (7, 3.8))
+    ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
         marker = _MARKERS[i % len(_MARKERS)] if markers else None
-        colour, label = SERIES[i % len(SERIES)], _series_label(label, values)
-        ax.plot(x, values, _LINES[i % len(_LINES)], marker=marker, color=colour, label=label)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
-    ax.set_title(title, loc="left")
+        ax.plot(x, values, marker=marker, **_style(i, label, values))
     if len(series) > 1:
         ax.legend(frameon=False, fontsize=10)
     return ax
@@ -214,18 +197,13 @@ def losses(
     """Loss curves: for each group the median over its seeds as a line, and the range of its seeds as a band."""
     import numpy as np
 
-    ax = _axes(ax, (7, 3.8))
+    ax = _axes(ax, title, "optimizer step", "training loss")
     for i, (label, curves) in enumerate(groups.items()):
         length = min(map(len, curves))
-        values = np.array([curve[:length] for curve in curves], dtype=float)
-        steps, colour = np.arange(1, length + 1), SERIES[i % len(SERIES)]
-        label = _series_label(label, itertools.chain.from_iterable(curves))
-        ax.plot(steps, np.median(values, axis=0), _LINES[i % len(_LINES)], color=colour, label=label)
+        values, steps = np.array([curve[:length] for curve in curves], dtype=float), range(1, length + 1)
+        (line,) = ax.plot(steps, np.median(values, axis=0), **_style(i, label, itertools.chain.from_iterable(curves)))
         if len(values) > 1:
-            ax.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0)
-    ax.set_xlabel("optimizer step")
-    ax.set_ylabel("training loss")
-    ax.set_title(title, loc="left")
+            ax.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
     ax.legend(frameon=False, fontsize=10)
     return ax
 
@@ -234,7 +212,8 @@ class Table:
     """Rows under a header, shown as HTML in a notebook and as aligned text in a terminal."""
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = ""):
-        self.header, self.rows, self.caption = list(header), [[_cell(value) for value in row] for row in rows], caption
+        self.header, self.caption = list(header), caption
+        self.rows = [[number_text(v) if isinstance(v, float) or v is None else str(v) for v in row] for row in rows]
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
@@ -245,28 +224,21 @@ class Table:
         return "\n".join(([self.caption] if self.caption else []) + lines)
 
     def _repr_html_(self) -> str:
-        style = "style='text-align:left;white-space:normal'"
-        head = "".join(f"<th {style}>{html.escape(name)}</th>" for name in self.header)
-        body = "".join(
-            "<tr>" + "".join(f"<td {style}>{html.escape(value)}</td>" for value in row) + "</tr>" for row in self.rows
-        )
+        def row(tag: str, values: list[str]) -> str:
+            cell = f"<{tag} style='text-align:left;white-space:normal'>{{}}</{tag}>"
+            return f"<tr>{''.join(cell.format(html.escape(value)) for value in values)}</tr>"
+
         caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        body = "".join(row("td", values) for values in self.rows)
+        return f"<table>{caption}<thead>{row('th', self.header)}</thead><tbody>{body}</tbody></table>"
 
 
 def table(runs: Sequence[Run], caption: str = "") -> Table:
     """Runs side by side: status, peak memory, where the peak fell, step time, samples per second."""
-    rows = [
-        [
-            run.name,
-            run.status,
-            bytes_text(run.peak_bytes),
-            (run.memory and run.memory.peak_phase) or "",
-            seconds_text(run.step_seconds),
-            number_text(run.samples_per_second, digits=3),
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        phase, speed = (run.memory and run.memory.peak_phase) or "", number_text(run.samples_per_second, digits=3)
+        rows.append([run.name, run.status, bytes_text(run.peak_bytes), phase, seconds_text(run.step_seconds), speed])
     kind = next((run.memory.kind for run in runs if run.memory), "counted")
     return Table(["run", "status", f"peak ({kind})", "peak is in", "step", "samples/s"], rows, caption)
 
@@ -282,16 +254,11 @@ def comparison(item: Comparison) -> Table:
 
 def comparison_html(item: Comparison) -> str:
     """The table of a comparison and, where both breakdowns are known, the two peaks as a picture."""
-    text = comparison(item)._repr_html_()
-    runs = [item.baseline, item.other]
+    text, runs = comparison(item)._repr_html_(), (item.baseline, item.other)
     if not all(run.memory and run.memory.breakdown for run in runs):
         return text
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2.5), dpi=110, layout="constrained")
-    memory(runs, ax=figure.subplots())
     peaks = " and ".join(f"{run.name} {bytes_text(run.peak_bytes)}" for run in runs)
-    return text + image_html(png(figure), f"Peak memory: {peaks}")
+    return text + picture_html(memory(runs), f"Peak memory: {peaks}")
 
 
 def words(figure: Figure) -> str:
@@ -335,26 +302,27 @@ def image_html(png: str, words: str) -> str:
     return f'<img style="{style}" alt="{html.escape(words)}" src="data:image/png;base64,{png}">'
 
 
-def _cell(value: Any) -> str:
-    return number_text(value) if isinstance(value, float) or value is None else str(value)
+def _axes(
+    ax: Axes | None, title: str, xlabel: str, ylabel: str = "", rows: int = 0, size: tuple[float, float] = (7, 3.8)
+) -> Axes:
+    """Those given, or new ones on a figure of that size in inches (or for so many rows), with their labels."""
+    if ax is None:
+        import matplotlib.pyplot as plt
 
-
-def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """Those given, or new ones on a figure of that size in inches."""
-    if ax is not None:
-        return ax
-    import matplotlib.pyplot as plt
-
-    # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and no
-    # later figure would be shown.
-    _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
-    ax.spines[["top", "right"]].set_visible(False)
+        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and
+        # no later figure would be shown.
+        size = (8, 1.5 + 0.5 * rows) if rows else size
+        _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
+        ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(title, loc="left")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     return ax
 
 
-def _series_label(label: str, values: Iterable[float | None]) -> str:
-    """A series in the legend, where one that is not drawn is told apart from one that cannot be seen."""
-    return label if any(map(is_measured, values)) else f"{label} (not measured)"
+def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
+    """How a series is drawn, and its name: one that is not drawn is told apart from one that cannot be seen."""
+    label = label if any(map(is_measured, values)) else f"{label} (not measured)"
+    return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}
 
 
 def _legend(ax: Axes) -> None:

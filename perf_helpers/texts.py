@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from perf_helpers.unknown import is_measured
 
-_UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10}
-_UNITS |= {f"{letter}B": 10**power for letter, power in zip("MGT", (6, 9, 12), strict=True)}
-_UNITS |= {f"{letter}iB": 2**power for letter, power in zip("MGT", (20, 30, 40), strict=True)}
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
@@ -76,16 +75,11 @@ def parse_bytes(memory: int | float | str) -> int:
     Raises:
         ValueError: anything else, and less than 1 MB.
     """
-    example = "give bytes, or a text such as '16GB', '16GiB' or '300MB'"
-    if isinstance(memory, str):
-        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())
-        if not found:
-            raise ValueError(f"memory={memory!r}: {example}")
-        size = float(found[1]) * _UNITS[found[2]]
-    elif isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+    example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
+    if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):
+        size = float(text[1]) * _UNITS[text[2]]
+    if isinstance(size, bool) or not isinstance(size, int | float) or not math.isfinite(size):
         raise ValueError(f"memory={memory!r}: {example}")
-    else:
-        size = memory
     if size < 1e6:
         raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
     return int(size)
