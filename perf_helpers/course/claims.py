@@ -7,6 +7,7 @@ machine that is rehearsed, so only claims about memory are decided, and marked.
 """
 
 import json
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from perf_helpers.course import journal
 from perf_helpers.course.decisions import Decision, Scoreboard
-from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Claim, load
-from perf_helpers.course.verdicts import against_the_ledger, decide, measurement
+from perf_helpers.course.ledger import GPU_PROFILES, LESSONS_WITHOUT_CLAIMS, Claim, Verdict, decide, load
+from perf_helpers.course.results import claim_row, unexpected
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Ratio
 from perf_helpers.lab.store import write_whole
 from perf_helpers.texts import nearest_text
+from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
     from perf_helpers.lab.lab import Lab
@@ -33,32 +35,14 @@ _NOT_IN_A_REHEARSAL = {
     "values": "a rehearsal: no kernel computes, so there are no values",
 }
 
+# The decisions of this kernel, by lesson and claim. A check does not say which lesson it belongs to: its decision
+# stands under None until the next `finish` files it under that lesson. So a notebook that is run twice replaces its
+# decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
+_decided: dict[str | None, dict[str, Decision]] = {}
+
 
 class NotReproduced(Exception):
     """A strict lesson did not give the verdicts that the ledger expects."""
-
-
-class _Decided:
-    """The decisions of this kernel, by lesson and claim.
-
-    A check does not say which lesson it belongs to: its decision is open until the next `finish` files it under that
-    lesson. So a notebook that is run twice replaces its decisions and never doubles them, and a second lesson in the
-    same kernel is not charged with those of the first.
-    """
-
-    def __init__(self):
-        self.open: dict[str, Decision] = {}  # by claim, since a lesson was last finished
-        self.filed: dict[str, dict[str, Decision]] = {}  # by lesson and claim
-
-    def file(self, lesson: str) -> dict[str, Decision]:
-        """All decisions of a lesson, the open ones included, which are filed there. A change made in them is kept."""
-        filed = self.filed.setdefault(lesson, {})
-        filed |= self.open
-        self.open = {}
-        return filed
-
-
-_decided = _Decided()
 
 
 def check(id: str, value: float | Ratio | None = None, *, missing: str | None = None, note: str = "") -> Decision:
@@ -81,7 +65,7 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
     met, lacking = hardware.supports(claim.where)
     if met and machine.rehearsed and claim.decided_by in _NOT_IN_A_REHEARSAL:
         value, missing = None, _NOT_IN_A_REHEARSAL[claim.decided_by]
-    number, interval, why_unknown = measurement(id, value)
+    number, interval, why_unknown = _measurement(id, value)
     missing = missing or why_unknown
     if met and not missing and number is None:
         if not machine.rehearsed:
@@ -92,7 +76,7 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
     reasons = (claim.reason, claim.since and f"since: {claim.since}", claim.thread)
     decision = Decision(
         **{name: getattr(claim, name) for name in ("id", "lesson", "says", "quantity", "where", "guide")},
-        **against_the_ledger(claim, verdict, choose_profile("auto", machine).name, machine.rehearsed),
+        **_expectation(claim, verdict, choose_profile("auto", machine).name, machine.rehearsed),
         verdict=verdict,
         value=number,
         interval=interval,
@@ -102,21 +86,18 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         note=str(note),
         rehearsed=machine.rehearsed,
     )
-    _decided.open[id] = decision
+    _decided.setdefault(None, {})[id] = decision
     return decision
 
 
 def decisions() -> list[Decision]:
     """The decisions of this kernel, in the order in which their claims were first checked."""
-    merged = {}
-    for lesson in (*_decided.filed.values(), _decided.open):
-        merged |= lesson
-    return [*merged.values()]
+    return [*{id: decision for made in _decided.values() for id, decision in made.items()}.values()]
 
 
 def reset() -> None:
     """Forget every decision, as a fresh kernel would."""
-    _decided.open, _decided.filed = {}, {}
+    _decided.clear()
 
 
 def finish(lab: "Lab") -> None:
@@ -135,54 +116,66 @@ def finish(lab: "Lab") -> None:
     if lab.out and not lab.lesson:
         raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
     name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
-    lesson = name[:2]
+    owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
+    decided = _decided.setdefault(name, {})
+    decided |= _decided.pop(None, {})
     if rehearsed:  # a claim whose statement needed values was left out with it
-        decided = _decided.file(name)
-        for claim in ledger.values():
-            if claim.lesson == lesson and claim.id not in decided:
-                check(claim.id, missing="a rehearsal: its cell needs values")
-    decided = _decided.file(name)
-    for id, decision in decided.items():
-        expected = against_the_ledger(ledger[id], decision.verdict, lab.profile.name, decision.rehearsed)
-        decided[id] = replace(decision, **expected)
+        for id in owned:
+            if id not in decided:
+                check(id, missing="a rehearsal: its cell needs values")
+        decided |= _decided.pop(None, {})
+    for id, one in decided.items():
+        decided[id] = replace(one, **_expectation(ledger[id], one.verdict, lab.profile.name, one.rehearsed))
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
-    problems = _problems(lesson, made, ledger)
+    problems = unexpected([claim_row(name, decision.to_dict()) for decision in made])
+    problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in decided]
+    problems += [f"{d.id}: belongs to lesson {d.lesson}, not to this one" for d in made if d.lesson != name[:2]]
+    if not made and name[:2] not in LESSONS_WITHOUT_CLAIMS:
+        problems.append("nothing was checked: call claims.check before claims.finish")
     versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
-    display(Scoreboard(title, tuple(made), tuple(problems)))
+    display(Scoreboard(title, made, problems))
     if not rehearsed:  # the journal is the learner's, of what was measured
         journal.finished(lab, {decision.id: decision.verdict for decision in made})
     if lab.out:
-        write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(_results(lab, date, made), indent=1))
+        content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
+        content |= {"versions": dict(lab.versions), "date": date, "claims": [decision.to_dict() for decision in made]}
+        content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
+        write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
     if lab.strict and problems:
         raise NotReproduced("; ".join(problems))
 
 
-def _results(lab: "Lab", date: str, made: list[Decision]) -> dict:
-    """The content of a lesson's own file, from which the course makes results.json."""
-    return {
-        "schema": 1,
-        "lesson": lab.lesson,
-        "profile": lab.profile.name,
-        "machine": lab.machine.to_dict(),
-        "versions": dict(lab.versions),
-        "date": date,
-        "claims": [decision.to_dict() for decision in made],
-        "runs": [run.to_dict() for run in lab.runs],
-        "complete": True,
-    }
+def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
+    """What was passed to a check, as (number, interval, why it is unknown).
+
+    A plain number has no interval; None and an unknown value have neither.
+    """
+    if value is None:
+        return None, None, None
+    given = [value.value, value.low, value.high] if hasattr(value, "low") else [value]
+    for part in given:
+        if isinstance(part, Unknown):
+            return None, None, part.why
+    try:
+        numbers = [math.nan if isinstance(part, bool | str) else float(part) for part in given]
+    except (TypeError, ValueError, RuntimeError):  # what None, an array and a tensor raise
+        numbers = [math.nan]
+    if any(map(math.isnan, numbers)) or (len(numbers) == 3 and numbers[1] > numbers[2]):
+        hint = "pass a number or a Ratio with its interval; if it cannot be measured here, missing='needs ...'"
+        raise ValueError(f"claim {id!r}: {value!r} is no measurement; {hint}")
+    return numbers[0], tuple(numbers[1:]) or None, None
 
 
-def _problems(lesson: str, made: list[Decision], ledger: dict[str, Claim]) -> list[str]:
-    """What keeps a lesson (its two digits) from passing, one line each."""
-    problems, checked = [], {decision.id for decision in made}
-    for decision in made:
-        if not decision.as_expected:
-            why = f" ({decision.missing})" if decision.missing else ""
-            problems.append(f"{decision.id}: {decision.verdict}, expected {' or '.join(decision.expected)}{why}")
-    owned = [claim.id for claim in ledger.values() if claim.lesson == lesson]
-    problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in checked]
-    problems += [f"{d.id}: belongs to lesson {d.lesson}, not to this one" for d in made if d.lesson != lesson]
-    if not made and lesson not in LESSONS_WITHOUT_CLAIMS:
-        problems.append("nothing was checked: call claims.check before claims.finish")
-    return problems
+def _expectation(claim: Claim, verdict: Verdict, profile: str, rehearsed: bool) -> dict:
+    """What the ledger expects of this kind of machine under this profile, and whether the verdict is that.
+
+    They are two fields of a Decision. What the machine lacks is always excused, and so is what a rehearsal cannot
+    measure.
+    """
+    kind = "cuda" if hardware.supports("cuda")[0] else "cpu"
+    expected = claim.expected.get(kind, (Verdict.NOT_TESTABLE,))
+    if kind == "cuda" and profile in GPU_PROFILES:
+        expected = claim.expected.get(profile, expected)
+    excused = not hardware.supports(claim.where)[0] or (rehearsed and verdict is Verdict.NOT_TESTABLE)
+    return {"expected": expected, "as_expected": excused or verdict in expected}

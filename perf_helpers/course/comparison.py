@@ -50,13 +50,8 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     warnings = ["the machines differ: their numbers are not comparable"] if _differences(*machines) else []
     if old.get("profile") != new.get("profile"):
         warnings.append(f"the profiles differ ({old.get('profile')}, {new.get('profile')}): so do the sizes measured")
-    lessons = _pairs(old["lessons"], new["lessons"], "name")
-    claims = _pairs(old["claims"], new["claims"], "id")
-    changes = [change for name, *pair in lessons for change in _changed("lesson", "status", name, *pair)]
-    for id, *pair in claims:
-        changes += _changed("verdict", "verdict", id, *pair)
-        if all(pair) and _moved(*pair):
-            changes.append(_change("value", id, *map(measured_text, pair)))
+    changes = [*_changes("lesson", "name", "status", old["lessons"], new["lessons"])]
+    changes += _changes("verdict", "id", "verdict", old["claims"], new["claims"])
     return Changes(
         old=f"{old['date']} · {old['machine'].get('name')}",
         new=f"{new['date']} · {new['machine'].get('name')}",
@@ -66,18 +61,16 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     )
 
 
-def _pairs(old: list[dict], new: list[dict], key: str) -> Iterator[tuple[str, dict | None, dict | None]]:
-    """(name, before, after) of everything that either run has; None where it has not."""
+def _changes(kind: str, key: str, field: str, old: list[dict], new: list[dict]) -> Iterator[dict[str, str | None]]:
+    """The changes of lessons' statuses, or of claims' verdicts and values: of everything that either run has."""
     before, after = ({item[key]: item for item in items} for items in (old, new))
-    return ((name, before.get(name), after.get(name)) for name in dict.fromkeys([*before, *after]))
-
-
-def _changed(kind: str, field: str, name: str, before: dict | None, after: dict | None) -> list[dict]:
-    """The change of a lesson's status or of a claim's verdict, if there is one."""
-    if before and after:
-        return [_change(kind, name, before[field], after[field])] if before[field] != after[field] else []
-    kind = "disappeared" if before else "appeared"
-    return [_change(kind, name, before and before[field], after and after[field])]
+    for name in dict.fromkeys([*before, *after]):
+        pair = before.get(name), after.get(name)
+        was, now = (item and item[field] for item in pair)
+        if was != now:
+            yield _change(kind if all(pair) else "disappeared" if pair[0] else "appeared", name, was, now)
+        if all(pair) and kind == "verdict" and _moved(*pair):
+            yield _change("value", name, *map(measured_text, pair))
 
 
 def _change(kind: str, name: str, before: str | None, after: str | None) -> dict[str, str | None]:

@@ -4,9 +4,7 @@ A lesson that fails or hangs does not stop the others. What the run yields is wr
 made from that.
 """
 
-import ast
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.course.comparison import Changes, compare
-from perf_helpers.course.execution import execute
-from perf_helpers.course.judgement import Judgement, first_line, judge, running
+from perf_helpers.course.execution import run_lesson, say
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.report import report
-from perf_helpers.course.results import LESSON, SCHEMA, VERDICTS, claim_row, load_results, problems
+from perf_helpers.course.results import SCHEMA, claim_row, load_results, problems
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.store import write_whole
 from perf_helpers.texts import nearest_text
-
-LESSONS = "[0-9][0-9]_*.ipynb"
-PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
-LONG_SECONDS = 60  # a cell that runs so long is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +52,12 @@ def run_course(
     timeout_per_lesson: float = 900,
     notebooks_dir: str | Path | None = None,
 ) -> CourseResult:
-    """Execute lessons one after the other and write the report into `out`; go on after one that fails or hangs.
+    """Execute lessons one after the other and write the report into `out`.
 
     Args:
         lessons: numbers ("05"), names or paths; None is all of them.
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
-        out: folder for the executed lessons and the report.
         baseline: an older run (results.json or its folder) to compare with.
         timeout_per_lesson: in seconds, many times what a lesson takes.
         notebooks_dir: the folder of the lessons, if not this repository's.
@@ -83,19 +76,17 @@ def run_course(
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     for number, source in enumerate(sources, 1):
-        _say(f"[{number:2}/{len(sources)}] {source.stem} ...")
+        say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
-        status, message, record = _run_lesson(source, out, profile, strict, timeout_per_lesson)
+        status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson)
         seconds = round(time.monotonic() - started, 1)
         decided = [claim_row(source.stem, decision) for decision in record.get("claims", [])]
-        data["lessons"].append(dict(zip(LESSON, (source.stem, status, seconds, message), strict=True)))
+        data["lessons"].append({"name": source.stem, "status": status, "seconds": seconds, "message": message})
         data["claims"] += decided
         data["runs"] += [{"lesson": source.stem, **run} for run in record.get("runs", [])]
         count = Counter(claim["verdict"] for claim in decided)
-        verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict]) or "no verdict"
-        _say(f"        {status} in {seconds:.0f} s: {verdicts}")
-        if message:
-            _say(f"        {message}")
+        verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
+        say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
     changes = compare(old, data) if old else None
     data["baseline"] = changes.to_dict() if changes else None
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
@@ -112,7 +103,7 @@ def find_lessons(
         ValueError: no such lesson, with the nearest; or a folder without lessons.
     """
     here = Path(notebooks_dir or Path(__file__).resolve().parents[2] / "notebooks")
-    known = {path.stem: path.resolve() for path in sorted(here.glob(LESSONS))}
+    known = {path.stem: path.resolve() for path in sorted(here.glob("[0-9][0-9]_*.ipynb"))}
     found = {}
     for lesson in [lessons] if isinstance(lessons, str | Path) else lessons or known:
         path = Path(lesson)
@@ -127,63 +118,3 @@ def find_lessons(
     if not found:
         raise ValueError(f"no lessons (NN_name.ipynb) in {here}: run `make lessons`, or name the folder that has them")
     return [found[name] for name in sorted(found)]
-
-
-def _run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: float) -> Judgement:
-    """Execute one lesson and judge it."""
-    import nbformat
-
-    target, log = out / source.name, out / f"{source.stem}.log"
-    for suffix in (".ipynb", ".json", ".html"):
-        (out / f"{source.stem}{suffix}").unlink(missing_ok=True)
-    try:
-        missing = PARAMETERS - _parameters(nbformat.read(source, as_version=4))
-    except Exception as error:  # nbformat raises its own, json's and attribute errors for a file that is no notebook
-        return Judgement("failed", f"{source} is not a notebook: {error}", {})
-    if missing:
-        names = ", ".join(sorted(missing))
-        return Judgement("failed", f"no cell tagged parameters sets {names}: it would run with its own", {})
-    command = [sys.executable, "-m", "papermill", source, target, "--cwd", source.parent, "--no-progress-bar"]
-    command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
-    command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
-    command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
-    code = execute([str(part) for part in command], log, timeout, _Watch(target))
-    return judge(source.stem, out, code, timeout)
-
-
-def _parameters(notebook) -> set[str]:
-    """The names that the one cell tagged parameters assigns: papermill ignores a misspelt one and exits 0."""
-    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    try:
-        nodes = ast.walk(ast.parse(cells[0].source)) if len(cells) == 1 else ()
-    except SyntaxError:
-        nodes = ()
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-class _Watch:
-    """Says which cell of a lesson has been running for long: papermill writes the notebook when a cell begins.
-
-    Called now and then; a cell is told once, and again whenever the time it has run has doubled.
-    """
-
-    def __init__(self, target: Path):
-        self._target, self._cell, self._since, self._next = target, None, 0.0, LONG_SECONDS
-
-    def __call__(self) -> None:
-        try:
-            cell = running(json.loads(self._target.read_text(encoding="utf-8"))["cells"])
-        except (OSError, ValueError, LookupError):  # not there yet, or half written
-            return
-        now = time.monotonic()
-        if cell is None:
-            return
-        if cell["id"] != self._cell:
-            self._cell, self._since, self._next = cell["id"], now, LONG_SECONDS
-        elif now - self._since >= self._next:
-            self._next = 2 * (now - self._since)
-            _say(f"        for {now - self._since:.0f} s now in: {first_line(cell)}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,19 +3,20 @@
 Both display themselves in a notebook (claims.html.j2) and in a terminal, with the same words.
 """
 
+import functools
+import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jinja2
 
 from perf_helpers.course.ledger import Guide, Verdict
-from perf_helpers.course.templates import template
 from perf_helpers.texts import number_text
 
-SIGNS = {  # a verdict is never told by colour alone: its sign and its words go with it
-    Verdict.HOLDS: "✓",
-    Verdict.REFUTED: "✗",
-    Verdict.TOO_SMALL: "≈",
-    Verdict.NOT_TESTABLE: "–",
-}
+# A verdict is never told by colour alone: its sign and its words go with it.
+SIGNS = {Verdict.HOLDS: "✓", Verdict.REFUTED: "✗", Verdict.TOO_SMALL: "≈", Verdict.NOT_TESTABLE: "–"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,8 +42,7 @@ class Decision:
 
     def to_dict(self) -> dict:
         """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
-        plain = {"verdict": str(self.verdict), "expected": [str(verdict) for verdict in self.expected]}
-        return asdict(self) | plain | {"interval": list(self.interval) if self.interval else None}
+        return json.loads(json.dumps(asdict(self)))
 
     def headline(self) -> str:
         """The verdict with its sign, and what the ledger expected where that differs."""
@@ -91,13 +91,13 @@ class Scoreboard:
     """Every decision of a lesson, and what keeps the lesson from passing."""
 
     title: str
-    decisions: tuple[Decision, ...]
-    problems: tuple[str, ...]  # one line each
+    decisions: Sequence[Decision]
+    problems: Sequence[str]  # one line each
 
     def counts(self) -> str:
         """How many claims have which verdict, e.g. "✓ 3 holds · ✗ 1 refuted"."""
         number = Counter(decision.verdict for decision in self.decisions)
-        parts = [f"{SIGNS[verdict]} {number[verdict]} {verdict}" for verdict in Verdict if number[verdict]]
+        parts = [f"{sign} {number[verdict]} {verdict}" for verdict, sign in SIGNS.items() if number[verdict]]
         rehearsed = ["a rehearsal: no kernel computed"] if any(d.rehearsed for d in self.decisions) else []
         return " · ".join([*(parts or ["no claim was checked"]), *rehearsed])
 
@@ -107,3 +107,12 @@ class Scoreboard:
 
     def _repr_html_(self) -> str:
         return template("claims.html.j2").module.scoreboard(self)
+
+
+@functools.cache
+def template(name: str) -> jinja2.Template:
+    """A Jinja template beside this file, e.g. "report.html.j2"; what it is given is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = number_text
+    return environment.get_template(name)

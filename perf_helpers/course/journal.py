@@ -5,11 +5,11 @@ the measurement, whatever the clocks say.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from perf_helpers.lab.runs import Record
@@ -18,6 +18,7 @@ from perf_helpers.lab.store import Store
 if TYPE_CHECKING:
     from perf_helpers.lab.lab import Lab
 
+STATUSES = ("not attempted", "wrong", "right")  # of an exercise, from the least
 # What a line of each kind holds, at least.
 KINDS = {
     "guess": {"guess", "unit"},
@@ -46,16 +47,18 @@ class Entry(Record):
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
-        if not isinstance(self.content, dict) or (missing := KINDS[self.kind] - self.content.keys()):
-            absent = "a table" if not isinstance(self.content, dict) else ", ".join(sorted(missing))
+        if missing := KINDS[self.kind] - self.content.keys():
+            absent = ", ".join(sorted(missing))
             raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {absent}")
+
+    @property
+    def about(self) -> tuple[str, str, str]:
+        """Which guess, question, exercise or challenge of which lesson, and what of it."""
+        return self.kind, self.lesson, self.key
 
 
 class Journal(Store[Entry]):
     """Entries in a file of JSON lines, appended and read as a lab's runs are."""
-
-    def __init__(self, path: str | os.PathLike):
-        super().__init__(path, Entry)
 
     def reset(self) -> None:
         """Forget everything, e.g. before the next learner sits down at a workshop's machine."""
@@ -64,7 +67,7 @@ class Journal(Store[Entry]):
 
 def of(lab: "Lab") -> Journal:
     """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
-    return Journal(lab.store.path.with_name("journal.jsonl"))
+    return Journal(lab.store.path.with_name("journal.jsonl"), Entry)
 
 
 def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
@@ -73,8 +76,7 @@ def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
     Raises:
         ValueError: no such kind, or something is missing (see `Entry`).
     """
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    journal = of(lab)
+    journal, now = of(lab), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         journal.append(Entry(kind, lab.lesson, key, content, now))
     except OSError as error:
@@ -88,19 +90,27 @@ def finished(lab: "Lab", verdicts: Mapping[str, str]) -> None:
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """The latest guess, or None."""
-    return _latest(_of_key(entries, lesson, key), "guess", "guess")
+    return _latest(entries, ("guess", lesson, key), "guess")
+
+
+def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
+    """The latest choice in a question, or None."""
+    return _latest(entries, ("question", lesson, key), "choice")
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """The latest guess that was committed before the measurement was revealed for the first time, or None."""
-    entries = _of_key(entries, lesson, key)
-    revealed = next((i for i, entry in enumerate(entries) if entry.kind == "revealed"), len(entries))
-    return guess(entries[:revealed], lesson, key)
+    before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
+    return guess([*before], lesson, key)
 
 
 def is_revealed(entries: Sequence[Entry], lesson: str, key: str) -> bool:
     """Whether the measurement has been shown already."""
-    return any(entry.kind == "revealed" for entry in _of_key(entries, lesson, key))
+    return any(entry.about == ("revealed", lesson, key) for entry in entries)
+
+
+def _latest(entries: Sequence[Entry], about: tuple[str, str, str], field: str) -> Any:
+    return next((entry.content[field] for entry in reversed(entries) if entry.about == about), None)
 
 
 def off(guess: float, measured: float) -> float:
@@ -124,12 +134,12 @@ class Scored:
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
     """Every guess that counted, in the order in which the measurements were revealed; each question once."""
-    first: dict[tuple[str, str], Entry] = {}
+    first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":
-            first.setdefault((entry.lesson, entry.key), entry)
+            first.setdefault(entry.about, entry)
     scored = []
-    for (lesson, key), entry in first.items():
+    for (_, lesson, key), entry in first.items():
         said, measured, estimate, unit = (entry.content[name] for name in ("guess", "measured", "estimate", "unit"))
         if said is not None:
             scored.append(Scored(lesson, key, unit, said, measured, estimate, off(said, measured), entry.date))
@@ -147,9 +157,6 @@ class Progress:
     questions: dict[str, bool | None] = field(default_factory=dict)  # by key: is the first choice right? None: open
 
 
-_BEST = ("not attempted", "wrong", "right")
-
-
 def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
     """How far the learner has come in each lesson of which anything is known, in the order of their names."""
     lessons: dict[str, Progress] = {}
@@ -158,38 +165,23 @@ def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
         match entry.kind:
             case "finished":
                 lesson.finished, lesson.claims = entry.date, content["claims"]
-            case "revealed":
-                lesson.errors.setdefault(entry.key, None)
+            case "revealed" if entry.key not in lesson.errors:
+                said, measured = content["guess"], content["measured"]
+                lesson.errors[entry.key] = None if said is None else off(said, measured)
             case "exercise":
-                statuses = (lesson.exercises.get(entry.key, _BEST[0]), content["status"])
-                lesson.exercises[entry.key] = max(statuses, key=_BEST.index)
+                statuses = (lesson.exercises.get(entry.key, "not attempted"), content["status"])
+                lesson.exercises[entry.key] = max(statuses, key=STATUSES.index)
             case "question":
                 if lesson.questions.get(entry.key) is None:
                     lesson.questions[entry.key] = content["right"]
-    for scored in history(entries):
-        lessons[scored.lesson].errors[scored.key] = scored.error
     return dict(sorted(lessons.items()))
 
 
 def board(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
     """Own results of a challenge, best first: less memory, then more speed. A recipe counts once for each machine."""
     latest: dict[str, Entry] = {}
-    for entry in _of_key(entries, lesson, key):
-        if entry.kind == "board":
+    for entry in entries:
+        if entry.about == ("board", lesson, key):
             recipe = json.dumps([entry.content["machine"], entry.content["arguments"]], sort_keys=True)
             latest[recipe] = entry
     return sorted(latest.values(), key=lambda entry: (entry.content["peak_bytes"], -(entry.content["speed"] or 0)))
-
-
-def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """The latest choice in a question, or None."""
-    return _latest(_of_key(entries, lesson, key), "question", "choice")
-
-
-def _latest(entries: Sequence[Entry], kind: str, field: str) -> Any:
-    """That field of the last entry of a kind, or None."""
-    return next((entry.content[field] for entry in reversed(entries) if entry.kind == kind), None)
-
-
-def _of_key(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
-    return [entry for entry in entries if (entry.lesson, entry.key) == (lesson, key)]

@@ -1,8 +1,7 @@
-"""The ledger: every statement of the guides about memory and speed, read from claims.toml and checked field by field.
+"""The ledger: every statement of the guides about memory and speed, from claims.toml, and the rule that decides it.
 
-Notable: the checks are written out rather than declared to a validation library. Most of them are about two fields at
-once (a rule's direction and its threshold, a machine and the verdicts expected of it), and each message names the
-claim and the field, and says what to write there.
+Notable: the checks are written out rather than declared to a validation library. Most are about two fields at once (a
+rule's direction and its threshold, a machine and the verdicts expected of it), and say what to write there.
 """
 
 import math
@@ -20,7 +19,6 @@ from perf_helpers.texts import number_text
 LEDGER = Path(__file__).with_name("claims.toml")
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
-DIRECTIONS = ("below", "above", "between", "equal")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
 LESSONS_WITHOUT_CLAIMS = ("20",)  # the only ones that may finish without having checked anything
 
@@ -98,6 +96,30 @@ def load(path: str | Path | None = None) -> dict[str, Claim]:
     return claims
 
 
+def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
+    """The verdict on one measured value, a number or an interval (low, high) in the unit of `claim.quantity`.
+
+    The claim holds if the whole interval satisfies the rule, is refuted if the whole interval lies in the refuted
+    region, and is too small to tell otherwise. Without the machine it needs, nothing is decided whatever the value.
+    """
+    if not machine_supports or claim.where == "text":
+        return Verdict.NOT_TESTABLE
+    low, high = value if isinstance(value, tuple) else (value, value)
+    threshold = claim.threshold
+    refuted_from = threshold if claim.refuted_from is None else claim.refuted_from
+    if claim.direction == "below":
+        holds, refuted = high < threshold, low >= refuted_from
+    elif claim.direction == "above":
+        holds, refuted = low > threshold, high <= refuted_from
+    else:
+        if claim.direction == "equal":
+            margin = claim.tolerance * (abs(threshold) or 1)  # relative, but absolute around 0
+            threshold = threshold - margin, threshold + margin
+        least, most = threshold
+        holds, refuted = least <= low and high <= most, high < least or most < low
+    return Verdict.HOLDS if holds else Verdict.REFUTED if refuted else Verdict.TOO_SMALL
+
+
 def _read(table: dict) -> Claim:
     """One [[claim]] table, checked: what every claim has, then what a claim with something to measure has."""
 
@@ -105,8 +127,7 @@ def _read(table: dict) -> Claim:
         if not met:
             raise ValueError(f"claim {table.get('id', '(without id)')!r}, field {name!r}: {what_to_write}")
 
-    _check_texts(table, need)
-    _check_guide(table.get("guide"), need)
+    _check_statement(table, need)
     values = table | {"guide": Guide(**table["guide"])}
     if table["where"] == "text":
         for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "refuted_from", "expected"):
@@ -120,19 +141,16 @@ def _read(table: dict) -> Claim:
     return Claim(**values)
 
 
-def _check_texts(table: dict, need: Need) -> None:
-    """No unknown field; a text wherever one belongs; the lesson and the machine are of those that there are."""
+def _check_statement(table: dict, need: Need) -> None:
+    """A text wherever one belongs; the lesson and the machine are of those that there are; the guide has a source."""
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("reason", "since", "thread") if name in table]
     _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
     need(re.fullmatch(r"\d\d", table["lesson"]), "lesson", "two digits are needed, as in '05'")
     need(table["where"] in WHERE, "where", f"{table['where']!r} is none of {', '.join(WHERE)}")
-
-
-def _check_guide(guide: object, need: Need) -> None:
-    """A source; a figure, where there is one, stands with the guides' words and their hardware."""
+    guide = table.get("guide")
     need(isinstance(guide, dict), "guide", "write guide.source = '...', and guide.value where there is a figure")
-    with_a_figure = ["text", "hardware"] if "value" in guide else []
+    with_a_figure = ["text", "hardware"] if "value" in guide else []  # how the guides put it, and where they measured
     _check_names(guide, Guide, ["source", *with_a_figure], "guide.", need)
     need(_is_number(guide.get("value", 0)), "guide.value", "a finite number is needed, or none at all")
 
@@ -150,7 +168,7 @@ def _check_rule(table: dict, need: Need) -> None:
     """The rule that decides: a direction with the threshold that it takes, and nothing that it does not take."""
     direction, threshold = table["direction"], table.get("threshold")
     need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")
-    need(direction in DIRECTIONS, "direction", "below, above, between or equal is needed")
+    need(direction in ("below", "above", "between", "equal"), "direction", "below, above, between or equal is needed")
     if direction == "between":
         pair = isinstance(threshold, list) and len(threshold) == 2 and all(map(_is_number, threshold))
         need(pair and threshold[0] < threshold[1], "threshold", "between needs [low, high] with low < high")

@@ -1,6 +1,6 @@
 """results.json: what a course run leaves for machines, checked when it is read.
 
-{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}: `LESSON` says
+{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}: `_NEEDED` says
 what a lesson has, `claim_row` what a claim has. A run is `Run.to_dict` with its lesson, for `Run.from_dict` to read.
 """
 
@@ -12,10 +12,10 @@ from perf_helpers.course.ledger import Verdict
 from perf_helpers.texts import number_text
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
-VERDICTS = tuple(map(str, Verdict))
-UNDECIDED = str(Verdict.NOT_TESTABLE)
-LESSON = ("name", "status", "seconds", "message")
-_NEEDED = {"lessons": LESSON, "claims": ("id", "lesson", "verdict", "as_expected", "value")}
+_NEEDED = {
+    "lessons": ("name", "status", "seconds", "message"),
+    "claims": ("id", "lesson", "verdict", "as_expected", "value"),
+}
 _OF_A_DECISION = ("id", "says", "quantity", "verdict", "expected", "as_expected", "value", "interval", "threshold")
 _OF_A_DECISION += ("note", "rehearsed")
 
@@ -52,8 +52,8 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a file that is not a course's results.
     """
-    runs = [(path, load_results(path)) for path in sorted(Path(folder).glob("*/*.json"))]
-    return {path.parent.name: data | {"file": path} for path, data in runs if not data["machine"].get("rehearsed")}
+    runs = [load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json"))]
+    return {data["file"].parent.name: data for data in runs if not data["machine"].get("rehearsed")}
 
 
 def claim_row(lesson: str, decision: dict[str, Any]) -> dict[str, Any]:
@@ -65,13 +65,19 @@ def claim_row(lesson: str, decision: dict[str, Any]) -> dict[str, Any]:
 def problems(data: dict[str, Any]) -> list[str]:
     """What keeps a run (the content of results.json) from being ok, one line each."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
-    for claim in data["claims"]:
+    lines += unexpected(data["claims"])
+    undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
+    return [*lines, "no claim was decided"] if undecided else lines
+
+
+def unexpected(claims: list[dict[str, Any]]) -> list[str]:
+    """The rows of claims whose verdict the ledger does not expect, one line each."""
+    lines = []
+    for claim in claims:
         if not claim["as_expected"]:
-            line = f"{claim['id']}: {claim['verdict']}, expected {' or '.join(claim.get('expected') or ['nothing'])}"
-            why = claim["verdict"] == UNDECIDED and claim.get("reason")
-            lines.append(f"{line} ({why})" if why else line)
-    if all(claim["verdict"] == UNDECIDED for claim in data["claims"]):
-        lines.append("no claim was decided")
+            why = claim["verdict"] == Verdict.NOT_TESTABLE and claim.get("reason")
+            expected = " or ".join(claim.get("expected") or ["nothing"])
+            lines.append(f"{claim['id']}: {claim['verdict']}, expected {expected}" + (f" ({why})" if why else ""))
     return lines
 
 

@@ -12,8 +12,8 @@ from perf_helpers.course import course, execution
 
 def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys):
     target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
-    monkeypatch.setattr(course.time, "monotonic", lambda: next(clock))
-    watch = course._Watch(target)
+    monkeypatch.setattr(execution.time, "monotonic", lambda: next(clock))
+    watch = execution._Watch(target)
 
     def running(identity):
         states = {"a": "completed", identity: "running"}
@@ -35,7 +35,7 @@ def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tm
 
 
 def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(course, "execute", lambda *_: pytest.fail("a kernel was started"))
+    monkeypatch.setattr(course, "run_lesson", lambda *_: pytest.fail("a kernel was started"))
     with pytest.raises(ValueError, match=r"profile='tpu': choose one of auto, cpu, t4, gpu"):
         course.run_course(["00"], profile="tpu", out=tmp_path)
 

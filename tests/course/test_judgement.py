@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from toys import decision
 
-from perf_helpers.course.judgement import judge
+from perf_helpers.course.execution import judge
 
 
 def test_a_killed_lesson_names_the_cell_it_hung_in(tmp_path):

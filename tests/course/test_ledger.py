@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from perf_helpers.course import ledger
-from perf_helpers.course.ledger import Verdict
-from perf_helpers.course.verdicts import decide
+from perf_helpers.course.ledger import Verdict, decide
 
 HOLDS, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 

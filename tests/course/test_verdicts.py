@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.verdicts import decide
+from perf_helpers.course.ledger import Verdict, decide, load
 
 HOLDS, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 LEDGER = load()
