@@ -44,7 +44,18 @@ class Monitor(Sampler):
     def panels(self) -> list[drawings.Panel]:
         """What is drawn: memory, and utilisation, over the latest samples."""
         span = self.samples[0].time_seconds, self.samples[-1].time_seconds + 0.01
-        return [self._panel(title, fields, span) for title, fields in self._fields().items()]
+        panels = []
+        for title, fields in self._fields().items():
+            most = max(getattr(sample, field) or 0 for sample in self.samples for field in fields)
+            unit = self.figures[fields[0]][1]
+            scale, unit = bytes_unit(most or 1e6) if unit == "B" else (1, unit)
+            lines = {}
+            for field in fields:
+                values = [(sample.time_seconds, getattr(sample, field)) for sample in self.samples]
+                if points := [(seconds, value / scale) for seconds, value in values if value is not None]:
+                    lines[self.figures[field][0]] = points
+            panels.append(drawings.Panel(title, unit, lines, span))
+        return panels
 
     def picture(self) -> "Figure":
         """The panels as a matplotlib figure, the one that stays."""
@@ -52,17 +63,14 @@ class Monitor(Sampler):
 
         figure = Figure(figsize=(7, 2.6), dpi=110, layout="constrained")
         for ax, panel in zip(figure.subplots(1, 2), self.panels(), strict=True):
-            for (label, points), dashes, colour in zip(
-                panel.lines.items(), drawings.DASHES, plots.SERIES, strict=False
-            ):
+            styles = zip(panel.lines.items(), drawings.DASHES, plots.SERIES, strict=False)
+            for (label, points), dashes, colour in styles:
                 ax.plot(*zip(*points, strict=True), linestyle=(0, dashes) if dashes else "-", color=colour, label=label)
             if len(panel.lines) > 1:
                 ax.legend(frameon=False, fontsize=9)
             if not panel.lines:
                 ax.text(0.5, 0.5, "not available", ha="center", transform=ax.transAxes)
-            ax.set_ylim(0, panel.top)
-            ax.set_xlim(*panel.span)
-            ax.set_xlabel("time (s)")
+            ax.set(xlabel="time (s)", xlim=panel.span, ylim=(0, panel.top))
             ax.set_title(panel.heading, loc="left", fontsize=11)
             ax.spines[["top", "right"]].set_visible(False)
         return figure
@@ -85,7 +93,8 @@ class Monitor(Sampler):
 
     def description(self) -> str:
         """The picture that stays, in words."""
-        parts = "; ".join(f"{label} {text}" for label, text in self.ranges().items())
+        rows = [row for row in self.summary().rows if "not measured" not in row]
+        parts = "; ".join(f"{label} {least} to {most}" for label, least, _, most in rows)
         return f"{self.name} during {seconds_text(self.elapsed_seconds)}: {parts}"
 
     def close(self) -> None:
@@ -99,8 +108,7 @@ class Monitor(Sampler):
                 display.update(bundle, raw=True)
         except Exception as error:
             if display:
-                message = _message(error)
-                display.update({"text/plain": message, "text/html": f"<pre>{html.escape(message)}</pre>"}, raw=True)
+                display.update({"text/plain": _message(error), "text/html": _message_html(error)}, raw=True)
             raise
         finally:
             if self._widget:
@@ -109,17 +117,6 @@ class Monitor(Sampler):
     def _fields(self) -> dict[str, tuple[str, ...]]:
         """The fields of a sample that each panel draws, by its title."""
         return GPU_PANELS if self.gpu else HOST_PANELS
-
-    def _panel(self, title: str, fields: tuple[str, ...], span: tuple[float, float]) -> drawings.Panel:
-        lines, unit, scale = {}, self.figures[fields[0]][1], 1.0
-        for field in fields:
-            values = [(sample.time_seconds, getattr(sample, field)) for sample in self.samples]
-            if points := [(seconds, value) for seconds, value in values if value is not None]:
-                lines[self.figures[field][0]] = points
-        if unit == "B":
-            scale, unit = bytes_unit(max((value for points in lines.values() for _, value in points), default=1e6))
-        scaled = {label: [(seconds, value / scale) for seconds, value in points] for label, points in lines.items()}
-        return drawings.Panel(title, unit, scaled, span)
 
     def _show(self) -> None:
         if getattr(shell(), "kernel", None):
@@ -139,9 +136,13 @@ class Monitor(Sampler):
             try:
                 self._widget.value = self.live_html()
             except Exception as error:
-                self._widget.value = f"<pre>{html.escape(_message(error))}</pre>"
+                self._widget.value = _message_html(error)
                 raise
 
 
 def _message(error: Exception) -> str:
     return f"The monitor stopped: {type(error).__name__}: {error}"
+
+
+def _message_html(error: Exception) -> str:
+    return f"<pre>{html.escape(_message(error))}</pre>"

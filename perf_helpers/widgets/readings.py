@@ -4,7 +4,7 @@ A figure that the machine does not tell is None, never 0.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,8 @@ class Sample:
 
 
 def figure_text(value: float | None, unit: str) -> str:
-    """A figure as it is shown: in three digits, for more would flicker."""
-    return bytes_text(value) if unit == "B" else number_text(value, unit, digits=3)
+    """A figure as it is shown: in two digits or whole, for more would flicker."""
+    return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 
 def reasons(bitmask: int) -> list[str]:
@@ -129,7 +129,7 @@ class _Device:
 
 
 class _Host:
-    """The CPU's and the memory's figures."""
+    """The CPU's and the memory's figures, each query guarded."""
 
     def __init__(self):
         self._process = psutil.Process()
@@ -137,12 +137,13 @@ class _Host:
         self._busy = None  # (busy, all) seconds of the cores at the sample before
 
     def read(self) -> dict[str, Any]:
-        return {
-            "cpu_percent": _guarded(self._cpu_percent),
-            "memory_available_bytes": _guarded(self._available),
-            "own_rss_bytes": _guarded(_rss, self._process),
-            "children_rss_bytes": _guarded(self._children),
-        }
+        read, queries = {}, {"cpu_percent": self._cpu_percent, "memory_available_bytes": self._available}
+        queries |= {"own_rss_bytes": lambda: self._process.memory_info().rss, "children_rss_bytes": self._children}
+        for name, query in queries.items():
+            read[name] = None
+            with suppress(psutil.Error, OSError):
+                read[name] = query()
+        return read
 
     def _cpu_percent(self) -> float | None:
         times = psutil.cpu_times()
@@ -159,16 +160,8 @@ class _Host:
         return hardware.least(psutil.virtual_memory().available, left)
 
     def _children(self) -> int:
-        sizes = [_guarded(_rss, child) for child in self._process.children(recursive=True)]
-        return sum(size for size in sizes if size is not None)  # None: it has ended meanwhile
-
-
-def _rss(process: psutil.Process) -> int:
-    return process.memory_info().rss
-
-
-def _guarded(read: Callable[..., Any], *arguments):
-    try:
-        return read(*arguments)
-    except (psutil.Error, OSError):
-        return None
+        total = 0
+        for child in self._process.children(recursive=True):
+            with suppress(psutil.Error, OSError):  # it has ended meanwhile
+                total += child.memory_info().rss
+        return total

@@ -4,6 +4,7 @@ It keeps itself under one percent of one core: a sample that costs more makes th
 """
 
 import atexit
+import sys
 import threading
 import time
 from collections import Counter
@@ -59,12 +60,12 @@ class Sampler:
         self._error: Exception | None = None  # what ended the thread
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="perf_helpers monitor", daemon=True)
-        self._events = _cell_events()
+        self._cell_events = getattr(shell(), "events", None)  # they tell when a cell has ended
         PLACES.free(_PLACE)  # before this one is shown, so that the first one's picture comes first
         self._show()
         PLACES.take(_PLACE, self.close)
-        if self._events:
-            self._events.register("post_run_cell", self._cell_ended)
+        if self._cell_events:
+            self._cell_events.register("post_run_cell", self._cell_ended)
         self._thread.start()
 
     def __enter__(self):
@@ -106,15 +107,6 @@ class Sampler:
         held = ", ".join(f"{reason} in {n / self.count:.0%}" for reason, n in self._reasons.most_common())
         return plots.Table(["figure", "min", "mean", "max"], rows, where + (f"; clocks: {held}" if held else ""))
 
-    def ranges(self) -> dict[str, str]:
-        """From where to where each figure went over all samples, by its label; without those not measured."""
-        texts = {}
-        for field, (label, unit) in self.figures.items():
-            if field in self._totals:
-                least, _, _, most = self._totals[field]
-                texts[label] = f"{readings.figure_text(least, unit)} to {readings.figure_text(most, unit)}"
-        return texts
-
     def _show(self) -> None:
         """Called before the thread starts. A sampler shows nothing: `monitor.Monitor` does."""
 
@@ -144,23 +136,15 @@ class Sampler:
         self.close()
 
     def _forget_cell(self) -> None:
-        if self._events:
+        if self._cell_events:
             with suppress(ValueError):  # it is not registered any more
-                self._events.unregister("post_run_cell", self._cell_ended)
+                self._cell_events.unregister("post_run_cell", self._cell_ended)
 
 
 atexit.register(PLACES.free, _PLACE)
 
 
 def shell():
-    """IPython's shell, where there is an IPython."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return None
-    return get_ipython()
-
-
-def _cell_events():
-    """The events of IPython's shell, which tell when a cell has ended."""
-    return shell().events if shell() else None
+    """IPython's shell, where this process is one."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
