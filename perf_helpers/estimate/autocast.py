@@ -22,7 +22,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# What a version of torch does not register for CUDA is not replaced.
+# CUDA's lists; an operator of theirs that a version of torch does not register for CUDA is not replaced.
 _LOWER = _names(
     """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -55,9 +55,10 @@ _WIDEST = _names(
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """
 )
+# Norms have no place for the type of their result: they are run in an overload that has one.
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _BANNED = ("binary_cross_entropy",)
-_FALLTHROUGH = torch.library.fallthrough_kernel
+_FALLTHROUGH = torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
 
 Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named arguments of an operator
 

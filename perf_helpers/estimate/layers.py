@@ -207,6 +207,7 @@ def growth(shallow: Trace, deep: Trace) -> Growth | None:
         for index, partner in _aligned(shallow, deep, here[::-1], there[::-1]):
             from_end[index] = partner
     alone = np.flatnonzero((from_start < 0) & (from_end < 0))
+    # Each of these grows as the one before it does, which therefore must have a partner.
     if len(alone) > _MOST_ALONE or (np.diff(alone) == 1).any() or (len(alone) and alone[0] == 0):
         return None
     middle = _middle(shallow, deep, from_start, from_end)
