@@ -10,30 +10,6 @@ from toys import STATUS, decision, results, write_lesson
 from perf_helpers.course import course, execution
 
 
-def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys):
-    target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
-    monkeypatch.setattr(execution.time, "monotonic", lambda: next(clock))
-    watch = execution._Watch(target)
-
-    def running(identity):
-        states = {"a": "completed", identity: "running"}
-        cells = [
-            {"id": key, "source": f"{key} = 1\nmore", "metadata": {"papermill": {"status": state}}}
-            for key, state in states.items()
-        ]
-        target.write_text(json.dumps({"cells": cells}))
-
-    running("slow")
-    for _ in range(5):  # after 0, 30, 60, 100 and 125 s
-        watch()
-    running("next")
-    watch()
-    target.write_text("{")  # half written
-    watch()
-    told = capsys.readouterr().err.split("\n")
-    assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
-
-
 def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(course, "run_lesson", lambda *_: pytest.fail("a kernel was started"))
     with pytest.raises(ValueError, match=r"profile='tpu': choose one of auto, cpu, t4, gpu"):
@@ -151,8 +127,3 @@ def test_lessons_are_not_overwritten_and_a_damaged_baseline_is_refused_before_an
 )
 def test_a_course_is_ok_if_verdicts_are_expected_and_one_is_decided(tmp_path, claims, ok):
     assert course.CourseResult(tmp_path, results(*claims, lessons=["ok"])).ok is ok
-
-
-def test_a_child_that_outlives_the_killed_kernel_is_ended(ran):
-    pid = int((ran[1] / "orphan.pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

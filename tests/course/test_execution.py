@@ -1,11 +1,13 @@
-"""What papermill leaves is read again: a lesson is ok only if all of it ran and its results are its own."""
+"""A lesson leaves no process behind, and is ok only if all of it ran and its results are its own."""
 
 import json
 
 import nbformat
+import psutil
 import pytest
 from toys import decision
 
+from perf_helpers.course import execution
 from perf_helpers.course.execution import judge
 
 
@@ -42,3 +44,32 @@ def test_a_lesson_without_claims_of_its_own_need_not_decide_one(tmp_path):
         nbformat.write(nbformat.v4.new_notebook(), tmp_path / f"{name}.ipynb")
         (tmp_path / f"{name}.json").write_text(json.dumps(RECORD | {"lesson": name, "claims": []}))
         assert judge(name, tmp_path, 0).status == status
+
+
+def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys):
+    target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
+    monkeypatch.setattr(execution.time, "monotonic", lambda: next(clock))
+    watch = execution._Watch(target)
+
+    def running(identity):
+        states = {"a": "completed", identity: "running"}
+        cells = [
+            {"id": key, "source": f"{key} = 1\nmore", "metadata": {"papermill": {"status": state}}}
+            for key, state in states.items()
+        ]
+        target.write_text(json.dumps({"cells": cells}))
+
+    running("slow")
+    for _ in range(5):  # after 0, 30, 60, 100 and 125 s
+        watch()
+    running("next")
+    watch()
+    target.write_text("{")  # half written
+    watch()
+    told = capsys.readouterr().err.split("\n")
+    assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
+
+
+def test_a_child_that_outlives_the_killed_kernel_is_ended(ran):
+    pid = int((ran[1] / "orphan.pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
