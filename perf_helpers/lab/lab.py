@@ -342,7 +342,7 @@ class Lab:
             return Ratio.unknown(f"speed not measured: {reason}")
         samples = [experiment.samples_per_step for experiment in pair]
         per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
-        pairs = [a / b * per_sample for a, b in zip(outcome.first, outcome.second, strict=True)]
+        pairs = [a / b * per_sample for a, b in zip(*outcome.value, strict=True)]
         return self.ratio(pairs, baseline, other)
 
     @property

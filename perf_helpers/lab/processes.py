@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perf_helpers.lab import outcomes, worker
@@ -109,28 +108,13 @@ def _timed_out(timeout: float) -> Outcome:
     return Outcome("timed out", f"no result within {seconds if until <= time.monotonic() else timeout:g} s")
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """What came of two experiments that took turns."""
-
-    first: tuple[float, ...] = ()  # seconds of each turn of the first one; fewer than asked for where one ended early
-    second: tuple[float, ...] = ()
-    status: str = "ok"  # as an outcome's
-    message: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-
 class _Early(Exception):
     """One of two experiments ended before its turns were over."""
 
     def __init__(self, which: int, outcome: Outcome):
-        status, message = outcome.status, outcome.message
         if outcome.ok:
-            status, message = "crashed", "it ended before its turns were over: give it more steps"
-        super().__init__(status, f"the {('first', 'second')[which]} one: {message}")
+            outcome = Outcome("crashed", "it ended before its turns were over: give it more steps")
+        self.outcome = Outcome(outcome.status, f"the {('first', 'second')[which]} one: {outcome.message}")
 
 
 def alternate(
@@ -141,8 +125,10 @@ def alternate(
     timeout: float = 600,
     together: bool = True,
     on_turn: Callable[[], Any] | None = None,
-) -> Turns:
+) -> Outcome:
     """Let two experiments take turns (A B, B A, A B, ...), each in its clean process, and time every turn.
+
+    The outcome's value: seconds of each turn of the first one, and of the second.
 
     Args:
         turns: pairs of turns.
@@ -154,16 +140,13 @@ def alternate(
     deadline = time.monotonic() + seconds_left(timeout)
     take = _living if together else _one_by_one
     try:
-        seconds = take((first, second), turns, steps_per_turn, deadline, on_turn or (lambda: None))
+        return Outcome(value=take((first, second), turns, steps_per_turn, deadline, on_turn or (lambda: None)))
     except _Early as early:
-        return Turns((), (), *early.args)
+        return early.outcome
     except TimeoutError:
-        late = _timed_out(timeout)
-        return Turns((), (), late.status, late.message)
+        return _timed_out(timeout)
     except Ended as end:
-        ended = outcomes.died(end.code)
-        return Turns((), (), ended.status, ended.message)
-    return Turns(*map(tuple, seconds))
+        return outcomes.died(end.code)
 
 
 def _order(turns: int) -> Iterator[int]:

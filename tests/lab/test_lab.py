@@ -8,7 +8,6 @@ from machines import TINY
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.processes import Turns
 from perf_helpers.lab.runs import Memory, Ratio
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
@@ -132,7 +131,7 @@ def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
 
 def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch, capsys):
     run = lab.train("alone", task=TINY, measure=("memory",), per_device_train_batch_size=2)
-    late = Turns(status="timed out", message="no result within 1 s")
+    late = Outcome("timed out", "no result within 1 s")
     monkeypatch.setattr("perf_helpers.lab.processes.alternate", lambda *_: late)
     comparison = lab.compare(run, run)
     assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
@@ -154,7 +153,7 @@ def with_gpus(tmp_path):
             asked.append((function.__name__, *arguments))
             if function.__name__ == "alternate":
                 turns = arguments[2]
-                return Turns((1.0,) * turns, (1.0,) * turns)
+                return Outcome(value=((1.0,) * turns, (1.0,) * turns))
             memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes))
             return Outcome(memory=memory if arguments[1] == "memory" else None)
 

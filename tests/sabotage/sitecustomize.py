@@ -12,7 +12,7 @@ import sys
 
 def failed_comparison(module):
     def alternate(*_, **__):
-        return module.Turns(status="timed out", message="no result within 0 s")
+        return module.Outcome("timed out", "no result within 0 s")
 
     module.alternate = alternate
 
