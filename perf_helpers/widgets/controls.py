@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers.widgets.frame import PLACES, close_widget, guarded
+from perf_helpers.widgets.frame import PLACES, close_widget, observe
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -48,8 +48,7 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
         output.clear_output(wait=True)
         _show(draw(**{name: control.value for name, control in controls.items()}))
 
-    for control in controls.values():
-        control.observe(guarded(redraw, output), names="value")
+    observe(controls.values(), redraw, output)
     box = ipywidgets.VBox([*controls.values(), output], layout={"max_width": "100%"})
     code = getattr(draw, "__code__", None)  # of the same cell, if it is run again
     where = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices

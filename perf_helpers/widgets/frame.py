@@ -2,16 +2,15 @@
 
 - It stands at a *place*, named by what it is and whose: `("predict", lesson, key)`. What comes to a place closes what
   stood there, its callbacks and threads with it, so that a cell that is run again leaves nothing twice: `PLACES`.
-- It is shown as three things at once: its box of widgets for a front end, HTML for a page without one, and text for a
+- It is shown as three things at once: its widgets for a front end, HTML for a page without one, and text for a
   terminal: `place`.
-- No error of a callback is lost: each is `guarded` by an Output widget that is part of the box. Its state is kept in
+- No error of a callback is lost: each is `guarded` by an Output widget that is one of its parts. Its state is kept in
   the notebook, where the course run finds the error.
 - It is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,47 +20,37 @@ WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # of a Box whose children go to the next line
 
 
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    close: Callable[[], None]  # ends it
-    about: Any  # what a later cell asks of it
-
-
 class Places:
     """What this kernel shows or runs, by its place. All methods may be called from any thread."""
 
     def __init__(self):
-        self._standing: dict[Hashable, _Standing] = {}
+        self._standing: dict[Hashable, tuple[Callable[[], None], Any]] = {}  # what ends it, and what is known of it
         self._lock = threading.Lock()
 
-    def take(self, where: Hashable, close: Callable[[], None], about: Any = None) -> None:
+    def take(self, where: Hashable, close: Callable[[], None] | None, about: Any = None) -> None:
         """Stand at a place, after what stood there before is closed.
 
         Args:
             close: called when something else comes to this place.
             about: what `self.about(where)` answers as long as nothing else does.
         """
-        self._put(where, _Standing(close, about))
+        with self._lock:
+            close_before, _ = self._standing.pop(where, (None, None))
+            if close:
+                self._standing[where] = close, about
+        if close_before:
+            close_before()
 
     def free(self, where: Hashable) -> None:
         """Close what stands at a place, if anything does."""
-        self._put(where, None)
+        self.take(where, None)
 
     def about(self, where: Hashable) -> Any:
         """What is known about that which stands at a place; None where nothing stands there."""
-        standing = self._standing.get(where)
-        return standing.about if standing else None
+        return self._standing.get(where, (None, None))[1]
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(tuple(self._standing))
-
-    def _put(self, where: Hashable, standing: _Standing | None) -> None:
-        with self._lock:
-            before = self._standing.pop(where, None)
-            if standing:
-                self._standing[where] = standing
-        if before:
-            before.close()
 
 
 PLACES = Places()  # of this kernel
@@ -69,21 +58,23 @@ PLACES = Places()  # of this kernel
 
 def place(
     where: Hashable,
-    box: "Widget",
+    parts: "Sequence[Widget]",
     static: str,
     plain: str,
-    *,
     at_end: Callable[[], None] | None = None,
     about: Any = None,
 ) -> None:
-    """Display a box where there is a front end, and `static` (HTML) or `plain` (text) where there is none.
+    """Display parts under each other where there is a front end, `static` (HTML) or `plain` (text) where there is none.
 
     Args:
         where: names the place among all of this kernel; what stands there is closed.
-        at_end: called before this box is closed, e.g. to end a thread.
+        at_end: called before these parts are closed, e.g. to end a thread.
         about: what a later cell can ask of it, see `Places.about`.
     """
+    import ipywidgets
     from IPython.display import display
+
+    box = ipywidgets.VBox(parts, layout=WHOLE_WIDTH)
 
     def close() -> None:
         if at_end:
@@ -91,9 +82,13 @@ def place(
         close_widget(box)
 
     PLACES.take(where, close, about)
-    view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
-    bundle = {"text/plain": plain, "text/html": static, "application/vnd.jupyter.widget-view+json": view}
-    display(bundle, raw=True)
+    display({"text/plain": plain, "text/html": static} | view(box), raw=True)
+
+
+def view(widget: "Widget") -> dict[str, Any]:
+    """What a front end is told to show a widget."""
+    content = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"application/vnd.jupyter.widget-view+json": content}
 
 
 def close_widget(widget: "Widget") -> None:
@@ -116,6 +111,14 @@ def guarded(function: Callable[..., None], output: "Output") -> Callable[..., No
         with output:
             function(*arguments)
 
+    return callback
+
+
+def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
+    """Call a function, guarded, whenever one of these controls changes its value. Returns the callback."""
+    callback = guarded(function, output)
+    for control in controls:
+        control.observe(callback, names="value")
     return callback
 
 

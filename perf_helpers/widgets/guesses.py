@@ -13,7 +13,7 @@ from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets import feedback as feedbacks
-from perf_helpers.widgets.frame import PLACES, ROW, WHOLE_WIDTH, guarded, place
+from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
@@ -62,9 +62,8 @@ def predict(
     button.on_click(guarded(commit, output))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {feedbacks.prose_html(question)}</div>"
     row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
-    box = ipywidgets.VBox([ipywidgets.HTML(head), row, state, output], layout=WHOLE_WIDTH)
-    static = head + _state_html(lab, key, unit)
-    place(("predict", lab.lesson, key), box, static, f"Predict: {question}", about=(unit, estimate))
+    parts, static = [ipywidgets.HTML(head), row, state, output], head + state.value
+    place(("predict", lab.lesson, key), parts, static, f"Predict: {question}", about=(unit, estimate))
 
 
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> feedbacks.Feedback:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from perf_helpers import plots
 from perf_helpers.texts import bytes_unit, seconds_text
 from perf_helpers.widgets import drawings, readings
+from perf_helpers.widgets.frame import view
 from perf_helpers.widgets.sampler import Sampler, shell
 
 if TYPE_CHECKING:
@@ -125,9 +126,7 @@ class Monitor(Sampler):
 
             self._widget = ipywidgets.HTML("The monitor starts ...")
             # Not display(widget): ipywidgets 7 then publishes it itself, without the id by which it is replaced.
-            view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
-            data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": "the live monitor"}
-            self._display = display(data, raw=True, display_id=True)
+            self._display = display({"text/plain": "the live monitor"} | view(self._widget), raw=True, display_id=True)
 
     def _add(self, sample: readings.Sample) -> None:
         super()._add(sample)

@@ -7,7 +7,7 @@ from functools import partial
 from perf_helpers.course import journal
 from perf_helpers.lab import Lab
 from perf_helpers.widgets.feedback import Feedback, prose_html
-from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, place
+from perf_helpers.widgets.frame import ROW, guarded, place
 
 
 def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
@@ -58,11 +58,11 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
         show(chosen)
     row = ipywidgets.HBox(list(buttons.values()), layout=ROW)
     shown_options = ipywidgets.HTML(f"<div style='line-height:1.6'>{lines}</div>")
-    box = ipywidgets.VBox([ipywidgets.HTML(head), shown_options, row, answer, output], layout=WHOLE_WIDTH)
+    parts = [ipywidgets.HTML(head), shown_options, row, answer, output]
     folded = "".join(
         f"<li>{prose_html(option)}<details><summary style='cursor:pointer'>is it?</summary>"
         f"{feedback._repr_html_()}</details></li>"
         for option, feedback in answers.items()
     )
     plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for letter, option in letters.items())])
-    place(("question", lab.lesson, key), box, f"{head}<ol type='a'>{folded}</ol>", plain)
+    place(("question", lab.lesson, key), parts, f"{head}<ol type='a'>{folded}</ol>", plain)

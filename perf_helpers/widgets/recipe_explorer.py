@@ -12,7 +12,7 @@ from perf_helpers.lab.runs import Run
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets import drawings
-from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
+from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 
 def recipes(lab: Lab, *more: Run) -> None:
@@ -62,14 +62,12 @@ def recipes(lab: Lab, *more: Run) -> None:
         code = html.escape(Arguments(chosen.arguments).to_python())
         text.value = f"<b>{html.escape(chosen.name)}</b>, {html.escape(chosen.task)}<pre>{code}</pre>"
 
-    for control in (group, card, limit):
-        control.observe(guarded(offer, output), names="value")
-    select.observe(guarded(draw, output), names="value")
+    observe([group, card, limit], offer, output)
+    observe([select], draw, output)
     offer()
-    controls = ipywidgets.Box([group, card, limit], layout=ROW)
-    box = ipywidgets.VBox([controls, picture, select, text, output], layout=WHOLE_WIDTH)
+    parts = [ipywidgets.Box([group, card, limit], layout=ROW), picture, select, text, output]
     table = _table(next(iter(groups.values())))
-    place(("recipes", lab.lesson), box, table._repr_html_(), repr(table))
+    place(("recipes", lab.lesson), parts, table._repr_html_(), repr(table))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.runs import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import drawings
-from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, place
+from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, observe, place
 
 
 def timeline(*runs: Run | MemoryEstimate) -> None:
@@ -45,14 +45,12 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
     button = ipywidgets.Button(description="to the peak", tooltip="move to the peak of the upper run")
     button.on_click(guarded(to_the_peak, output))
-    for control in (upper, lower, slider):
-        control.observe(guarded(draw, output), names="value")
+    observe([upper, lower, slider], draw, output)
     to_the_peak()
     top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=ROW)
-    box = ipywidgets.VBox([top, slider, picture, output], layout=WHOLE_WIDTH)
     words = {name: f"{name}: peak {steps[name].text(steps[name].peak)}" for name in names[:2]}
     static = "".join(plots.picture_html(plots.timeline(runs[name]), text) for name, text in words.items())
-    place(("timeline", *names), box, static, "\n".join(words.values()))
+    place(("timeline", *names), [top, slider, picture, output], static, "\n".join(words.values()))
 
 
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:

@@ -37,8 +37,9 @@ def test_what_comes_to_a_place_closes_what_stood_there():
 
 def test_a_box_is_ended_and_closed_with_all_that_it_contains(shown):
     before, ended = set(alive()), []
-    box = ipywidgets.VBox([ipywidgets.HBox([ipywidgets.Button()])])
-    place("here", box, "<b>static</b>", "plain", at_end=lambda: ended.append(box.model_id in alive()))
+    button = ipywidgets.Button()
+    parts = [ipywidgets.HBox([button])]
+    place("here", parts, "<b>static</b>", "plain", at_end=lambda: ended.append(button.model_id in alive()))
     assert (shown[-1]["text/html"], shown[-1]["text/plain"]) == ("<b>static</b>", "plain") and VIEW in shown[-1]
     PLACES.free("here")
     assert ended == [True] and set(alive()) <= before
