@@ -25,12 +25,12 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's: level "ok", "note", "warning" or "error"; remedy: what to type or do, or empty."""
+    """One line of the doctor's."""
 
-    level: str
-    subject: str
-    text: str
-    remedy: str = ""
+    level: str  # "ok", "note", "warning" or "error"
+    subject: str  # what it is about: "GPU 0", "memory", a package
+    text: str  # one sentence
+    remedy: str = ""  # what to type or do, if anything
 
 
 def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:

@@ -61,13 +61,13 @@ print(json.dumps(rows))
 class Gpu:
     """A GPU as CUDA numbers it."""
 
-    index: int
-    uuid: str | None = None
+    index: int  # of CUDA's devices
+    uuid: str | None = None  # "GPU-...", or "MIG-..." for a slice of one
     name: str | None = None
     memory_bytes: int | None = None
-    capability: tuple[int, int] | None = None
-    driver: str | None = None
-    free_bytes: int | None = None
+    capability: tuple[int, int] | None = None  # compute capability: (9, 0) for an H100
+    driver: str | None = None  # version
+    free_bytes: int | None = None  # when it was asked
 
 
 def _gpu(capability=None, **rest) -> Gpu:
@@ -80,21 +80,21 @@ class Machine:
 
     name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
     kind: str  # "cuda" where experiments run on a GPU, else "cpu"
-    system: str | None = None
-    python: str | None = None
-    cpu_model: str | None = None
+    system: str | None = None  # operating system, its release, the architecture
+    python: str | None = None  # version
+    cpu_model: str | None = None  # "AMD EPYC"
     cpu_cores: int | None = None  # usable: affinity and cgroup quota
     cpu_features: tuple[str, ...] | None = None  # None: unknown
     memory_bytes: int | None = None  # the machine's, or the cgroup's limit if that is less
-    memory_available_bytes: int | None = None
+    memory_available_bytes: int | None = None  # when it was asked
     shm_bytes: int | None = None  # free in /dev/shm
     gpus: tuple[Gpu, ...] = ()  # also those that this torch cannot use
     cuda_reason: str | None = None  # why there is no CUDA
     nvml_reason: str | None = None  # why NVML gives nothing
-    cuda_visible_devices: str | None = None
-    torch_build: str | None = None
+    cuda_visible_devices: str | None = None  # the variable
+    torch_build: str | None = None  # version with its build: "2.13.0+cpu"
     cpu_quota: float | None = None  # cores' worth of time that a cgroup allows
-    machine_cores: int | None = None
+    machine_cores: int | None = None  # usable or not
     visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
     rehearsed: bool = False  # the GPU is a stand-in that computes nothing, see perf_helpers.rehearsal
 

@@ -26,10 +26,10 @@ class Unavailable(OSError):
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts and what joins them. `holders` are the processes that keep the hosts' namespaces."""
+    """Two hosts and what joins them."""
 
-    holders: tuple[int, int]
-    megabits_per_second: float | None
+    holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
+    megabits_per_second: float | None  # in either direction; None: as fast as the machine copies
 
     def join(self) -> None:
         """Move this rank to its host (even ranks to the first one, odd ranks to the second), to meet the others there.

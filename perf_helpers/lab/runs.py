@@ -204,13 +204,12 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Record):
-    """A measured ratio with its interval, `low` to `high`: the bootstrap's, widened by the noise floor of where it was
-    measured. An effect that does not clear it is too small to tell. Divided by a number, all of it is."""
+    """A measured ratio with its interval. An effect that does not clear the interval is too small to tell."""
 
-    value: float
-    low: float
+    value: float  # the median of the pairs
+    low: float  # the bootstrap's interval, widened to the noise floor of where it was measured
     high: float
-    pairs: tuple[float, ...] = ()
+    pairs: tuple[float, ...] = ()  # the ratio of each pair of turns
 
     def __post_init__(self):
         for name in ("value", "low", "high"):
@@ -262,15 +261,13 @@ class Ratio(Record):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Record):
-    """Two runs side by side: `memory_ratio` is other / baseline in peak bytes, `speed_ratio` in samples per second.
-
-    Each is unknown where it was not measured: lessons go on, and a claim that it decides is not testable.
-    """
+    """Two runs side by side. A ratio is unknown where it was not measured: lessons go on, and a claim that it decides
+    is not testable."""
 
     baseline: Run
     other: Run
-    memory_ratio: float
-    speed_ratio: Ratio
+    memory_ratio: float  # other / baseline, in peak bytes
+    speed_ratio: Ratio  # other / baseline, in samples per second
 
     def __post_init__(self):
         if self.memory_ratio is None:

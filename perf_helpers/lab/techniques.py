@@ -6,11 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One answer to one question of a recipe: its training arguments, what it costs, and the claim with its speed."""
+    """One answer to one question of a recipe."""
 
-    name: str
-    arguments: dict[str, Any] = field(hash=False)
-    cost: str = ""  # empty: the plain choice
+    name: str  # for people
+    arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
+    cost: str = ""  # what it takes away, in words; empty for the plain choice
     claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}
 
     @property
