@@ -1,4 +1,4 @@
-"""Exercises and challenges: what a learner answers, and the feedback on it. Questions and scores are offered here too.
+"""Questions, exercises and challenges: what a learner answers, and the feedback on it.
 
 Nothing that a learner answers stops Run All, and no measurement that failed does: an answer that needs it is neither
 right nor wrong. What an author got wrong stops it: a check that fails by itself, a question whose right answer is none
@@ -6,8 +6,10 @@ of its options.
 """
 
 import math
+import string
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from perf_helpers import plots
@@ -17,7 +19,7 @@ from perf_helpers.lab.runs import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
 from perf_helpers.widgets.feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
-from perf_helpers.widgets.questions import question
+from perf_helpers.widgets.frame import ROW, guarded, place
 
 __all__ = ["Feedback", "board", "challenge", "check", "hint", "not_attempted", "not_measured", "prove", "question"]
 __all__ += ["right", "score", "wrong"]
@@ -25,6 +27,63 @@ __all__ += ["right", "score", "wrong"]
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
 _is_author: ContextVar[bool] = ContextVar("is_author", default=False)
+
+
+def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
+    """Ask a quick question: each option has a button that shows its explanation. The choice is kept in the journal.
+
+    Without a front end: a list, the explanations folded. In all texts, words between backticks are code.
+
+    Args:
+        key: names the question within the lesson.
+        options: for each option its explanation, the wrong ones included.
+        right: the option that is right.
+
+    Raises:
+        ValueError: fewer than two options, one without an explanation, or `right` is none of them.
+    """
+    import ipywidgets
+
+    if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
+        raise ValueError(f"options={options!r}: give at least two, each with its explanation")
+    if right not in options:
+        raise ValueError(f"right={right!r}: it must be one of the options, {', '.join(map(repr, options))}")
+    answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
+    chosen = journal.choice(journal.of(lab).read(), lab.lesson, key)
+    if chosen is None:
+        journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
+
+    letters = dict(zip(string.ascii_lowercase, answers, strict=False))
+    head = f"<div style='line-height:1.4'><b>Question</b>: {prose_html(text)}</div>"
+    lines = "".join(f"<div>{letter}) {prose_html(option)}</div>" for letter, option in letters.items())
+    answer, output = ipywidgets.HTML(), ipywidgets.Output()
+    # Buttons rather than radio buttons, where moving by the arrow keys chooses.
+    buttons = {
+        option: ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"})
+        for letter, option in letters.items()
+    }
+
+    def show(option: str) -> None:
+        line = f"Your choice: {buttons[option].description}) {prose_html(option)}"
+        answer.value = f"<div style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
+
+    def choose(option: str, _) -> None:
+        show(option)
+        journal.keep(lab, "question", key, choice=option, right=option == right)
+
+    for option, button in buttons.items():
+        button.on_click(guarded(partial(choose, option), output))
+    if chosen in answers:
+        show(chosen)
+    asked = ipywidgets.HTML(f"{head}<div style='line-height:1.6'>{lines}</div>")
+    parts = [asked, ipywidgets.HBox(list(buttons.values()), layout=ROW), answer, output]
+    folded = "".join(
+        f"<li>{prose_html(option)}<details><summary style='cursor:pointer'>is it?</summary>"
+        f"{feedback._repr_html_()}</details></li>"
+        for option, feedback in answers.items()
+    )
+    plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for letter, option in letters.items())])
+    place(("question", lab.lesson, key), parts, f"{head}<ol type='a'>{folded}</ol>", plain)
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
@@ -41,17 +100,15 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     """
     token = _is_author.set(True)
     try:
-        verdict = _judgement(check, solution)
         for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
-            feedback = verdict if answer is solution else _judgement(check, answer)
+            feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
             if feedback.status != expected and not is_unknown:
-                raise RuntimeError(
-                    f"this exercise's check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}"
-                )
+                said = f"{feedback.status}, not {expected}: {feedback.text}"
+                raise RuntimeError(f"this exercise's check calls {answer!r} {said}")
+        return feedback
     finally:
         _is_author.reset(token)
-    return verdict
 
 
 def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
@@ -91,17 +148,14 @@ def _keep(lab: Lab, kind: str, key: str, **content) -> None:
         journal.keep(lab, kind, key, **content)
 
 
-def hint(*steps: str) -> "Hints":
-    """Hints to an exercise, opened one after the other, the last one close to the solution.
+class Hints:
+    """Hints to an exercise, folded into each other: opening one shows the next one, the last one close to the solution.
+
+    Plain HTML, no kernel needed.
 
     Raises:
         ValueError: no hint, or an empty one.
     """
-    return Hints(*steps)
-
-
-class Hints:
-    """Hints folded into each other: opening one shows the next one, still folded. Plain HTML, no kernel needed."""
 
     def __init__(self, *steps: str):
         if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
@@ -112,15 +166,18 @@ class Hints:
         return "\n".join(f"hint {number}: {step}" for number, step in enumerate(self.steps, start=1))
 
     def _repr_html_(self) -> str:
-        shown = ""
-        for number, step in reversed(list(enumerate(self.steps, start=1))):
-            summary = "Hint" if len(self.steps) == 1 else f"Hint {number} of {len(self.steps)}"
-            style = "margin:0.2em 0 0.2em 1em"
+        shown, count = "", len(self.steps)
+        for number in range(count, 0, -1):
+            summary = f"Hint {number} of {count}" if count > 1 else "Hint"
             shown = (
-                f"<details style='{style}'><summary style='cursor:pointer'>{summary}</summary>"
-                f"<div>{prose_html(step)}</div>{shown}</details>"
+                "<details style='margin:0.2em 0 0.2em 1em'>"
+                f"<summary style='cursor:pointer'>{summary}</summary>"
+                f"<div>{prose_html(self.steps[number - 1])}</div>{shown}</details>"
             )
         return shown
+
+
+hint = Hints
 
 
 def challenge(
@@ -151,20 +208,19 @@ def challenge(
         ValueError: the challenge itself makes no sense: no target, an unknown fixed argument, a baseline that failed.
     """
     fixed = Arguments.of(fixed or {})
+    targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
     if limit_bytes is None and at_least_speed is None:
         raise ValueError(f"challenge {key!r} has no target: give limit_bytes, at_least_speed or both")
-    targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
-    unknown = [f"the target is unknown: {value.why}" for value in targets.values() if isinstance(value, Unknown)]
     for name, value in targets.items():
         if is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if baseline.peak_bytes is None:
         raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")
+    unknown = [value.why for value in targets.values() if isinstance(value, Unknown)]
     if unknown:
-        feedback = not_attempted(unknown[0]) if answer is None else not_measured(unknown[0])
+        feedback = (not_attempted if answer is None else not_measured)(f"the target is unknown: {unknown[0]}")
     elif answer is None:
-        target = []
-        target += [f"a peak of at most {bytes_text(limit_bytes)}"] if limit_bytes else []
+        target = [f"a peak of at most {bytes_text(limit_bytes)}"] if limit_bytes else []
         target += [f"at least {at_least_speed:g} x the speed of {baseline.name}"] if at_least_speed else []
         feedback = not_attempted(f"the target is {' and '.join(target)}; replace None by a dict of training arguments")
     elif problem := _recipe_problem(answer, baseline, fixed):
@@ -201,31 +257,23 @@ def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
     """The feedback on a recipe after running it; one that meets the target goes onto the board."""
-    name = f"your {key}"
-    same = {"name": name, "arguments": recipe, "task": baseline.task, "processes": baseline.processes}
+    same = {"name": f"your {key}", "arguments": recipe, "task": baseline.task, "processes": baseline.processes}
     before = (run for run in lab.runs if run.ok and run.memory and same.items() <= run.to_dict().items())
+    again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}
     try:
-        run = next(before, None) or lab.train(
-            name,
-            task=Task.from_dict(baseline.task),
-            processes=baseline.processes,
-            measure=("memory",),
-            **recipe,
-        )
+        run = next(before, None) or lab.train(same["name"], **again, **recipe)
     except ValueError as error:  # a value that the library refuses
         return wrong(str(error))
     if not run.ok:
         return wrong(f"the run ended with: {run.status}, {run.message}")
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
-    peak = bytes_text(run.peak_bytes)
-    if limit_bytes is not None and run.peak_bytes > limit_bytes:
-        over = bytes_text(run.peak_bytes - limit_bytes)
-        share = run.peak_bytes / limit_bytes - 1
-        return wrong(f"the peak is {peak}, {over} ({share:.1%}) over the limit of {bytes_text(limit_bytes)}")
-    said = f"the peak is {peak}"
-    said += f", the limit {bytes_text(limit_bytes)}" if limit_bytes is not None else ""
-    speed = None
+    said, speed = f"the peak is {bytes_text(run.peak_bytes)}", None
+    if limit_bytes is not None:
+        if run.peak_bytes > limit_bytes:
+            over = f"{bytes_text(run.peak_bytes - limit_bytes)} ({run.peak_bytes / limit_bytes - 1:.1%})"
+            return wrong(f"{said}, {over} over the limit of {bytes_text(limit_bytes)}")
+        said += f", the limit {bytes_text(limit_bytes)}"
     if at_least_speed is not None:
         ratio = lab.compare(baseline, run).speed_ratio
         if not ratio.known:
@@ -236,8 +284,7 @@ def _measured_feedback(
             return wrong(f"{said}: too slow by {1 - speed / at_least_speed:.0%}")
         if ratio.low < at_least_speed:
             said += " (it may be less: within the noise)"
-    machine = lab.machine.name
-    _keep(lab, "board", key, peak_bytes=run.peak_bytes, speed=speed, arguments=recipe, machine=machine)
+    _keep(lab, "board", key, peak_bytes=run.peak_bytes, speed=speed, arguments=recipe, machine=lab.machine.name)
     return right(said)
 
 
