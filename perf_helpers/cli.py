@@ -224,9 +224,9 @@ def rehearse(
 @app.command()
 def compare(old: Path, new: Path, json_output: Json = False) -> None:
     """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
-    from perf_helpers.course import comparison
+    from perf_helpers.course import results
 
-    changes = comparison.compare(old, new)
+    changes = results.compare(old, new)
     if json_output:
         _print_json(changes.to_dict())
     else:

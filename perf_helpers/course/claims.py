@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NotReproduced", "check", "decide", "decisions", "finish", "load", "reset"]
 
-# Where no kernel computes, a claim is decided by what needs none.
-_NOT_IN_A_REHEARSAL = {
-    "time": "a rehearsal: no kernel computes, so there is no time",
-    "values": "a rehearsal: no kernel computes, so there are no values",
-}
-
 # The decisions of this kernel, by lesson and claim. A check does not say which lesson it belongs to: its decision
 # stands under None until the next `finish` files it under that lesson. So a notebook that is run twice replaces its
 # decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
@@ -63,14 +57,15 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         raise ValueError(f"no claim {id!r} in the ledger. {nearest_text(str(id), ledger)}")
     claim, machine = ledger[id], hardware.this_machine()
     met, lacking = hardware.supports(claim.where)
-    if met and machine.rehearsed and claim.decided_by in _NOT_IN_A_REHEARSAL:
-        value, missing = None, _NOT_IN_A_REHEARSAL[claim.decided_by]
+    if met and machine.rehearsed and claim.decided_by != "memory":
+        what = "is no time" if claim.decided_by == "time" else "are no values"
+        value, missing = None, f"a rehearsal: no kernel computes, so there {what}"
     number, interval, why_unknown = _measurement(id, value)
     missing = missing or why_unknown
     if met and not missing and number is None:
         if not machine.rehearsed:
-            hint = f"pass {claim.quantity}; or missing='needs ...' and why"
-            raise ValueError(f"claim {id!r} can be measured here: {hint}")
+            what = f"pass {claim.quantity}; or missing='needs ...' and why"
+            raise ValueError(f"claim {id!r} can be measured here: {what}")
         missing = "a rehearsal, and it was not measured"
     verdict = decide(claim, interval or number, met and not missing)
     reasons = (claim.reason, claim.since and f"since: {claim.since}", claim.thread)
@@ -108,8 +103,7 @@ def finish(lab: "Lab") -> None:
     Raises:
         ValueError: results are to be written, and the lab has no lesson to name them after.
         NotReproduced: if lab.strict and a verdict is not an expected one, a claim of the lesson was not checked, one of
-            another lesson was, or nothing was checked. The file is written all the same: a failed lesson has its
-            results.
+            another lesson was, or nothing was checked. The file is written all the same.
     """
     from IPython.display import display
 
@@ -118,12 +112,11 @@ def finish(lab: "Lab") -> None:
     name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
     owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
     decided = _decided.setdefault(name, {})
+    decided |= _decided.get(None, {})
+    for id in owned if rehearsed else ():
+        if id not in decided:  # the statement needed values, and the claim was left out with it
+            check(id, missing="a rehearsal: its cell needs values")
     decided |= _decided.pop(None, {})
-    if rehearsed:  # a claim whose statement needed values was left out with it
-        for id in owned:
-            if id not in decided:
-                check(id, missing="a rehearsal: its cell needs values")
-        decided |= _decided.pop(None, {})
     for id, one in decided.items():
         decided[id] = replace(one, **_expectation(ledger[id], one.verdict, lab.profile.name, one.rehearsed))
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
@@ -147,16 +140,11 @@ def finish(lab: "Lab") -> None:
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
-    """What was passed to a check, as (number, interval, why it is unknown).
-
-    A plain number has no interval; None and an unknown value have neither.
-    """
-    if value is None:
-        return None, None, None
+    """What was passed to a check, as (number, interval if it has one, why it is unknown)."""
     given = [value.value, value.low, value.high] if hasattr(value, "low") else [value]
-    for part in given:
-        if isinstance(part, Unknown):
-            return None, None, part.why
+    unknown = [part.why for part in given if isinstance(part, Unknown)]
+    if value is None or unknown:
+        return None, None, unknown[0] if unknown else None
     try:
         numbers = [math.nan if isinstance(part, bool | str) else float(part) for part in given]
     except (TypeError, ValueError, RuntimeError):  # what None, an array and a tensor raise
@@ -168,11 +156,8 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
 
 
 def _expectation(claim: Claim, verdict: Verdict, profile: str, rehearsed: bool) -> dict:
-    """What the ledger expects of this kind of machine under this profile, and whether the verdict is that.
-
-    They are two fields of a Decision. What the machine lacks is always excused, and so is what a rehearsal cannot
-    measure.
-    """
+    """Two fields of a Decision: what the ledger expects of this kind of machine under this profile, and whether the
+    verdict is that. What the machine lacks is always excused, and so is what a rehearsal cannot measure."""
     kind = "cuda" if hardware.supports("cuda")[0] else "cpu"
     expected = claim.expected.get(kind, (Verdict.NOT_TESTABLE,))
     if kind == "cuda" and profile in GPU_PROFILES:

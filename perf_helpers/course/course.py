@@ -1,7 +1,6 @@
-"""The course as a test: every lesson executed and judged, every claim's verdict in one place.
+"""The course as a test: every lesson executed and judged, every claim's verdict in results.json, and the report of it.
 
-A lesson that fails or hangs does not stop the others. What the run yields is written to results.json, and the report is
-made from that.
+A lesson that fails or hangs does not stop the others.
 """
 
 import json
@@ -13,11 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.comparison import Changes, compare
 from perf_helpers.course.execution import run_lesson, say
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, claim_row, load_results, problems
+from perf_helpers.course.results import SCHEMA, claim_row, compare, load_results, problems
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.store import write_whole
@@ -30,7 +28,6 @@ class CourseResult:
 
     out: Path  # the folder with the report
     data: dict[str, Any]  # the content of results.json
-    changes: Changes | None = None  # against a baseline, if one was given
 
     @property
     def problems(self) -> list[str]:
@@ -87,11 +84,10 @@ def run_course(
         count = Counter(claim["verdict"] for claim in decided)
         verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
         say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
-    changes = compare(old, data) if old else None
-    data["baseline"] = changes.to_dict() if changes else None
+    data["baseline"] = compare(old, data).to_dict() if old else None
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
-    return CourseResult(out, data, changes)
+    return CourseResult(out, data)
 
 
 def find_lessons(
