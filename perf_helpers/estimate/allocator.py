@@ -6,7 +6,6 @@ here needs torch or a GPU. Each figure names the source that it was read in: see
 
 import bisect
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 KIB, MIB = 1024, 1024**2
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
@@ -66,16 +65,6 @@ def reserved_peak(log: Iterable[tuple[Hashable, int, int]]) -> int:
     return allocator.reserved_bytes
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    address: int  # bytes from the beginning of the first segment
-    bytes: int
-    pool: list[tuple[int, int, "_Block"]]  # the free blocks that it joins when it is freed: small or large ones
-    free: bool = False
-    before: "_Block | None" = None  # its neighbours in the segment
-    after: "_Block | None" = None
-
-
 class CachingAllocator:
     """The segments and blocks of torch's CUDA allocator for one stream, with its default settings.
 
@@ -86,9 +75,13 @@ class CachingAllocator:
     def __init__(self):
         self.reserved_bytes = 0  # of all segments taken
         self.allocated_bytes = 0  # of all blocks in use
-        self._small: list[tuple[int, int, _Block]] = []  # free blocks as (bytes, address, block), sorted
-        self._large: list[tuple[int, int, _Block]] = []
-        self._used: dict[Hashable, _Block] = {}
+        self._used: dict[Hashable, tuple[int, int, list]] = {}  # (first address, address behind the last, its pool)
+        self._small: list[tuple[int, int]] = []  # the pools: free blocks as (bytes, first address), sorted
+        self._large: list[tuple[int, int]] = []
+        # The other edge of each free block, by either edge: its first address, or the one behind its last. There is an
+        # address between two segments, so that blocks of both never touch.
+        self._edges: dict[int, int] = {}
+        self._behind = 0  # all segments: the next one's first address
 
     def allocate(self, key: Hashable, size: int) -> None:
         """Place `size` bytes under the name `key`.
@@ -104,57 +97,38 @@ class CachingAllocator:
         is_small = size <= MIB
         pool = self._small if is_small else self._large
         smallest = bisect.bisect_left(pool, (size,))  # the smallest free block that holds it
-        block = pool.pop(smallest)[2] if smallest < len(pool) else self._new_segment(size, pool)
-        block.free = False
-        rest = block.bytes - size
+        first, end = self._taken(pool, smallest) if smallest < len(pool) else self._new_segment(size)
+        rest = end - first - size
         if rest >= BLOCK_BYTES if is_small else rest > MIB:
-            self._split(block, size)
-        self.allocated_bytes += block.bytes
-        self._used[key] = block
+            self._put(pool, first + size, end)
+            end = first + size
+        self.allocated_bytes += end - first
+        self._used[key] = first, end, pool
 
     def free(self, key: Hashable) -> None:
         """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
-        block = self._used.pop(key, None)
-        if block is None:
+        if key not in self._used:
             return
-        self.allocated_bytes -= block.bytes
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.free:
-                self._join(block, neighbour)
-        self._put_back(block)
+        first, end, pool = self._used.pop(key)
+        self.allocated_bytes -= end - first
+        if (other := self._edges.get(first)) is not None:
+            first, _ = self._taken(pool, bisect.bisect_left(pool, (first - other, other)))
+        if (other := self._edges.get(end)) is not None:
+            _, end = self._taken(pool, bisect.bisect_left(pool, (other - end, end)))
+        self._put(pool, first, end)
 
-    def _new_segment(self, size: int, pool: list) -> _Block:
-        if size <= MIB:
-            segment = SEGMENT_BYTES
-        elif size < 10 * MIB:
-            segment = 20 * MIB
-        else:
-            segment = in_segments(size)
-        block = _Block(self.reserved_bytes, segment, pool)
-        self.reserved_bytes += segment
-        return block
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        segment = SEGMENT_BYTES if size <= MIB else 20 * MIB if size < 10 * MIB else in_segments(size)
+        first, end = self._behind, self._behind + segment
+        self.reserved_bytes, self._behind = self.reserved_bytes + segment, end + 1
+        return first, end
 
-    def _split(self, block: _Block, size: int) -> None:
-        """Leave `size` bytes to the block; what is behind them becomes a free block."""
-        rest = _Block(block.address + size, block.bytes - size, block.pool, before=block, after=block.after)
-        if block.after:
-            block.after.before = rest
-        block.after, block.bytes = rest, size
-        self._put_back(rest)
+    def _put(self, pool: list, first: int, end: int) -> None:
+        bisect.insort(pool, (end - first, first))
+        self._edges |= {first: end, end: first}
 
-    def _join(self, block: _Block, neighbour: _Block) -> None:
-        """Take a free neighbour out of its pool and its bytes into the block."""
-        neighbour.pool.pop(bisect.bisect_left(neighbour.pool, (neighbour.bytes, neighbour.address)))
-        block.bytes += neighbour.bytes
-        if neighbour is block.before:
-            block.address, block.before = neighbour.address, neighbour.before
-            if block.before:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after:
-                block.after.before = block
-
-    def _put_back(self, block: _Block) -> None:
-        block.free = True
-        bisect.insort(block.pool, (block.bytes, block.address, block))
+    def _taken(self, pool: list, index: int) -> tuple[int, int]:
+        """The edges of a free block, which is free no more."""
+        size, first = pool.pop(index)
+        del self._edges[first], self._edges[first + size]
+        return first, first + size
