@@ -12,8 +12,8 @@ share neither shapes nor bytes: `fitting` aligns those by names and modules.
 
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,10 +31,6 @@ _DEPTHS = (
 _FOLLOWED = 2  # layers of the shallow model
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _MOST_ALONE = 8  # operations that may be without a partner; more, and the two depths are different trainings
-
-# Bytes at some operations (axis 0), by the name of the field of `Trace`: "live", "before", "high", "born".
-Figures = dict[str, np.ndarray]
-_NAMES = ("live", "before", "high", "born")
 
 
 def depths(config) -> dict[str, int]:
@@ -68,7 +64,7 @@ def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) ->
         return None
     parts = _of_base(base, grown, extra)
     for kind, count in enumerate(extra):
-        if count and len(grown[kind].middle.indices):
+        if count and len(grown[kind].middle):
             middle = _of_middle_layers(kind, grown, deeper, extra)
             if middle is None:
                 return None
@@ -77,25 +73,33 @@ def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) ->
     def grow(at_base, at_deeper: Sequence):
         return at_base + sum(count * (there - at_base) for there, count in zip(at_deeper, extra, strict=True))
 
-    where = [(part.trace, index) for part in parts for index in part.indices]
+    where = [(trace, index) for trace, indices, _ in parts for index in indices]
+    figures = np.concatenate([figures for *_, figures in parts])
     return base.replace(
         operations=[trace.operations[index] for trace, index in where],
         phases=[trace.phases[index] for trace, index in where],
         modules=[_LAYER_NUMBER.sub(".*", trace.modules[index]) for trace, index in where],  # which layer is not known
-        **{name: np.concatenate([part.figures[name] for part in parts]) for name in _NAMES},
+        live=figures[:, _LIVE],
+        before=figures[:, _BEFORE],
+        high=figures[:, _HIGH],
+        born=figures[:, _BORN],
         marks={label: grow(at, [other.marks[label] for other in deeper]) for label, at in base.marks.items()},
         parameters=grow(base.parameters, [other.parameters for other in deeper]),
         reserved_bytes=None,  # how blocks fall into segments does not lie on a line
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some operations of the full model."""
+# The columns of figures, as of a trace: one row for each operation, in bytes.
+_LIVE, _BEFORE, _HIGH, _BORN = slice(-3), -3, -2, -1
 
-    trace: Trace  # of the shallow training that shows them
-    indices: np.ndarray  # of the operations in that trace
-    figures: Figures  # in the full model
+
+def _figures(trace: Trace) -> np.ndarray:
+    return np.column_stack([trace.live, trace.before, trace.high, trace.born])
+
+
+# Some operations of the full model: a shallow training's trace that shows them, their indices in it, and their figures
+# in the full model.
+_Part = tuple[Trace, np.ndarray, np.ndarray]
 
 
 def _of_base(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> list[_Part]:
@@ -106,13 +110,9 @@ def _of_base(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> li
     """
     parts = []
     for alignments in itertools.product(*(each.alignments for each in grown)):
-        indices = np.arange(len(base.operations))
-        for added in alignments:
-            indices = np.intersect1d(indices, added.indices)
-        figures = _figures(base, indices)
-        for added, count in zip(alignments, extra, strict=True):
-            figures = _sum(figures, added.at(indices), count)
-        parts.append(_Part(base, indices, figures))
+        indices = np.flatnonzero(np.all([added.known for added in alignments], axis=0))
+        more = sum(count * added.figures for added, count in zip(alignments, extra, strict=True))
+        parts.append((base, indices, (_figures(base) + more)[indices]))
     return parts
 
 
@@ -123,29 +123,20 @@ def _of_middle_layers(
 
     None where it is not known what layers of the other kinds add to them.
     """
-    own, middle = grown[kind], grown[kind].middle
-    figures = _figures(deeper[kind], middle.indices)
-    # For the first middle layer the others come later, as they do for the operations before it; for the last they have
-    # been, as they have for the operations after it.
-    first = _sum(figures, own.from_start.at(middle.before), extra[kind] - 1)
-    last = _sum(figures, own.from_end.at(middle.after), extra[kind] - 1)
+    own = grown[kind]
+    figures = _figures(deeper[kind])[own.middle]
     for other, growth_of_other in enumerate(grown):
         if other == kind:
             continue
-        around = itertools.product(growth_of_other.alignments, (middle.before, middle.after))
-        known = [added.at(indices) for added, indices in around if added.knows(indices)]
-        if not known or any((one[name] != known[0][name]).any() for one in known for name in ("live", "before")):
+        around = itertools.product(growth_of_other.alignments, (own.before, own.after))
+        known = [added.figures[indices] for added, indices in around if added.known[indices].all()]
+        if not known or any((one[:, :_HIGH] != known[0][:, :_HIGH]).any() for one in known):
             return None
-        first, last = (_sum(each, known[0], extra[other]) for each in (first, last))
-    return [_Part(deeper[kind], middle.indices, each) for each in (first, last)]
-
-
-def _figures(trace: Trace, indices: np.ndarray) -> Figures:
-    return {name: getattr(trace, name)[indices] for name in _NAMES}
-
-
-def _sum(one: Figures, other: Figures, times: int) -> Figures:
-    return {name: one[name] + times * other[name] for name in _NAMES}
+        figures = figures + extra[other] * known[0]
+    # For the first middle layer the others come later, as they do for the operations before it; for the last they have
+    # been, as they have for the operations after it.
+    first, last = own.from_start.figures[own.before], own.from_end.figures[own.after]
+    return [(deeper[kind], own.middle, figures + (extra[kind] - 1) * added) for added in (first, last)]
 
 
 # ---- what one extra layer adds
@@ -153,29 +144,10 @@ def _sum(one: Figures, other: Figures, times: int) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What one extra layer adds to operations of the shallow training, by one alignment."""
+    """What one extra layer adds to the operations of the shallow training, by one alignment."""
 
-    indices: np.ndarray  # of the operations that the alignment knows, in the shallow trace, ascending
-    figures: Figures  # added to them, in bytes
-
-    def knows(self, indices: np.ndarray) -> bool:
-        """Whether all these operations are among those aligned."""
-        return bool(np.isin(indices, self.indices).all())
-
-    def at(self, indices: np.ndarray) -> Figures:
-        """What is added to these operations, all of which are known."""
-        rows = np.searchsorted(self.indices, indices)
-        return {name: values[rows] for name, values in self.figures.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Middle:
-    """The operations that only the deeper training has: its middle layer does what neither the first nor the last does,
-    such as adding to a gradient that all layers share."""
-
-    indices: np.ndarray  # of these operations, in the deeper trace
-    before: np.ndarray  # the aligned operation before each, by its index in the shallow trace
-    after: np.ndarray  # and the one after it
+    known: np.ndarray  # (operations,): whether the alignment knows it
+    figures: np.ndarray  # (operations, columns): what is added to those that it knows, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +155,15 @@ class Growth:
     """What one extra layer adds to each operation of a training.
 
     Operations are aligned twice, from the start of each phase and from its end. Those before the extra layer line up
-    from the start, those after it line up from the end.
+    from the start, those after it line up from the end. A middle layer may also do what neither the first nor the last
+    does, such as adding to a gradient that all layers share.
     """
 
     from_start: Added
     from_end: Added
-    middle: Middle
+    middle: np.ndarray  # indices, in the deeper trace, of the operations that only it has
+    before: np.ndarray  # the aligned operation before each of them, by its index in the shallow trace
+    after: np.ndarray  # and the one after it
 
     @property
     def alignments(self) -> tuple[Added, Added]:
@@ -202,19 +177,23 @@ def growth(shallow: Trace, deep: Trace) -> Growth | None:
         return None
     from_start, from_end = (np.full(len(shallow.operations), -1) for _ in range(2))  # partners by index, -1 for none
     for here, there in zip(stretches, others, strict=True):
-        for index, partner in _aligned(shallow, deep, here, there):
-            from_start[index] = partner
-        for index, partner in _aligned(shallow, deep, here[::-1], there[::-1]):
-            from_end[index] = partner
+        _align(from_start, shallow, deep, here, there)
+        _align(from_end, shallow, deep, here[::-1], there[::-1])
     alone = np.flatnonzero((from_start < 0) & (from_end < 0))
     # Each of these grows as the one before it does, which therefore must have a partner.
-    if len(alone) > _MOST_ALONE or (np.diff(alone) == 1).any() or (len(alone) and alone[0] == 0):
+    if len(alone) > _MOST_ALONE or (np.diff(alone) == 1).any() or 0 in alone:
         return None
-    middle = _middle(shallow, deep, from_start, from_end)
-    if middle is None:
+    middle = np.setdiff1d(np.arange(len(deep.operations)), np.concatenate([from_start, from_end]))
+    starts, ends = np.flatnonzero(from_start >= 0), np.flatnonzero(from_end >= 0)
+    before, after = np.searchsorted(from_start[starts], middle) - 1, np.searchsorted(from_end[ends], middle)
+    if len(middle) and (before.min() < 0 or after.max() >= len(ends)):
         return None
-    added = (_with_neighbours(_added(shallow, deep, partners), alone) for partners in (from_start, from_end))
-    return Growth(*added, middle)
+    before, after = starts[before], ends[after]
+    for index, one, other in zip(middle, before, after, strict=True):
+        if not deep.phases[index] == shallow.phases[one] == shallow.phases[other]:
+            return None
+    alignments = (_added(shallow, deep, partners, alone) for partners in (from_start, from_end))
+    return Growth(*alignments, middle, before, after)
 
 
 def _phases(trace: Trace) -> list[range]:
@@ -223,28 +202,27 @@ def _phases(trace: Trace) -> list[range]:
     return [range(*edges) for edges in itertools.pairwise([0, *ends, len(trace.phases)])]
 
 
-def _aligned(shallow: Trace, deep: Trace, here: range, there: range) -> Iterator[tuple[int, int]]:
-    """Pairs of indices in two corresponding stretches, from where the ranges begin.
+def _align(partners: np.ndarray, shallow: Trace, deep: Trace, here: range, there: range) -> None:
+    """Set the partners of the operations in a stretch, from where the ranges of two corresponding ones begin.
 
     Alignment starts at an unambiguous pair and goes on one by one, while keys are equal and the extra layer adds the
-    same bytes to each. A different number of bytes means that the two merely look alike: then it waits for the next
-    unambiguous pair.
+    same bytes to each: when it ends, when it begins and at its highest. A different number of bytes means that the two
+    merely look alike: then it waits for the next unambiguous pair.
     """
     keys, other_keys = ([t.operations[i].key for i in stretch] for t, stretch in ((shallow, here), (deep, there)))
     certain = _unambiguous(keys, other_keys)
     shift, added = None, None  # how far partners lie apart, and the bytes by category that the extra layer adds there
-    for position, key in enumerate(keys):
-        index = here[position]
+    for position, index in enumerate(here):
         if position in certain:
             shift = certain[position] - position
             added = deep.live[there[certain[position]]] - shallow.live[index]
         elif shift is not None:
-            partner = position + shift
-            is_alike = partner < len(there) and other_keys[partner] == key
-            if not is_alike or not _grows_by(added, shallow, index, deep, there[partner]):
+            at = position + shift
+            is_alike = at < len(there) and other_keys[at] == keys[position]
+            if not is_alike or not _grows_by(added, shallow, index, deep, there[at]):
                 shift = None
         if shift is not None:
-            yield index, there[position + shift]
+            partners[index] = there[position + shift]
 
 
 def _unambiguous(keys: list[Hashable], other_keys: list[Hashable]) -> dict[int, int]:
@@ -262,44 +240,18 @@ def _unambiguous(keys: list[Hashable], other_keys: list[Hashable]) -> dict[int, 
 
 
 def _grows_by(added: np.ndarray, shallow: Trace, index: int, deep: Trace, partner: int) -> bool:
-    """Whether the deep training has these bytes more at that operation: when it ends, when it begins and at its
-    highest."""
+    """Whether the deep training has these bytes more at that operation."""
     totals = {deep.high[partner] - shallow.high[index], deep.before[partner] - shallow.before[index]}
     return (deep.live[partner] - shallow.live[index] == added).all() and totals == {added.sum()}
 
 
-def _added(shallow: Trace, deep: Trace, partners: np.ndarray) -> Added:
-    indices = np.flatnonzero(partners >= 0)
-    return Added(indices, _sum(_figures(deep, partners[indices]), _figures(shallow, indices), -1))
-
-
-def _with_neighbours(added: Added, alone: np.ndarray) -> Added:
-    """An operation without a partner, such as the first update after the last state was made, grows as the one before
-    it does, where the alignment knows that one."""
-    new = alone[np.isin(alone - 1, added.indices)]
-    live = added.at(new - 1)["live"]
-    total = live.sum(axis=1)
-    grown = {"live": live, "before": total, "high": total, "born": 0 * total}
-    indices = np.concatenate([added.indices, new])
-    order = np.argsort(indices)
-    figures = {name: np.concatenate([added.figures[name], grown[name]])[order] for name in _NAMES}
-    return replace(added, indices=indices[order], figures=figures)
-
-
-def _middle(shallow: Trace, deep: Trace, from_start: np.ndarray, from_end: np.ndarray) -> Middle | None:
-    """The operations that only the deeper training has; None where they are in no phase that both trainings have there.
-
-    Args:
-        from_start, from_end: for each operation of the shallow trace its partner's index in the deep one, or -1.
-    """
-    indices = np.setdiff1d(np.arange(len(deep.operations)), np.concatenate([from_start, from_end]))
-    starts, ends = np.flatnonzero(from_start >= 0), np.flatnonzero(from_end >= 0)
-    before = np.searchsorted(from_start[starts], indices) - 1
-    after = np.searchsorted(from_end[ends], indices)
-    if len(indices) and (before.min() < 0 or after.max() >= len(ends)):
-        return None
-    middle = Middle(indices, starts[before], ends[after])
-    for index, one, other in zip(middle.indices, middle.before, middle.after, strict=True):
-        if len({deep.phases[index], shallow.phases[one], shallow.phases[other]}) > 1:
-            return None
-    return middle
+def _added(shallow: Trace, deep: Trace, partners: np.ndarray, alone: np.ndarray) -> Added:
+    """What is added by one alignment. An operation without a partner, such as the first update after the last state was
+    made, grows as the one before it does, where the alignment knows that one."""
+    known = partners >= 0
+    figures = _figures(deep)[partners] - _figures(shallow)
+    for index in alone[known[alone - 1]]:
+        known[index] = True
+        figures[index, _LIVE] = figures[index - 1, _LIVE]
+        figures[index, [_BEFORE, _HIGH, _BORN]] = [*2 * [figures[index, _LIVE].sum()], 0]
+    return Added(known, figures)

@@ -46,8 +46,8 @@ def of_layers(count, other=0):
     return training(*operations, phases=phases, modules=modules, parameters=100 + 7 * count + 11 * other)
 
 
-def added(part, name="high"):
-    return dict(zip(part.indices.tolist(), part.figures[name].tolist(), strict=True))
+def added(alignment):
+    return {index: alignment.figures[index, layers._HIGH] for index in np.flatnonzero(alignment.known)}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_what_only_looks_alike_is_not_aligned():
 def test_what_only_a_middle_layer_does_is_kept_for_the_first_and_the_last_of_them():
     two = training(("head", 10), ("a", 9), ("first", 8), ("end", 1), phases="backward")
     three = training(("head", 12), ("a", 11), ("sum", 50), ("a", 9), ("first", 8), ("end", 1), phases="backward")
-    middle = layers.growth(two, three).middle
-    assert (middle.indices.tolist(), middle.before.tolist(), middle.after.tolist()) == ([2], [1], [1])
+    grown = layers.growth(two, three)
+    assert [grown.middle.tolist(), grown.before.tolist(), grown.after.tolist()] == [[2], [1], [1]]
     full = layers.extrapolated(two, [three], {"layers": 5})
     sums = [size for each, size in zip(full.operations, full.high.tolist(), strict=True) if each.name == "sum"]
     assert sums == [54, 50], "2 bytes for each layer still to come"
