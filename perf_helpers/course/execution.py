@@ -16,8 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +133,7 @@ class _Watch:
 
 
 def say(text: str) -> None:
-    """How far the course is, on stderr: what it yields goes elsewhere."""
+    """Tell how far the course is."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -147,7 +147,11 @@ def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], 
     environment = {**os.environ, MARKER: marker, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     code = None
-    with log.open("wb") as stream, _interruptible():
+    with log.open("wb") as stream, ExitStack() as at_the_end:
+        if threading.current_thread() is threading.main_thread():
+            # A SIGTERM (a cancelled CI job) interrupts as Ctrl-C does: the lesson under way is ended, not orphaned.
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            at_the_end.callback(signal.signal, signal.SIGTERM, before)
         process = subprocess.Popen(command, stdout=stream, env=environment, **options)
         try:
             end = time.monotonic() + timeout
@@ -159,18 +163,6 @@ def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], 
             _end(marker, grace_seconds=0 if code is None else 3)
             process.wait()
     return code
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A SIGTERM (a cancelled CI job) interrupts as Ctrl-C does, so that the lesson under way is ended, not orphaned."""
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
-    try:
-        yield
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _end(marker: str, grace_seconds: float) -> None:

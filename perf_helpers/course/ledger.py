@@ -7,7 +7,7 @@ rule's direction and its threshold, a machine and the verdicts expected of it), 
 import math
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -57,7 +57,7 @@ class Claim:
     quantity: str | None = None  # what is measured, over what, in which unit; None for a text claim, as in what follows
     decided_by: str | None = None  # one of DECIDED_BY
     direction: str | None = None  # one of DIRECTIONS
-    threshold: float | tuple[float, float] | None = None  # in the unit of the quantity; (low, high) for "between"
+    threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
     tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
     refuted_from: float | None = None  # in the unit of the quantity; None: from the threshold on
     expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or a profile of GPUs
@@ -134,8 +134,6 @@ def _read(table: dict) -> Claim:
             need(name not in table, name, "a text claim has nothing to measure; leave it out")
         return Claim(**values)
     _check_rule(table, need)
-    if table["direction"] == "between":
-        values["threshold"] = tuple(table["threshold"])
     values["expected"] = {kind: tuple(map(Verdict, verdicts)) for kind, verdicts in table["expected"].items()}
     return Claim(**values)
 
