@@ -32,17 +32,11 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
         if not list(values):
             raise ValueError(f"{name}: no values to choose from")
     _show(draw(**{name: values[0] for name, values in choices.items()}))
-    output = ipywidgets.Output()
-    controls = {
-        name: ipywidgets.SelectionSlider(
-            options=[(str(value), value) for value in values],
-            description=name.replace("_", " "),
-            style={"description_width": "initial"},
-            layout={"max_width": "100%"},
-            continuous_update=False,
-        )
-        for name, values in choices.items()
-    }
+    output, styled = ipywidgets.Output(), {"style": {"description_width": "initial"}, "layout": {"max_width": "100%"}}
+    controls = {}
+    for name, values in choices.items():
+        named = {"options": [(str(value), value) for value in values], "description": name.replace("_", " ")}
+        controls[name] = ipywidgets.SelectionSlider(**named, **styled, continuous_update=False)
 
     def redraw(_):
         output.clear_output(wait=True)

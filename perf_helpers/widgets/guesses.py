@@ -40,16 +40,12 @@ def predict(
 
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"low={low!r}, high={high!r}: give two numbers, the smaller one first")
-    kept = journal.guess(journal.of(lab).read(), lab.lesson, key)
+    kept, _ = _guesses(lab, key)
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
     limits = {"min": low, "max": high, "value": start}
-    slider = ipywidgets.FloatSlider(
-        **limits,
-        step=_step(low, high, 1000),  # it moves what is typed to the nearest step: fine ones hardly do
-        readout=False,
-        description="your guess",
-        layout={"flex": "1 1 14em", "max_width": "100%"},
-    )
+    wide = {"flex": "1 1 14em", "max_width": "100%"}
+    fine = _step(low, high, 1000)  # the slider moves what is typed to its nearest step: fine ones hardly do
+    slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess", layout=wide)
     field = ipywidgets.BoundedFloatText(**limits, step=_step(low, high, 100), layout={"width": "9em"})
     ipywidgets.link((slider, "value"), (field, "value"))
     button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
@@ -82,10 +78,10 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     asked = PLACES.about(("predict", lab.lesson, key))
     if asked is None:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
-    entries, (unit, estimate_before) = journal.of(lab).read(), asked
+    unit, estimate_before = asked
     estimate = estimate_before if estimate is None else estimate
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
-    kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
+    kept, counted = _guesses(lab, key)
     if measured is None or not math.isfinite(measured):
         return feedbacks.score(counted, None)
     measured = float(measured)
@@ -101,16 +97,20 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     return feedbacks.Feedback(feedback.status, text, _bars_html(known, unit))
 
 
+def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
+    """The latest guess, and the latest that counts: they differ where the measurement was out before the former."""
+    entries = journal.of(lab).read()
+    return journal.guess(entries, lab.lesson, key), journal.counted_guess(entries, lab.lesson, key)
+
+
 def _state_html(lab: Lab, key: str, unit: str) -> str:
     """What is known of the learner's guess, in words."""
-    entries = journal.of(lab).read()
-    kept, counted = (find(entries, lab.lesson, key) for find in (journal.guess, journal.counted_guess))
+    kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"
-    shown = f"● Your guess: {html.escape(number_text(kept, unit))}"
-    if journal.is_revealed(entries, lab.lesson, key) and kept != counted:
-        return f"<div>{shown}, after the fact: the measurement is out, so it is not scored.</div>"
-    return f"<div>{shown}. It is kept.</div>"
+    late = ", after the fact: the measurement is out, so it is not scored."
+    text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
+    return f"<div>{html.escape(text)}</div>"
 
 
 def _step(low: float, high: float, parts: int) -> float:
@@ -126,9 +126,8 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
 
     # Small with large letters: on a narrow page it is scaled down, and has to stay readable.
     figure = Figure(figsize=(4.6, 0.9 + 0.4 * len(values)), dpi=110, layout="constrained")
-    ax = figure.subplots()
+    ax, texts = figure.subplots(), {name: number_text(value, unit) for name, value in values.items()}
     bars = ax.barh(list(values), list(values.values()), color=[_COLOURS[name] for name in values], height=0.62)
-    texts = {name: number_text(value, unit) for name, value in values.items()}
     ax.bar_label(bars, [f" {text}" for text in texts.values()], fontsize=12)
     ax.margins(x=0.45)
     ax.locator_params(axis="x", nbins=4)

@@ -4,7 +4,7 @@ import html
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate, allocator, estimate, surfaces
@@ -41,19 +41,6 @@ def memory(lab: Lab, task: Task | None = None, *, device: str | None = None, mic
     explorer, title = _MemoryExplorer(lab, task, first, size), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
     place(("memory explorer", lab.lesson), explorer.parts, static, repr(first), at_end=explorer.close)
-
-
-class _Point(NamedTuple):
-    """Where the controls stand."""
-
-    known: surfaces.Surfaces  # what is known of the model on that device
-    choice: surfaces.Choice  # the recipe
-    micro_batch: int
-    seq_len: int | None  # tokens; None for images
-
-    @property
-    def answer(self) -> surfaces.Answer | None:
-        return self.known.answer(self.choice, self.micro_batch, self.seq_len)
 
 
 class _MemoryExplorer:
@@ -98,7 +85,9 @@ class _MemoryExplorer:
             self._thread = threading.Thread(target=self._work, name="memory explorer", daemon=True)
             self._thread.start()
 
-    def _point(self) -> _Point:
+    def _point(self) -> tuple[surfaces.Surfaces, tuple[surfaces.Choice, int, int | None]]:
+        """Where the controls stand: what is known of the model on that device, and the recipe, the micro-batch and the
+        length (in tokens; None for images)."""
         value = {name: control.value for name, control in self._controls.items()}
         model, device, micro_batch, seq_len = map(value.pop, ("model", "device", "micro_batch", "seq_len"))
         model = model.strip()
@@ -108,7 +97,7 @@ class _MemoryExplorer:
                 self._models[model, device] = surfaces.Surfaces(task, device, folder=self._folder, **self._options)
         known = self._models[model, device]
         is_image = known in self._prepared and not known.lengths
-        return _Point(known, surfaces.Choice(**value), micro_batch, None if is_image else seq_len)
+        return known, (surfaces.Choice(**value), micro_batch, None if is_image else seq_len)
 
     # ---- the thread
 
@@ -125,8 +114,8 @@ class _MemoryExplorer:
 
     def _do_next(self) -> bool:
         """Do what is most wanted; False if there is nothing left to do."""
-        point = self._point()
-        known, choice = point.known, point.choice
+        known, point = self._point()
+        choice, *_ = point
         while processes.are_measuring() and not self._closed:
             time.sleep(0.2)
         try:
@@ -134,11 +123,11 @@ class _MemoryExplorer:
                 self._prepare(known)
             elif not known.is_known(choice):
                 known.learn(choice)
-            elif point.answer is not None and point.answer.how == "interpolated":
+            elif (answer := known.answer(*point)) is not None and answer.how == "interpolated":
                 self._wake.clear()
                 if self._wake.wait(_REST_SECONDS):
                     return True  # it was moved on
-                known.trace(choice, point.micro_batch, point.seq_len)
+                known.trace(*point)
             elif near := next((near for near in known.choices(choice) if not known.is_known(near)), None):
                 known.learn(near)
             else:
@@ -167,9 +156,9 @@ class _MemoryExplorer:
     def _draw(self) -> None:
         if self._closed:
             return
-        point = self._point()
-        known, choice = point.known, point.choice
-        answer = point.answer if known in self._prepared else None
+        known, point = self._point()
+        choice, *_ = point
+        answer = known.answer(*point) if known in self._prepared else None
         refused = self._error or known.refusal(choice)
         if answer is not None:
             self._show(answer)

@@ -1,6 +1,7 @@
 """The recipe explorer: every run and estimate so far as memory against speed, with the arguments to paste."""
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,7 @@ from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate, estimates_so_far
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.lab.runs import Run
-from perf_helpers.texts import number_text
-from perf_helpers.unknown import is_measured
+from perf_helpers.texts import bytes_text, number_text
 from perf_helpers.widgets import drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
@@ -41,7 +41,8 @@ def recipes(lab: Lab, *more: Run) -> None:
 
     def fitting() -> list[Recipe]:
         limits = [size for size in (card.value, limit.value * 1e6) if size]
-        return [recipe for recipe in groups[group.value] if not limits or recipe.is_within(min(limits))]
+        every = groups[group.value]
+        return [each for each in every if each.is_sized and each.peak_bytes <= min(limits)] if limits else every
 
     def offer(_=None) -> None:
         offered, before = fitting(), select.value
@@ -88,10 +89,6 @@ class Recipe(drawings.Point):
     def label(self) -> str:
         return f"{self.name} ({self.kind})"
 
-    def is_within(self, limit_bytes: float) -> bool:
-        """Whether it is known to fit."""
-        return is_measured(self.peak_bytes) and self.peak_bytes <= limit_bytes
-
     def line(self, is_best: bool) -> str:
         """How it stands in the list to select from."""
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
@@ -103,43 +100,31 @@ def _groups(lab: Lab, more: Sequence[Run]) -> dict[str, list[Recipe]]:
     In a group the smallest recipe comes first, those without a measured memory last; of two with one name and kind the
     later one counts. What has neither a memory nor a speed is left out.
     """
+    session, machine = {run.id for run in lab.runs}, lab.machine
+    here = [run for run in (*lab.runs, *more) if run.ok]
+    here += [estimate for estimate in estimates_so_far() if estimate.device == machine.kind]
+    earlier = [run for run in lab.store.read() if run.ok and run.id not in session]
+    sources = [("this notebook", source) for source in here]
+    sources += [(run.date[:10], run) for run in earlier if run.machine.get("name") == machine.name]
     groups: dict[str, dict[str, Recipe]] = {}
-
-    def add(label: str, source: Run | MemoryEstimate) -> None:
+    for when, source in sources:
         recipe = Recipe.of(source)
-        if recipe.arguments and (is_measured(recipe.peak_bytes) or is_measured(recipe.samples_per_second)):
-            groups.setdefault(f"{label}: {Task.from_dict(source.task).model}", {})[recipe.label] = recipe
-
-    for run in [*lab.runs, *more]:
-        if run.ok:
-            add("this notebook", run)
-    for estimate in estimates_so_far():
-        if estimate.device == lab.machine.kind:
-            add("this notebook", estimate)
-    session = {run.id for run in lab.runs}
-    for run in lab.store.read():
-        if run.ok and run.id not in session and run.machine.get("name") == lab.machine.name:
-            add(run.date[:10], run)
-
-    def size(recipe: Recipe) -> float:
-        return recipe.peak_bytes if is_measured(recipe.peak_bytes) else float("inf")
-
+        if recipe.arguments and (recipe.is_sized or recipe.is_timed):
+            groups.setdefault(f"{when}: {Task.from_dict(source.task).model}", {})[recipe.label] = recipe
     first = f"this notebook: {lab.task.model}"
     labels = sorted(groups, key=lambda label: (label != first, not label.startswith("this"), label))
-    return {label: sorted(groups[label].values(), key=size) for label in labels}
+    return {label: sorted(groups[label].values(), key=_size) for label in labels}
+
+
+def _size(recipe: Recipe) -> float:
+    return recipe.peak_bytes if recipe.is_sized else math.inf
 
 
 def _table(recipes: Sequence[Recipe]) -> plots.Table:
     """What stays without a front end."""
-    best = drawings.best_of_both(recipes)
-    rows = [
-        [
-            recipe.label,
-            plots.bytes_text(recipe.peak_bytes),
-            number_text(recipe.samples_per_second, digits=3),
-            "yes" if recipe in best else "",
-            ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items()),
-        ]
-        for recipe in recipes
-    ]
+    best, rows = drawings.best_of_both(recipes), []
+    for recipe in recipes:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items())
+        peak, speed = bytes_text(recipe.peak_bytes), number_text(recipe.samples_per_second, digits=3)
+        rows.append([recipe.label, peak, speed, "yes" if recipe in best else "", arguments])
     return plots.Table(["recipe", "peak", "samples/s", "best of both", "arguments"], rows)

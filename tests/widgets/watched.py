@@ -1,7 +1,5 @@
-"""What the tests of readings, sampler and monitor share."""
+"""What the tests of readings and monitor share."""
 
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +16,3 @@ FIGURES = {  # by query to NVML: the field, what NVML answers, and what is read 
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "perf_helpers monitor"]
-
-
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
