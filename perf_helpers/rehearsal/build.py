@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 from pathlib import Path
 
@@ -21,10 +22,6 @@ from perf_helpers.lab import doctor, hardware
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")
-# Functions that torch links and only launches work with, by the start of their names: what they return.
-SUCCEEDS = ("cublas",)
-REFUSES = {"cudnn": 3000, "nccl": 5, "cusparse": 10, "cusolver": 9, "cufft": 16, "nvrtc": 7}  # their "not supported"
-DRIVER_REFUSES, NVML_REFUSES = 801, 3  # CUDA_ERROR_NOT_SUPPORTED, NVML_ERROR_NOT_SUPPORTED
 
 
 def problem() -> str | None:
@@ -103,8 +100,7 @@ def library(python: Path) -> Path:
         RuntimeError: it cannot be compiled; with the compiler's message.
     """
     site = _site_packages(python)
-    headers = next(iter(sorted(site.glob("nvidia/*/include/cuda_runtime_api.h"), reverse=True)), None)
-    if headers is None:
+    if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
         raise RuntimeError(f"CUDA's headers are missing in {site}/nvidia: is torch its CUDA build?")
     sources = sorted(path for path in SOURCES.rglob("*") if path.is_file())
     state = hashlib.sha256("".join(path.read_text() for path in [Path(__file__), *sources]).encode())
@@ -114,22 +110,18 @@ def library(python: Path) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    (draft / "rest.c").write_text(_rest(site, headers.with_name("cuda.h")))
-    options = ["-O1", "-fPIC", "-w", f"-I{SOURCES}", f"-I{headers.parent}"]
-    units = [str(path) for path in sources if path.suffix == ".cpp"]
-    made = draft / "librehearsal.so"
-    for command in (
-        [compiler(), "-x", "c", *options, "-c", draft / "rest.c", "-o", draft / "rest.o"],
-        [compiler(), "-std=c++17", *options, "-shared", *units, draft / "rest.o", "-o", made, "-ldl", "-lpthread"],
-    ):
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
+    (draft / "rest.cpp").write_text(_rest(site, headers.with_name("cuda.h")))
+    units = [draft / "rest.cpp", *(path for path in sources if path.suffix == ".cpp")]
+    options = ["-std=c++17", "-O1", "-fPIC", "-w", "-shared", f"-I{SOURCES}", f"-I{headers.parent}"]
+    command = [compiler(), *options, *units, "-o", draft / "librehearsal.so", "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
     # One library under three names: preloaded, it answers whoever links CUDA; under the other two it is found by name.
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         (draft / name).symlink_to("librehearsal.so")
-    (draft / "bin").mkdir(exist_ok=True)
     tool = draft / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
     tool.write_text(f"#!{python}\n{(SOURCES / 'nvidia_smi.py').read_text()}")
     tool.chmod(0o755)
     try:
@@ -140,33 +132,32 @@ def library(python: Path) -> Path:
 
 
 def _rest(site: Path, header: Path) -> str:
-    """C source of the functions that nobody asks for an answer."""
-    written = set()
-    for source in SOURCES.glob("*.cpp"):
-        written |= set(re.findall(r"\b((?:cu|nccl|nvml)\w+) ?\(", source.read_text()))
-    needed = set()
+    """C++ source of the functions that nobody asks for more than a status: native/answers.toml says which these are."""
+    table = tomllib.loads((SOURCES / "answers.toml").read_text())
+    answers = {}
     for linked in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", linked], capture_output=True, text=True)
-        needed |= {line.split()[-1].partition("@")[0] for line in done.stdout.splitlines() if line.strip()}
-    answers = dict.fromkeys(SUCCEEDS, 0) | REFUSES
-    functions = {name: code for name in needed - written for start, code in answers.items() if name.startswith(start)}
-    looked_up = set(re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes()))  # by dlsym
-    functions |= dict.fromkeys({name.decode() for name in looked_up} - written, NVML_REFUSES)
+        for start, code in table["linked"].items():
+            answers |= dict.fromkeys(re.findall(rf"\b{start}\w+", done.stdout), code)
+    looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # by dlsym
+    answers |= dict.fromkeys(map(bytes.decode, looked_up), table["nvml"])
     text = header.read_text(errors="replace")
-    driver = set(re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text))
-    driver |= {name for pair in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+)", text) for name in pair}
-    functions |= dict.fromkeys(driver - written, DRIVER_REFUSES)
-    return "\n".join(f"int {name}(void) {{ return {code}; }}" for name, code in sorted(functions.items())) + "\n"
+    declared = re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text)
+    declared += [name for pair in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+)", text) for name in pair]
+    answers |= dict.fromkeys(declared, table["driver"])
+    for source in SOURCES.glob("*.cpp"):
+        for name in re.findall(r"\b((?:cu|nccl|nvml)\w+) ?\(", source.read_text()):
+            answers.pop(name, None)
+    for code, names in table["named"].items():
+        answers |= dict.fromkeys(names.split(), code)
+    return "".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name, code in sorted(answers.items()))
 
 
 def _packages() -> list[str]:
     """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
-    pins = []
-    for text in importlib.metadata.requires(doctor.DISTRIBUTION) or ():
-        name = re.match(r"[\w.-]+", text)[0]
-        if "extra ==" not in text and name != "torch":
-            pins.append(f"{name}=={importlib.metadata.version(name)}")
-    return [f"torch==={_torch_version()}", *pins]
+    needed = (text for text in importlib.metadata.requires(doctor.DISTRIBUTION) or () if "extra ==" not in text)
+    names = [name for text in needed if (name := re.match(r"[\w.-]+", text)[0]) != "torch"]
+    return [f"torch==={_torch_version()}", *(f"{name}=={importlib.metadata.version(name)}" for name in names)]
 
 
 def _torch_version() -> str:

@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,9 @@ constexpr size_t DRIVER_RESERVE = 600u << 20;  // what NVML's older call counts 
 // What depends on the compute capability alone (CUDA Programming Guide, "Technical Specifications per Compute
 // Capability"; multiprocessors of the T4, A100, A10 and H100).
 struct Limits {
-    int multiprocessors, shared_per_multiprocessor, shared_opt_in, threads_per_multiprocessor, l2_bytes;
+    int multiprocessors;
+    int shared_per_multiprocessor, shared_opt_in;  // bytes: of one multiprocessor, and what a block can ask for
+    int threads_per_multiprocessor, l2_bytes;
 };
 inline Limits limits() {
     int now = capability();
@@ -69,11 +72,8 @@ inline std::vector<int> visible() {
         for (int i = 0; i < devices(); i++) shown.push_back(i);
         return shown;
     }
-    std::string rest = text;
-    while (!rest.empty()) {
-        size_t comma = rest.find(',');
-        std::string entry = rest.substr(0, comma);
-        rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
+    std::stringstream entries(text);
+    for (std::string entry; std::getline(entries, entry, ',');) {
         int found = -1;
         if (entry.rfind("GPU-", 0) == 0) {
             for (int i = 0; i < devices(); i++)
@@ -87,10 +87,28 @@ inline std::vector<int> visible() {
     return shown;
 }
 
+// The device to which CUDA gives this number; -1: none.
+inline int at(int number) {
+    auto shown = visible();
+    return number >= 0 && number < (int)shown.size() ? shown[number] : -1;
+}
+
+// What the runtime and the driver say of an error: the numbers are the same.
+inline const char* error_text(int error) {
+    switch (error) {
+        case 0: return "no error";
+        case 1: return "invalid argument";
+        case 2: return "out of memory";
+        case 100: return "no CUDA-capable device is detected";
+        case 101: return "invalid device ordinal";
+        default: return "not answered in a rehearsal";
+    }
+}
+
 // The ledger: a row for each process and device.
 struct Row {
-    int pid, device;
-    size_t bytes;  // allocated, the context not included
+    int pid, device;  // the device as NVML numbers it
+    size_t bytes;     // allocated, the context not included
 };
 constexpr int ROWS = 1024;
 

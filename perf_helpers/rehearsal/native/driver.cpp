@@ -14,22 +14,11 @@ using namespace rehearsal;
 static std::mutex guard;
 static std::map<CUmemGenericAllocationHandle, std::pair<int, size_t>> made;  // device and bytes of cuMemCreate's
 
-static int at(CUdevice number) {
-    auto shown = visible();
-    return number >= 0 && number < (int)shown.size() ? shown[number] : -1;
-}
-
 extern "C" {
 
 CUresult cuInit(unsigned) { return visible().empty() ? CUDA_ERROR_NO_DEVICE : OK; }
 CUresult cuDriverGetVersion(int* version) { *version = CUDA_VERSION; return OK; }
-CUresult cuGetErrorString(CUresult error, const char** text) {
-    *text = error == OK ? "no error"
-            : error == CUDA_ERROR_NO_DEVICE ? "no CUDA-capable device is detected"
-            : error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory"
-                                                : "not answered in a rehearsal";
-    return OK;
-}
+CUresult cuGetErrorString(CUresult error, const char** text) { *text = error_text(error); return OK; }
 CUresult cuGetErrorName(CUresult error, const char** text) {
     *text = error == OK ? "CUDA_SUCCESS" : error == CUDA_ERROR_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR";
     return OK;
@@ -59,13 +48,11 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
     return OK;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { *context = (CUcontext)handle(); return OK; }
-CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return OK; }
 CUresult cuCtxGetCurrent(CUcontext* context) {
     static void* only = handle();
     *context = (CUcontext)only;
     return OK;
 }
-CUresult cuCtxSetCurrent(CUcontext) { return OK; }
 CUresult cuCtxGetDevice(CUdevice* device) { *device = 0; return OK; }
 CUresult cuMemGetInfo_v2(size_t* free, size_t* total) { memory(at(0), true, free, total); return OK; }
 
@@ -96,9 +83,6 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle created) {
     made.erase(found);
     return OK;
 }
-CUresult cuMemMap(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) { return OK; }
-CUresult cuMemUnmap(CUdeviceptr, size_t) { return OK; }
-CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return OK; }
 
 // --- functions by name: this library's own, else one that says "not supported" (written by build.py)
 

@@ -18,9 +18,6 @@ struct Process { unsigned pid; unsigned long long used; unsigned gpu_instance, c
 
 extern "C" {
 
-int nvmlInit_v2() { return OK; }
-int nvmlInitWithFlags(unsigned) { return OK; }
-int nvmlShutdown() { return OK; }
 const char* nvmlErrorString(int error) { return error == NOT_SUPPORTED ? "Not Supported" : error == NOT_FOUND ? "Not Found" : "Unknown Error"; }
 int nvmlSystemGetDriverVersion(char* text, unsigned length) { snprintf(text, length, "rehearsal"); return OK; }
 int nvmlSystemGetNVMLVersion(char* text, unsigned length) { snprintf(text, length, "rehearsal"); return OK; }
@@ -61,7 +58,6 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, MemoryV2* memory) {
     memory->free = memory->total - memory->used - memory->reserved;
     return OK;
 }
-int nvmlDeviceGetGpuFabricInfoV(Device, void*) { return OK; }  // as it came: no fabric (expandable segments ask)
 // *count: how many fit, then how many there are; 7 where they do not fit.
 static int processes(Device device, unsigned* count, Process* list) {
     Locked lock;
@@ -80,7 +76,6 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* count, Proc
 
 // Their older names, which torch.cuda.device_count() asks: an answer spares it CUDA itself, after which no fork could
 // use a device any more.
-int nvmlInit() { return OK; }
 int nvmlDeviceGetCount(unsigned* count) { return nvmlDeviceGetCount_v2(count); }
 int nvmlDeviceGetHandleByIndex(unsigned index, Device* device) { return nvmlDeviceGetHandleByIndex_v2(index, device); }
 int nvmlDeviceGetHandleByPciBusId(const char* text, Device* device) {

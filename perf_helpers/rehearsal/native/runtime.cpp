@@ -1,7 +1,8 @@
 // The CUDA runtime without a device: memory is address space, small copies are made, kernels are not run.
 //
 // What torch asks about the device is answered as device.h says. Device memory is host memory: what the host wrote
-// there can be read back, everything else reads as zeros or as what lay there before.
+// there can be read back, everything else reads as zeros or as what lay there before. answers.toml names the functions
+// that have nothing to do: those that launch, wait, free or record.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -16,15 +17,12 @@ static const size_t COPIES = (size_t)number("REHEARSAL_COPY_BYTES", 4L << 20);  
 static thread_local cudaError_t last = OK;
 static thread_local int current = 0;  // as CUDA numbers the visible devices
 static cudaError_t fail(cudaError_t error) { return last = error; }
-static int device() {
-    auto shown = visible();
-    return current < (int)shown.size() ? shown[current] : 0;
-}
+static int device() { return at(current) < 0 ? 0 : at(current); }
 
 struct Block {
-    size_t bytes, taken;  // as mapped; of them, the device's
-    int device;
-    bool host;
+    size_t bytes, taken;  // as mapped; what of them counts as the device's
+    int device;           // as NVML numbers it
+    bool host;            // pinned memory of the host
 };
 static std::mutex guard;
 static std::map<uintptr_t, Block> blocks;  // by address: cudaMalloc's and cudaHostAlloc's
@@ -46,18 +44,17 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaGetDevice(int* number) { *number = current; return OK; }
 cudaError_t cudaSetDevice(int number) {
-    if (number < 0 || number >= (int)visible().size()) return fail(cudaErrorInvalidDevice);
+    if (at(number) < 0) return fail(cudaErrorInvalidDevice);
     current = number;
     return OK;
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int number) {
-    auto shown = visible();
-    if (number < 0 || number >= (int)shown.size()) return fail(cudaErrorInvalidDevice);
+    if (at(number) < 0) return fail(cudaErrorInvalidDevice);
     auto limit = limits();
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", rehearsal::name());
-    uuid(shown[number], (unsigned char*)&p->uuid);
+    uuid(at(number), (unsigned char*)&p->uuid);
     p->totalGlobalMem = total_bytes();
     p->major = capability() / 10, p->minor = capability() % 10;
     p->multiProcessorCount = limit.multiprocessors;
@@ -71,7 +68,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int number) {
     p->totalConstMem = 65536, p->textureAlignment = 512, p->texturePitchAlignment = 32;
     p->unifiedAddressing = p->managedMemory = p->concurrentManagedAccess = p->concurrentKernels = 1;
     p->asyncEngineCount = 2, p->canMapHostMemory = 1, p->cooperativeLaunch = 1, p->streamPrioritiesSupported = 1;
-    p->pciBusID = shown[number] + 1;
+    p->pciBusID = at(number) + 1;
     return OK;
 }
 
@@ -104,12 +101,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int num
         case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
         case cudaDevAttrAsyncEngineCount: *value = p.asyncEngineCount; break;
         case cudaDevAttrPciBusId: *value = p.pciBusID; break;
-        case cudaDevAttrUnifiedAddressing:
-        case cudaDevAttrManagedMemory:
-        case cudaDevAttrConcurrentManagedAccess:
-        case cudaDevAttrConcurrentKernels:
-        case cudaDevAttrCanMapHostMemory:
-        case cudaDevAttrStreamPrioritiesSupported:
+        case cudaDevAttrUnifiedAddressing: case cudaDevAttrManagedMemory: case cudaDevAttrConcurrentManagedAccess:
+        case cudaDevAttrConcurrentKernels: case cudaDevAttrCanMapHostMemory: case cudaDevAttrStreamPrioritiesSupported:
         case cudaDevAttrCooperativeLaunch: *value = 1; break;
         default: *value = 0;
     }
@@ -117,20 +110,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int num
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int number) {
-    auto shown = visible();
-    if (number < 0 || number >= (int)shown.size()) return fail(cudaErrorInvalidDevice);
-    snprintf(text, length, "0000:%02x:00.0", shown[number] + 1);
+    if (at(number) < 0) return fail(cudaErrorInvalidDevice);
+    snprintf(text, length, "0000:%02x:00.0", at(number) + 1);
     return OK;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 0; return OK; }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return OK; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     if (least) *least = 0;
     if (greatest) *greatest = -5;
     return OK;
 }
-cudaError_t cudaDeviceSynchronize() { return OK; }
-cudaError_t cudaDeviceReset() { return OK; }
 cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return OK; }
 cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return OK; }
 cudaError_t cudaGetLastError() { cudaError_t error = last; last = OK; return error; }
@@ -138,72 +127,49 @@ cudaError_t cudaPeekAtLastError() { return last; }
 const char* cudaGetErrorName(cudaError_t error) {
     return error == OK ? "cudaSuccess" : error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaError";
 }
-const char* cudaGetErrorString(cudaError_t error) {
-    switch (error) {
-        case OK: return "no error";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-        case cudaErrorInvalidDevice: return "invalid device ordinal";
-        case cudaErrorInvalidValue: return "invalid argument";
-        default: return "not answered in a rehearsal";
-    }
-}
+const char* cudaGetErrorString(cudaError_t error) { return error_text(error); }
 
 // --- memory
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { memory(device(), true, free, total); return OK; }
 
-cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+static cudaError_t map(void** pointer, size_t bytes, size_t taken, int device, bool host) {
     *pointer = nullptr;
-    size_t whole = (bytes + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);  // the driver hands out pages of 2 MiB
-    int number = device();
-    if (!bytes) return OK;
-    if (!take(number, whole)) return fail(cudaErrorMemoryAllocation);
-    *pointer = reserve(whole);
-    if (!*pointer) {
-        give(number, whole);
+    if (taken && !take(device, taken)) return fail(cudaErrorMemoryAllocation);
+    if (!bytes) bytes = 1;
+    void* address = reserve(bytes);
+    if (!address) {
+        if (taken) give(device, taken);
         return fail(cudaErrorMemoryAllocation);
     }
     std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)*pointer] = {whole, whole, number, false};
+    blocks[(uintptr_t)address] = {bytes, taken, device, host};
+    *pointer = address;
     return OK;
 }
-cudaError_t cudaFree(void* pointer) {
+static cudaError_t unmap(void* pointer) {
     if (!pointer) return OK;
     std::lock_guard<std::mutex> lock(guard);
     auto found = blocks.find((uintptr_t)pointer);
     if (found == blocks.end()) return fail(cudaErrorInvalidValue);
-    give(found->second.device, found->second.taken);
+    if (found->second.taken) give(found->second.device, found->second.taken);
     munmap(pointer, found->second.bytes);
     blocks.erase(found);
-    return OK;
-}
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
-cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
-// Managed memory may lie on the host, and is not the device's to run out of.
-cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
-    *pointer = reserve(bytes ? bytes : 1);
-    if (!*pointer) return fail(cudaErrorMemoryAllocation);
-    std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, 0, device(), false};
     return OK;
 }
 
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
-    *pointer = reserve(bytes ? bytes : 1);
-    if (!*pointer) return fail(cudaErrorMemoryAllocation);
-    std::lock_guard<std::mutex> lock(guard);
-    blocks[(uintptr_t)*pointer] = {bytes ? bytes : 1, 0, 0, true};
-    return OK;
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    size_t whole = (bytes + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);  // the driver hands out pages of 2 MiB
+    *pointer = nullptr;
+    return bytes ? map(pointer, whole, whole, device(), false) : OK;
 }
-cudaError_t cudaFreeHost(void* pointer) {
-    std::lock_guard<std::mutex> lock(guard);
-    auto found = blocks.find((uintptr_t)pointer);
-    if (found == blocks.end()) return pointer ? fail(cudaErrorInvalidValue) : OK;
-    munmap(pointer, found->second.bytes);
-    blocks.erase(found);
-    return OK;
-}
+cudaError_t cudaFree(void* pointer) { return unmap(pointer); }
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return unmap(pointer); }
+// Managed memory may lie on the host, and is not the device's to run out of.
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, device(), false); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, 0, true); }
+cudaError_t cudaFreeHost(void* pointer) { return unmap(pointer); }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
     std::lock_guard<std::mutex> lock(guard);
     blocks[(uintptr_t)pointer] = {bytes, 0, 0, true};
@@ -243,13 +209,11 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
         memmove((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width);
     return OK;
 }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return OK; }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
     if (bytes <= COPIES) memset(to, value, bytes);
     return OK;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) { return cudaMemset(to, value, bytes); }
-cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t) { return OK; }
 cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
     static char symbol[1 << 20];
     *pointer = symbol;
@@ -257,24 +221,12 @@ cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { *pool = (cudaMemPool_t)handle(); return OK; }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { *(uint64_t*)value = 0; return OK; }
-cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return OK; }
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return OK; }
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return OK; }
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return fail(cudaErrorNotSupported); }
-cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return fail(cudaErrorNotSupported); }
-cudaError_t cudaIpcCloseMemHandle(void*) { return OK; }
-cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t*, cudaEvent_t) { return fail(cudaErrorNotSupported); }
-cudaError_t cudaIpcOpenEventHandle(cudaEvent_t*, cudaIpcEventHandle_t) { return fail(cudaErrorNotSupported); }
 
 // --- streams and events: all that was asked for is done at once
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)handle(); return OK; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return OK; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return OK; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return OK; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return OK; }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     *status = cudaStreamCaptureStatusNone;
@@ -296,32 +248,18 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
     return OK;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) { call(data); return OK; }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return OK; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return fail(cudaErrorNotSupported); }
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return fail(cudaErrorNotSupported); }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t)handle(); return OK; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
-cudaError_t cudaEventDestroy(cudaEvent_t) { return OK; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return OK; }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return OK; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return OK; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return OK; }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1; return OK; }
-cudaError_t cudaProfilerStart() { return OK; }
-cudaError_t cudaProfilerStop() { return OK; }
 
 // --- kernels: found, asked about, launched; never run
 
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return OK; }
-cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->maxDynamicSharedSizeBytes = 49152;
     found->binaryVersion = found->ptxVersion = capability();
     return OK;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return OK; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
     *blocks = 2;
     return OK;
@@ -331,7 +269,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
     return OK;
 }
 #if CUDART_VERSION >= 12080
-cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return OK; }
 cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOption*, void**, unsigned,
                                 cudaLibraryOption*, void**, unsigned) {
     *library = (cudaLibrary_t)handle();
@@ -341,7 +278,6 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char
     *kernel = (cudaKernel_t)handle();
     return OK;
 }
-cudaError_t cudaLibraryUnload(cudaLibrary_t) { return OK; }
 #endif
 
 // What the compiler puts into every library with kernels.
@@ -356,15 +292,10 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
     return OK;
 }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) { *kernel = (void*)function; return OK; }
-cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t) { return OK; }
 void** __cudaRegisterFatBinary(void*) {
     static void* handles[4];
     return handles;
 }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
-void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
 }  // extern "C"
