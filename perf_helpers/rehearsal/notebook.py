@@ -1,19 +1,22 @@
-"""A notebook in a rehearsal: a statement that needs values is left out, told, and everything else runs."""
+"""A notebook in a rehearsal: a statement that needs values is left out and told; everything else runs."""
 
 import ast
+import contextlib
+from collections.abc import Iterator
 
 from perf_helpers.unknown import NeedsValues, Unknown
 
-TOLD = "cannot be rehearsed: needs values"
+TOLD = "cannot be rehearsed: needs values"  # how the line begins that stands where a statement was left out
 _ADDING = {"append", "extend", "insert", "add", "update", "setdefault"}
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
 class _NoAttributeKnown(NeedsValues, AttributeError):
-    """Both, so that whoever only asks whether there is such an attribute hears no."""
+    """Both, so that code that only asks whether there is such an attribute hears no."""
 
 
 class Unassigned(Unknown):
-    """What a statement would have assigned that could not be rehearsed: unknown, and maybe not even a number."""
+    """What a statement that could not be rehearsed would have assigned: unknown, and maybe not even a number."""
 
     __slots__ = ()
 
@@ -24,33 +27,29 @@ class Unassigned(Unknown):
 
 
 class Guard(ast.NodeTransformer):
-    """Puts each statement of a cell into a `try` that a `NeedsValues` ends."""
+    """Puts each statement of a cell under `__rehearsed__` (see `install`), which ends it where it needs values."""
 
     def visit_Module(self, module: ast.Module) -> ast.Module:
-        module.body = [self._guarded(node) for node in module.body]
+        module.body = [part for node in module.body for part in _guarded(node)]
         return module
 
-    def _guarded(self, node: ast.stmt) -> ast.stmt:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.AsyncFunctionDef):
-            return node
-        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Await):
-            # Stays an expression, for the last one of a cell is displayed.
-            call = ast.Call(
-                ast.Name("__rehearsed__", ast.Load()),
-                [ast.Lambda(ast.arguments([], [], None, [], [], None, []), node.value), ast.Constant(node.lineno)],
-                [],
-            )
-            return ast.copy_location(ast.fix_missing_locations(ast.copy_location(ast.Expr(call), node)), node)
-        told = ast.parse(f"__not_rehearsed__(__error__, {node.lineno}, {_changed(node)!r}, globals())").body
-        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "__error__", told)
-        guarded = ast.Try([node], [handler], [], [])
-        for part in ast.walk(handler):
-            ast.copy_location(part, node)
-        return ast.fix_missing_locations(ast.copy_location(guarded, node))
+
+def _guarded(node: ast.stmt) -> list[ast.stmt]:
+    if isinstance(node, _DEFINITIONS):
+        return [node]
+    if not isinstance(node, ast.Expr):
+        (guard,) = ast.parse(f"with __rehearsed__({node.lineno}, {_changed(node)!r}): ...").body
+        guard.body = [node]
+        return [guard]
+    # An expression has to follow, for a cell displays its last one; what it shows is not held.
+    source = f"with __rehearsed__({node.lineno}, []) as __shown__: __shown__.append(0)\n__shown__.pop()"
+    guard, shown = ast.parse(source).body
+    guard.body[0].value.args = [node.value]
+    return [guard, shown]
 
 
 def _changed(statement: ast.stmt) -> list[str]:
-    """The names that a statement assigns, or whose parts it does: which of it was done when it ended is not known."""
+    """The names that a statement assigns or whose parts it assigns: how far it came before it ended is not known."""
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
@@ -76,27 +75,21 @@ def needs_values(error: BaseException | None) -> NeedsValues | None:
 
 
 def install(shell=None) -> None:
-    """Guard the cells of this kernel."""
+    """Guard the cells of this kernel, or of the shell given."""
     if shell is None:
         from IPython import get_ipython
 
         shell = get_ipython()
 
-    def tell(error: Exception, line: int) -> None:
-        if (reason := needs_values(error)) is None:
-            raise error
-        print(f"{TOLD} (line {line} of this cell: {reason})")
-
-    def not_rehearsed(error, line, names, scope):
-        tell(error, line)
-        for name in names:
-            scope[name] = Unassigned(f"{name} could not be rehearsed")
-
-    def rehearsed(evaluate, line):
+    @contextlib.contextmanager
+    def rehearsed(line: int, names: list[str]) -> Iterator[list]:
         try:
-            return evaluate()
+            yield [None]
         except Exception as error:
-            tell(error, line)
+            if (reason := needs_values(error)) is None:
+                raise
+            print(f"{TOLD} (line {line} of this cell: {reason})")
+            shell.user_ns.update((name, Unassigned(f"{name} could not be rehearsed")) for name in names)
 
     shell.ast_transformers.append(Guard())
-    shell.user_ns |= {"__rehearsed__": rehearsed, "__not_rehearsed__": not_rehearsed}
+    shell.user_ns["__rehearsed__"] = rehearsed
