@@ -10,21 +10,13 @@ CONTEXT_BYTES = 500 << 20  # assumed: drivers and loaded kernels vary two to thr
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A kind of GPU.
+    """A kind of GPU, and how many of them the machine has."""
 
-    Args:
-        name: as people call it.
-        capability: compute capability, (9, 0) for an H100.
-        memory_bytes: what torch can have of it, `total_memory` of its properties.
-        devices: how many of them the machine has.
-        context_bytes: what a process takes before its first tensor; assumed.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
+    name: str  # as people call it
+    capability: tuple[int, int]  # compute capability: (9, 0) for an H100
+    memory_bytes: int  # what torch can have of it: `total_memory` of its properties
     devices: int = 1
-    context_bytes: int = CONTEXT_BYTES
+    context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
 
     def replace(self, **changes) -> "Card":
         return dataclasses.replace(self, **changes)
@@ -41,7 +33,7 @@ class Card:
         }
 
 
-# Memory: the total capacity in torch's out-of-memory messages, in GiB, the least where drivers differ.
+# Memory: the total capacity in torch's out-of-memory messages, in GiB; the least of them where drivers differ.
 CARDS = {
     "t4": Card("T4 16 GB", (7, 5), int(14.56 * 2**30)),
     "v100": Card("V100 16 GB", (7, 0), int(15.77 * 2**30)),
@@ -59,25 +51,21 @@ def card(
     device_memory: int | float | str | None = None,
     devices: int = 1,
 ) -> Card:
-    """The card of that name, or any that a capability and a memory describe; they overrule the named one's.
+    """The card of that name, or any that a compute capability and a memory describe; they overrule the named one's.
 
     Raises:
         ValueError: an unknown name, a capability that this torch has no kernels for, a memory that is none.
     """
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError(f"name a card ({', '.join(CARDS)}), or a compute capability and a memory")
-    if name is not None and name.lower() not in CARDS:
+    known = None if name is None else CARDS.get(name.lower())
+    if known is None and name is not None:
         raise ValueError(f"no card {name!r}. {nearest_text(name.lower(), CARDS)}")
-    found = CARDS[name.lower()] if name else Card("", tuple(compute_capability), 0)
-    if compute_capability:
-        found = found.replace(capability=tuple(compute_capability))
-    if not (7, 0) <= found.capability < (13, 0):
-        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*found.capability))
-    if device_memory is not None:
-        found = found.replace(memory_bytes=parse_bytes(device_memory))
-    if not name:
-        size = f"{found.memory_bytes / 1e9:.3g} GB"
-        found = found.replace(name="GPU of compute capability {}.{}, {}".format(*found.capability, size))
+    capability = tuple(compute_capability or known.capability)
+    if not (7, 0) <= capability < (13, 0):
+        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
+    memory_bytes = known.memory_bytes if device_memory is None else parse_bytes(device_memory)
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 16:
         raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
-    return found.replace(devices=devices)
+    described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
+    return Card(known.name if known else described, capability, memory_bytes, devices)

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,20 @@ from perf_helpers.rehearsal.stage import command
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine that the course is rehearsed on: its card, the profile, and the lessons; None: all of them."""
+    """A machine that the course is rehearsed on."""
 
-    name: str
-    card: Card
-    profile: str
-    lessons: tuple[str, ...] | None = None
-    core: tuple[str, ...] = ()  # the lessons that CI rehearses: each branch for CUDA at least once, in a few minutes
+    name: str  # of its folder
+    card: Card  # with the number of its devices
+    profile: str  # as `Lab` takes it
+    core: tuple[str, ...]  # the lessons that CI rehearses: each branch for CUDA at least once, in a few minutes
+    lessons: tuple[str, ...] = ()  # those that it is for; none named: all of them
 
 
 MACHINES = (
     Machine("gpu-9.0", CARDS["h100"], "gpu", core=("00", "01", "05", "07")),
     Machine("gpu-8.0", CARDS["a100"], "gpu", core=("06", "08", "14")),
     Machine("t4", CARDS["t4"], "t4", core=("03", "09", "13")),
-    Machine("two-gpus", CARDS["a100"].replace(devices=2), "gpu", lessons=("15",), core=("15",)),
+    Machine("two-gpus", CARDS["a100"].replace(devices=2), "gpu", core=("15",), lessons=("15",)),
 )
 
 
@@ -55,39 +54,36 @@ def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", a
     if wanted not in ("all", "core"):
         find_lessons(wanted.split(","))
     build.library(build.set_up())  # once, before the machines ask for it
-    speaking = threading.Lock()
-
-    def say(name: str, text: str) -> None:
-        with speaking:
-            print(f"{name:>8}  {text.rstrip()}", file=sys.stderr, flush=True)
-
-    def perform(machine: Machine) -> list[str]:
-        lessons = machine.lessons if wanted == "all" else machine.core if wanted == "core" else wanted.split(",")
-        if machine.lessons and lessons and wanted not in ("all", "core"):
-            lessons = [lesson for lesson in lessons if lesson in machine.lessons]
-        if lessons is not None and not lessons:
-            return []
-        folder = Path(out) / machine.name
-        with command(machine.card) as (python, environment):
-            words = [python, "-m", "perf_helpers.cli", "course", *(lessons or ())]
-            words += ["--profile", machine.profile, "--out", folder]
-            options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            environment |= {"OMP_NUM_THREADS": "1"}  # threads that wait take the time of the machine beside
-            with subprocess.Popen(list(map(str, words)), env=environment, **options) as process:
-                for line in process.stderr:
-                    say(machine.name, line)
-        try:
-            data = load_results(folder)
-        except ValueError as error:
-            return [f"{machine.name}: {error}"]
-        for lesson in data["lessons"]:
-            left_out = not_rehearsed(folder / f"{lesson['name']}.ipynb")
-            if left_out:
-                say(machine.name, f"{lesson['name']}: {len(left_out)} statements need values")
-        return [f"{machine.name}: {problem}" for problem in problems(data)]
-
     with ThreadPoolExecutor(at_once) as pool:
-        return [line for lines in pool.map(perform, MACHINES) for line in lines]
+        failed = pool.map(lambda machine: _rehearsed(machine, wanted, Path(out) / machine.name), MACHINES)
+        return [line for lines in failed for line in lines]
+
+
+def _rehearsed(machine: Machine, wanted: str, folder: Path) -> list[str]:
+    """What failed of the lessons wanted on one machine, one line each."""
+    lessons = machine.core if wanted == "core" else wanted.split(",")
+    lessons = machine.lessons if wanted == "all" else [x for x in lessons if x in (machine.lessons or lessons)]
+    if wanted != "all" and not lessons:
+        return []
+    with command(machine.card) as (python, environment):
+        words = [python, "-m", "perf_helpers.cli", "course", *lessons, "--profile", machine.profile, "--out", folder]
+        environment |= {"OMP_NUM_THREADS": "1"}  # threads that wait take the time of the machine beside
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(list(map(str, words)), env=environment, **options) as process:
+            for line in process.stderr:
+                _say(machine, line)
+    try:
+        data = load_results(folder)
+    except ValueError as error:
+        return [f"{machine.name}: {error}"]
+    for lesson in data["lessons"]:
+        if left_out := not_rehearsed(folder / f"{lesson['name']}.ipynb"):
+            _say(machine, f"{lesson['name']}: {len(left_out)} statements need values")
+    return [f"{machine.name}: {problem}" for problem in problems(data)]
+
+
+def _say(machine: Machine, text: str) -> None:
+    sys.stderr.write(f"{machine.name:>8}  {text.rstrip()}\n")  # in one piece: machines speak at the same time
 
 
 def not_rehearsed(notebook: Path) -> list[str]:
@@ -96,10 +92,10 @@ def not_rehearsed(notebook: Path) -> list[str]:
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, LookupError):
         return []
-    found = []
-    for cell in cells:
-        for output in cell.get("outputs", ()):
-            for line in "".join(output.get("text", ())).splitlines():
-                if match := re.match(rf"{re.escape(TOLD)} \(line (\d+) of this cell: (.*)\)$", line):
-                    found.append(f"In [{cell['execution_count']}], line {match[1]}: {match[2]}")
-    return found
+    told = re.compile(rf"^{re.escape(TOLD)} \(line (\d+) of this cell: (.*)\)$", re.MULTILINE)
+    return [
+        f"In [{cell['execution_count']}], line {line}: {reason}"
+        for cell in cells
+        for output in cell.get("outputs", ())
+        for line, reason in told.findall("".join(output.get("text", ())))
+    ]
