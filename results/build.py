@@ -33,10 +33,6 @@ from perf_helpers.texts import name_text
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 PAGE = HERE / "README.md"
-BLOCKS = {  # in the README of the repository, each once
-    name: (f"<!-- {name}: made by results/build.py -->", f"<!-- end of {name} -->")
-    for name in ("scoreboard", "rehearsed", "estimate")
-}
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
@@ -67,12 +63,13 @@ def rehearsals() -> dict[str, dict]:
     Raises:
         ValueError: a file that does not say that it was rehearsed.
     """
-    files = {path.parent.name: path for path in sorted(HERE.glob("rehearsed/*/*.json"))}
-    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files.values()]
-    for path, data in found:
+    found = {}
+    for path in sorted(HERE.glob("rehearsed/*/*.json")):  # of each card the newest comes last
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
-    return {data["card"]: data for _, data in found}
+        found[data["card"]] = data
+    return found
 
 
 def caption(data: dict) -> str:
@@ -85,27 +82,20 @@ def _versions(data: dict, *packages: str) -> str:
     return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
 
 
-def picture(data: dict) -> Path | None:
-    """The peak memory of the guides' recipes on one machine, beside the recorded run; None if it has no such runs."""
+def picture(data: dict) -> None:
+    """Draw the peak memory of the guides' recipes on one machine, beside its recorded run, if that has such runs."""
     import matplotlib
 
     matplotlib.use("Agg")
-    named = {name: run for name, run in _ten(data).items() if run.memory and run.memory.breakdown and name != "yours"}
-    if not named:
-        return None
-    target = data["file"].with_suffix(".png")
-    axes = plots.memory(list(named.values()), title="Peak memory of the guides' ten recipes")
-    axes.figure.supxlabel(caption(data), fontsize=9, x=0.01, ha="left")
-    axes.figure.savefig(target, dpi=120, metadata={"Software": None})
-    return target
+    runs = [run for run in _ten(data).values() if run.memory and run.memory.breakdown and run.name != "yours"]
+    if runs:
+        axes = plots.memory(runs, title="Peak memory of the guides' ten recipes")
+        axes.figure.supxlabel(caption(data), fontsize=9, x=0.01, ha="left")
+        axes.figure.savefig(data["file"].with_suffix(".png"), dpi=120, metadata={"Software": None})
 
 
 def scoreboard(measured: dict[str, dict]) -> str:
-    """Each claim of the lessons: what the guides say, and the value and verdict of each recorded machine.
-
-    Args:
-        measured: course runs by machine, as `recorded` finds them.
-    """
+    """Each claim of the lessons: what the guides say, and the value and verdict of each recorded machine."""
     captions = "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items())
     return captions + "\n\n" + _claims_table({name: data["claims"] for name, data in measured.items()})
 
@@ -117,12 +107,7 @@ def counts(measured: dict[str, dict]) -> str:
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
-    """The guides' ten recipes on rehearsed cards, beside what was published and what was measured.
-
-    Args:
-        cards: as `rehearsals` finds them.
-        measured: course runs by machine, as `recorded` finds them; each is a column of its own.
-    """
+    """The guides' ten recipes on rehearsed cards, beside what was published and what each machine measured."""
     lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         lines = ["No GPU has run the course: memory rehearsed by torch's own allocator; speed not measured.", ""]
@@ -130,28 +115,29 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
         return "\n".join([*lines, "No card is rehearsed yet."])
     one = next(iter(cards.values()))
     there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
-    columns = {f"{name}, rehearsed": {row["name"]: row for row in data["rows"]} for name, data in cards.items()}
-    measured_on = {name: runs for name, data in measured.items() if (runs := _ten(data))}
-    for name, runs in measured_on.items():
-        found = {run.name: {"status": run.status} | (run.to_dict()["memory"] or {}) for run in runs.values()}
-        columns[f"{name}, measured"] = found
     lines += [
         f"- **{there}**, published: {one['guide']['source']}, MB (of 2**20 bytes) by NVML; in brackets less the "
-        f"{context} MB that it gives for the CUDA context",
-        *(f"- **{name}**, rehearsed: {_rehearsed_caption(data)}" for name, data in cards.items()),
-        *(f"- **{name}**, measured: {_sizes(runs, one['task'])}" for name, runs in measured_on.items()),
-        "",
+        f"{context} MB that it gives for the CUDA context"
     ]
+    columns = {}
+    for name, data in cards.items():
+        lines.append(f"- **{name}**, rehearsed: {_rehearsed_caption(data)}")
+        columns[f"{name}, rehearsed"] = {row["name"]: row for row in data["rows"]}
+    for name, runs in ((name, _ten(data)) for name, data in measured.items()):
+        if runs:
+            lines.append(f"- **{name}**, measured: {_sizes(runs, one['task'])}")
+            sizes = {run.name: {"status": run.status} | (run.to_dict()["memory"] or {}) for run in runs.values()}
+            columns[f"{name}, measured"] = sizes
     rows = []
     for row in one["rows"]:
         cells = [_mebibytes(column.get(row["name"])) for column in columns.values()]
         rows.append([row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells])
-    return "\n".join([*lines, _table(["recipe", f"{there}, published", *columns], rows)])
+    return "\n".join([*lines, "", _table(["recipe", f"{there}, published", *columns], rows)])
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
     """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
-    courses = _rehearsed_courses(cards)
+    courses = {name: data["course"] for name, data in cards.items() if data["course"]}
     if not courses:
         return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
@@ -161,14 +147,9 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
     """The rehearsed claims in one sentence: how many have which verdict on which card."""
-    counted = "; ".join(f"{name}, {_count(course['claims'])}" for name, course in _rehearsed_courses(cards).items())
-    if not counted:
-        return "No course is rehearsed yet: no claim has a rehearsed number."
-    return f"The claims about memory, rehearsed: {counted}. [Each with its number](results/README.md#on-gpus)."
-
-
-def _rehearsed_courses(cards: dict[str, dict]) -> dict[str, dict]:
-    return {name: data["course"] for name, data in cards.items() if data["course"]}
+    counted = [f"{name}, {_count(data['course']['claims'])}" for name, data in cards.items() if data["course"]]
+    told = "; ".join(counted) or "none yet"
+    return f"The claims about memory, rehearsed: {told}. [Each with its number](results/README.md#on-gpus)."
 
 
 def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") -> str:
@@ -179,9 +160,14 @@ def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") 
         decisions = [decided.get(claim.id) for decided in by_id]
         if any(decisions):
             guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
-            cells = [_cell(decision) if decision else absent for decision in decisions]
-            rows.append([claim.lesson, f"`{claim.id}`", guide, *cells])
+            rows.append([claim.lesson, f"`{claim.id}`", guide, *(_cell(made, absent) for made in decisions)])
     return _table(["lesson", "claim", "the guides say", *columns], rows)
+
+
+def _cell(decision: dict | None, absent: str) -> str:
+    if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
+        return decision["verdict"] if decision else absent
+    return f"**{decision['verdict']}** ({measured_text(decision)})"
 
 
 def _count(decided: list[dict]) -> str:
@@ -229,34 +215,23 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
-def _cell(decision: dict) -> str:
-    if decision["verdict"] == Verdict.NOT_TESTABLE:
-        return "not testable here"
-    return f"**{decision['verdict']}** ({measured_text(decision)})"
-
-
 def held_against(measured: dict[str, dict]) -> list[dict]:
     """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
     rows = []
     for data in measured.values():
         machine = Machine.from_dict(data["machine"])
-        trainings = (Run.from_dict(run) for run in data["runs"] if machine.kind == "cuda")
-        for run in trainings:
-            if not run.ok or run.memory is None or run.memory.kind != "allocated" or not _of_a_trainer(run):
-                continue
-            options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
-            task = Task.from_dict(run.task)
-            said = estimate(task, device="cuda", every_layer=True, **options, **run.arguments).memory
-            row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
-            for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
-                row[name] = [getattr(said, name), getattr(run.memory, name)]
-            rows.append(row)
+        for run in map(Run.from_dict, data["runs"] if machine.kind == "cuda" else []):
+            # A loop of one's own or an optimizer of one's own stands in no argument.
+            of_a_trainer = run.arguments and run.kind == "training" and run.value is None
+            if run.ok and of_a_trainer and run.memory and run.memory.kind == "allocated":
+                options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
+                task = Task.from_dict(run.task)
+                said = estimate(task, device="cuda", every_layer=True, **options, **run.arguments).memory
+                row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
+                for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
+                    row[name] = [getattr(said, name), getattr(run.memory, name)]
+                rows.append(row)
     return rows
-
-
-def _of_a_trainer(run: Run) -> bool:
-    """Whether the arguments say all: a loop of one's own or an optimizer of one's own stands in no argument."""
-    return bool(run.arguments) and run.kind == "training" and run.value is None
 
 
 def error_table(rows: list[dict]) -> str:
@@ -264,10 +239,9 @@ def error_table(rows: list[dict]) -> str:
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
     totals = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
-    errors = {
-        label: [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
-        for label, name in totals.items()
-    }
+    errors = {}
+    for label, name in totals.items():
+        errors[label] = [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
     for category in CATEGORIES:
         pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
         errors[f"{name_text(category)}, share of the peak"] = [
@@ -291,10 +265,10 @@ def beside_others(report: dict) -> str:
         own = f"{row['most_own_bytes'] / MIB:.0f} MiB"
         answered = f"{row['answered']} of {row['asked']}"
         rows.append([row["tool"], answered, *errors, f"{row['median_seconds']:.1f}", own, row["cannot_express"]])
-    large = [
-        f"{name} {said['seconds']:.1f} s, {said['own_bytes'] / MIB:.0f} MiB" if "seconds" in said else f"{name} none"
-        for name, said in report["large"].items()
-    ]
+    large = []
+    for name, said in report["large"].items():
+        cost = f"{said['seconds']:.1f} s, {said['own_bytes'] / MIB:.0f} MiB" if "seconds" in said else "none"
+        large.append(f"{name} {cost}")
     versions = _versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
     told = f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."
@@ -317,8 +291,9 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "estimate": _estimate(),
     }
     text = README.read_text(encoding="utf-8")
-    for name, (begin, end) in BLOCKS.items():
-        block = f"{begin}\n{blocks[name]}\n{end}"
+    for name, content in blocks.items():
+        begin, end = f"<!-- {name}: made by results/build.py -->", f"<!-- end of {name} -->"
+        block = f"{begin}\n{content}\n{end}"
         text, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, b=block: b, text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"README.md has {count} places for {begin} ... {end}; it needs one")
@@ -327,26 +302,18 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
 
 def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
-    pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
         "# Recorded results",
         "<!-- made by results/build.py, as a whole -->\n"
         "Each number stands with its machine; numbers of different machines are not one. "
         "A number without an interval is an exact count or a single measurement.",
-        "## Scoreboard",
-        scoreboard(measured),
-        *(
-            f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})"
-            for name, path in pictures.items()
-            if path.exists()
-        ),
-        "## On GPUs",
-        rehearsed_recipes(cards, measured),
-        rehearsed_claims(cards),
-        "## The estimate",
-        _estimate(),
+        *("## Scoreboard", scoreboard(measured)),
     ]
-    return "\n\n".join(parts) + "\n"
+    for name, data in measured.items():
+        if (path := data["file"].with_suffix(".png")).exists():
+            parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
+    parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
+    return "\n\n".join([*parts, "## The estimate", _estimate()]) + "\n"
 
 
 def _estimate() -> str:

@@ -47,10 +47,6 @@ CANNOT = {
 }
 
 
-def rule_of_thumb(task, arguments):
-    return 18 * task.parameters()
-
-
 def accelerate_estimate(task, arguments):
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
@@ -106,7 +102,7 @@ TOOLS = {
     "MemTracker": mem_tracker,
     "accelerate": accelerate_estimate,
     "DeepSpeed": deepspeed_estimate,
-    "18 B/parameter": rule_of_thumb,
+    "18 B/parameter": lambda task, arguments: 18 * task.parameters(),
 }
 
 
@@ -137,16 +133,16 @@ def asked(lab, name, task, arguments):
 
 def row(name, found, measured):
     """One tool over all pairs."""
-    pairs = [(said["bytes"], peak) for said, peak in zip(found, measured, strict=True) if "bytes" in said]
-    errors = sorted(abs(said / peak - 1) for said, peak in pairs)
+    pairs = [(said, peak) for said, peak in zip(found, measured, strict=True) if "bytes" in said]
+    errors = [abs(said["bytes"] / peak - 1) for said, peak in pairs]
     return {
         "tool": name,
-        "answered": len(errors),
+        "answered": len(pairs),
         "asked": len(found),
         "median_error": statistics.median(errors) if errors else None,
-        "worst_error": errors[-1] if errors else None,
-        "median_seconds": statistics.median([said["seconds"] for said in found if "bytes" in said] or [0]),
-        "most_own_bytes": max([said["own_bytes"] or 0 for said in found if "bytes" in said] or [0]),
+        "worst_error": max(errors, default=None),
+        "median_seconds": statistics.median([said["seconds"] for said, _ in pairs] or [0]),
+        "most_own_bytes": max((said["own_bytes"] or 0 for said, _ in pairs), default=0),
         "cannot_express": CANNOT[name],
     }
 

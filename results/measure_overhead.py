@@ -11,6 +11,7 @@ import statistics
 import measuring
 
 from perf_helpers import Lab, Task
+from perf_helpers.lab.runs import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
@@ -72,14 +73,11 @@ def main() -> None:
             pairs.append(seconds[True] / seconds[False])
             shares.append(inside / seconds[True])
             print(f"{pairs[-1]:.4f} {shares[-1]:.7f}", flush=True)
-    import numpy as np
-
-    medians = np.median(np.random.default_rng(0).choice(pairs, (2000, len(pairs))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
+    ratio = Ratio.of_pairs(pairs, floor=1)
     report = {
         "what": "time of trainer.train() with the time meter / bare, median of pairs",
-        "ratio": round(statistics.median(pairs), 4),
-        "interval": [round(float(low), 4), round(float(high), 4)],
+        "ratio": round(ratio.value, 4),
+        "interval": [round(ratio.low, 4), round(ratio.high, 4)],
         "share_inside_the_meter": round(statistics.median(shares), 7),
         "pairs": [round(pair, 4) for pair in pairs],
         "clock": "wall" if lab.machine.kind == "cuda" else "processor",

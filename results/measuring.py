@@ -8,11 +8,9 @@ from perf_helpers.lab.store import write_whole
 
 
 def options(description: str, **defaults: float) -> argparse.Namespace:
-    """The options of a script: `--out` for a file, and one for each number, of the type of its default.
+    """The options of a script: `--out` for a file, and one for each number, e.g. rounds=9 for `--rounds`.
 
-    Args:
-        description: the script's docstring, of which the first line is shown.
-        defaults: e.g. rounds=9 for `--rounds`.
+    Of the description, the script's docstring, the first line is shown.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, value in defaults.items():

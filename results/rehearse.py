@@ -76,11 +76,7 @@ GUIDE = {"source": "2023 guide", "hardware": "V100-SXM2 16 GB", "context_mb": 13
 
 
 def record(card: Card, course: Path | None = None) -> Path:
-    """Rehearse the ten rows on a card, and write its file.
-
-    Args:
-        card: one of `CARDS`.
-        course: folder of the rehearsed course on that card; None: no claims.
+    """Rehearse the ten rows on a card, and write its file, with the claims of a rehearsed course on it if one is named.
 
     Raises:
         RuntimeError: no rehearsal is possible here, or a row ended in another way than by want of memory.
@@ -91,8 +87,8 @@ def record(card: Card, course: Path | None = None) -> Path:
         versions = stage.submit(hardware.versions).result()
         rows = []
         for name, (how, megabytes) in ROWS.items():
-            options = {"task": TASK, "measure": "memory"}
-            run = lab.run(how, name, **options) if callable(how) else lab.train(name, **options, **how)
+            options = {"name": name, "task": TASK, "measure": "memory"}
+            run = lab.run(how, **options) if callable(how) else lab.train(**options, **how)
             rows.append(_row(run) | {"guide_mb": megabytes})
             print(f"{card.name}  {run}", file=sys.stderr, flush=True)
     content = {
@@ -116,11 +112,7 @@ def record(card: Card, course: Path | None = None) -> Path:
 
 
 def _row(run: Run) -> dict:
-    """What is kept of a run; bytes, None where it did not fit.
-
-    Raises:
-        RuntimeError: neither ok nor out of memory.
-    """
+    """What is kept of a run; bytes, None where it did not fit. RuntimeError if it ended in another way."""
     if run.status not in ("ok", "out of memory"):
         raise RuntimeError(f"{run.name}: {run.status}, {run.message}")
     row = {"name": run.name, "arguments": run.arguments, "status": run.status, "message": run.message}
