@@ -7,58 +7,21 @@ that CUDA keeps. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_
 
 import contextlib
 import functools
+import operator
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from perf_helpers.estimate.patching import overload, private, replaced
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-# CUDA's lists; an operator of theirs that a version of torch does not register for CUDA is not replaced.
-_LOWER = _names(
-    """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
-    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
-    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-    scaled_dot_product_attention
-    """
-)
-_FP32 = _names(
-    """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
-    dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
-    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """
-)
-_FP32_RESULT = _names(
-    """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """
-)
-_WIDEST = _names(
-    """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """
-)
+_LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_BANNED = ("binary_cross_entropy",)
-_FALLTHROUGH = torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
 
 Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named arguments of an operator
 
@@ -75,12 +38,12 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
     """
     registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
     cuda, cpu = ({name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU"))
-    casts = _Casts()
+    casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
     rules = casts.rules()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in sorted(cuda | cpu):
-            rule = functools.partial(_ruled, rules.get(name, _no_rule), name) if name in cuda else _FALLTHROUGH
+            rule = functools.partial(_ruled, rules.get(name, _no_rule), name) if name in cuda else fallthrough
             library.impl(name, rule, "AutocastCPU")
     clear = torch.clear_autocast_cache
 
@@ -89,7 +52,7 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
         clear()
 
     # `torch.autocast` calls it when the outermost context ends.
-    with replaced(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast():
+    with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast():
         try:
             yield
         finally:
@@ -104,9 +67,14 @@ class _Casts:
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
         """For each operator that CUDA's lists name, what its rule makes of the operator's name and arguments."""
-        rules = dict.fromkeys(_LOWER, self._lower) | dict.fromkeys(_FP32, self._fp32)
-        rules |= dict.fromkeys(_FP32_RESULT, _fp32_result) | dict.fromkeys(_WIDEST, self._widest)
-        return rules | dict.fromkeys(_NORMS, _fp32_norm) | dict.fromkeys(_BANNED, _banned)
+        lists = {
+            "lower_precision": self._lower,
+            "fp32": self._fp32,
+            "fp32_result": _fp32_result,
+            "widest": self._widest,
+        }
+        rules = {name: rule for which, rule in lists.items() for name in _LISTS[which].split()}
+        return rules | dict.fromkeys(_NORMS, _fp32_norm) | {"binary_cross_entropy": _banned}
 
     def clear(self) -> None:
         self._kept.clear()
@@ -181,8 +149,7 @@ def _no_rule(name, *_):
     )
 
 
-@contextlib.contextmanager
-def _fp16_trainings_autocast() -> Iterator[None]:
+def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
     """Accelerate, and with it the Trainer, autocasts fp16=True on a GPU only: here it does too."""
     from accelerate import Accelerator
 
@@ -197,5 +164,27 @@ def _fp16_trainings_autocast() -> Iterator[None]:
         finally:
             self.native_amp = before  # else it looks for a GradScaler, of which nothing could be read here
 
-    with replaced(Accelerator, "prepare_model", preparing):
-        yield
+    return patch.object(Accelerator, "prepare_model", preparing)
+
+
+# ---- torch's private names and its operators
+
+
+def private(path: str) -> Any:
+    """A private name of torch, e.g. "torch.library._scoped_library".
+
+    Raises:
+        RuntimeError: the installed version lacks it; the message says which versions have it.
+    """
+    try:
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {path}, which the emulation of CUDA stands on: use torch 2.11 to 2.14"
+        ) from None
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """An operator of aten by its name, e.g. "sum.dim_IntList"; "mm" is short for "mm.default"."""
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default")

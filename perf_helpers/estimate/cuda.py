@@ -2,54 +2,28 @@
 
 A training that is followed on fake "cpu" tensors takes the CPU's decisions: its attention kernel, its dropout, its
 lists of autocast operators. `emulated` makes it take CUDA's, as they stand in torch's sources. What no tensor shows is
-computed in `allocator`. Each difference is a part with a name, can be left out, and is told as an assumption. Read in
-2.13's headers and tables and, for C++ and CUDA code that a wheel does not carry, in torch's main branch at several
-dates.
+computed in `allocator`. Each difference is a part with a name, can be left out, and is told as an assumption with its
+source (`cuda.toml`).
 """
 
 import contextlib
 import functools
 import math
+import tomllib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from perf_helpers.estimate import autocast
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
-from perf_helpers.estimate.patching import overload, private, replaced
+from perf_helpers.estimate.autocast import overload, private
 
 HALF = (torch.float16, torch.bfloat16)
 
-PARTS: dict[str, str] = {
-    "attention": "scaled_dot_product_attention takes flash for 16-bit inputs without a mask, else the memory-efficient "
-    "kernel, else plain arithmetic (ATen/native/transformers/cuda/sdp_utils.cpp, transformers/attention.cpp)",
-    "cudnn_attention": "on compute capability 9 and 10 cuDNN's attention comes before flash, where head sizes are "
-    "multiples of 8 up to 128 and dropout is a multiple of 1/16, as with cuDNN newer than 9.15 "
-    "(sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention)",
-    "autocast": "autocast runs CUDA's lists of operators in 16 bits, in fp32 or in the widest type, and keeps each "
-    "weight's cast until it ends, fp16=True included; the scalars of GradScaler are left out (ATen/autocast_mode.h)",
-    "dropout": "dropout keeps a mask of 1 byte an element (ATen/native/Dropout.cpp: is_fused_kernel_acceptable)",
-    "softmax": "softmax from fp16 to fp32 makes no fp32 copy of its input (ATen/native/SoftMax.cpp: softmax)",
-    "scratch": "the backwards of attention and embeddings and the norm of many tensors use memory of their own while "
-    "they run; cuDNN's attention as much as flash, for want of a source (flash_attn/flash_api.cpp: mha_bwd, "
-    "mem_eff_attention/kernel_backward.h, cuda/EmbeddingBackwardKernel.cu, cuda/ForeachReduceOp.cu); that of "
-    "convolutions, sorts, reductions and flash's forward is not counted",
-    "foreach": "an optimizer that is told neither takes its foreach form (torch/optim/optimizer.py: "
-    "_default_to_fused_or_foreach)",
-    "host_data": "batches are made on the host, where the next one waits while the present one is on the device "
-    "(accelerate/data_loader.py: DataLoaderShard)",
-    "rounding": "each block is a multiple of 512 bytes (c10/core/AllocatorConfig.h: kMinBlockSize)",
-    "segments": "the allocator takes segments of 2 MiB, 20 MiB or the request's multiple of 2 MiB, keeps them and puts "
-    "each block into the smallest free one that holds it, expandable_segments being off "
-    "(c10/cuda/CUDACachingAllocator.cpp)",
-    "cublas_workspace": "cuBLAS keeps a workspace for each thread that multiplies, the forward's and autograd's, which "
-    "cuBLASLt shares (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize), CUBLAS_WORKSPACE_CONFIG being unset",
-    "context": "the CUDA context is known for the V100 of the guide only, elsewhere it is taken from recorded runs "
-    "(Model training anatomy, transformers' documentation)",
-}
-_EMULATED = ("attention", "autocast", "dropout", "softmax", "scratch", "foreach", "host_data")
+PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
@@ -100,29 +74,29 @@ def emulated(
 
     Raises:
         ValueError: there is no such part.
-        RuntimeError: this torch lacks a private name that a part needs.
+        RuntimeError: this torch lacks a private name that is needed.
     """
     parts = known_parts(parts)
     with contextlib.ExitStack() as stack:
-        chosen = [name for name in _EMULATED if name in parts]
-        if chosen:
-            library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
-        if "attention" in chosen:
-            attention = _Attention(compute_capability, prefer_cudnn="cudnn_attention" in parts)
-            library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
-        if "dropout" in chosen:
-            library.impl("dropout", _dropout, "AutogradCPU")
-        if "softmax" in chosen:
-            for name in ("softmax", "log_softmax"):
-                library.impl(f"{name}.int", functools.partial(_softmax, name), "AutogradCPU")
-        if "scratch" in chosen:
+        library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
+        replacements: dict[str, Callable] = {}
+        if "attention" in parts:
+            attention = functools.partial(_attention, compute_capability, "cudnn_attention" in parts)
+            replacements["scaled_dot_product_attention"] = attention
+        if "dropout" in parts:
+            replacements["dropout"] = _dropout
+        if "softmax" in parts:
+            replacements |= {f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")}
+        if "scratch" in parts:
             for name, needed in _SCRATCH.items():
-                library.impl(name, functools.partial(_with_scratch, overload(name), needed), "AutogradCPU")
-        if "autocast" in chosen:
+                replacements[name] = functools.partial(_with_scratch, overload(name), needed)
+        for name, replacement in replacements.items():
+            library.impl(name, replacement, "AutogradCPU")
+        if "autocast" in parts:
             stack.enter_context(autocast.emulated(library))
-        if "foreach" in chosen:
+        if "foreach" in parts:
             stack.enter_context(_foreach_allowed())
-        if "host_data" in chosen and sent:
+        if "host_data" in parts and sent:
             stack.enter_context(_sending_told(sent))
         yield
 
@@ -148,17 +122,17 @@ def _foreach_allowed() -> Iterator[None]:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    devices = private("torch.utils._foreach_utils._get_foreach_kernels_supported_devices")
+    name = "_get_foreach_kernels_supported_devices"
+    devices = private(f"torch.utils._foreach_utils.{name}")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]))
+        stack.enter_context(patch.object(optimizer, name, lambda: [*devices(), "cpu"]))
         for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(replaced(module, "_foreach_supported_types", kinds))
+            stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))
         yield
 
 
-@contextlib.contextmanager
-def _sending_told(sent: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def _sending_told(sent: Callable[[torch.Tensor], None]) -> contextlib.AbstractContextManager:
     """`sent` is called with every tensor that accelerate's data loader sends to the device."""
     from accelerate import data_loader
     from accelerate.utils import recursively_apply
@@ -172,108 +146,95 @@ def _sending_told(sent: Callable[[torch.Tensor], None]) -> Iterator[None]:
     def telling(*args, **kwargs):
         return recursively_apply(tell, send(*args, **kwargs))
 
-    with replaced(data_loader, "send_to_device", telling):
-        yield
+    return patch.object(data_loader, "send_to_device", telling)
 
 
 # ---- attention
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """scaled_dot_product_attention as on a GPU of this compute capability."""
+def _attention(
+    capability, cudnn, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """scaled_dot_product_attention as on a GPU of this compute capability.
 
-    capability: tuple[int, int]  # (major, minor)
-    prefer_cudnn: bool  # whether cuDNN's kernel comes before flash where it can be used
-
-    def __call__(
-        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-    ):
-        aten = torch.ops.aten
-        kernel = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if kernel == "math" or not isinstance(query, FakeTensor):
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
-        if kernel == "flash":
-            size = query.shape[-1]
-            scale = size**-0.5 if scale is None else scale
-            query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
-            output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-            return output if output.shape[-1] == size else output[..., :size]
-        keep_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        if attn_mask is not None:
-            attn_mask = _additive(attn_mask, query.dtype)
-        if kernel == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale
-            )[0]
-        if attn_mask is not None:
-            if any(stride % 16 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
-                attn_mask = _padded(attn_mask, 16)[..., : attn_mask.shape[-1]]
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale
+    Args:
+        cudnn: whether cuDNN's kernel comes before flash where it can be used.
+    """
+    aten = torch.ops.aten
+    kernel = _attention_kernel(capability, cudnn, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if kernel == "math" or not isinstance(query, FakeTensor):
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+    if kernel == "flash":
+        size = query.shape[-1]
+        scale = size**-0.5 if scale is None else scale
+        query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+        output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return output if output.shape[-1] == size else output[..., :size]
+    keep_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # becomes 0 where it is true, else minus infinity
+        zero = attn_mask.new_zeros((), dtype=query.dtype)
+        attn_mask = torch.where(attn_mask.logical_not(), -math.inf, zero)
+    if kernel == "efficient" and attn_mask is not None:
+        if any(stride % 16 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
+            attn_mask = _padded(attn_mask, 16)[..., : attn_mask.shape[-1]]
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    return run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
 
-    def choose(self, query, key, value, mask, dropout, causal, enable_gqa) -> str:
-        """The kernel that `select_sdp_backend` would take: "cudnn", "flash", "efficient" or "math"."""
-        inputs = (query, key, value)
-        if any(tensor.dim() != 4 or not tensor.numel() or tensor.stride(-1) != 1 for tensor in inputs):
-            return "math"
-        same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-        if len({tensor.shape[0] for tensor in inputs}) > 1 or not (same_heads or enable_gqa):
-            return "math"
-        head, value_head, half = query.shape[-1], value.shape[-1], query.dtype in HALF
-        allowed, (major, _) = torch.backends.cuda, self.capability
-        if (
-            self.prefer_cudnn
-            and allowed.cudnn_sdp_enabled()
-            and major in (9, 10)
-            and half
-            and max(head, value_head) <= 128
-            and not (head % 8 or value_head % 8)
-            and not dropout * 16 % 1
-            and key.shape[2] > 1
-            and not (dropout and query.shape[2] == 1)
-        ):
-            return "cudnn"
-        trains = any(tensor.requires_grad for tensor in inputs)
-        # Consumer GPUs lack the shared memory for the backward of the largest heads.
-        too_large = trains and ((8, 6) <= self.capability <= (8, 9) or major == 12) and head > 192
-        if (
-            allowed.flash_sdp_enabled()
-            and self.capability >= (8, 0)
-            and half
-            and mask is None
-            and head == value_head == key.shape[-1] <= 256
-            and not (too_large and (head <= 224 or dropout))
-            and not (causal and query.shape[2] != key.shape[2])
-        ):
-            return "flash"
-        alignment = 8 if half and major >= 7 else 4 if major >= 8 else 1
-        if (
-            allowed.mem_efficient_sdp_enabled()
-            and (query.dtype in (torch.float32, torch.float16) or (query.dtype is torch.bfloat16 and major >= 8))
-            and head == key.shape[-1]
-            and not (head % alignment or value_head % alignment)
-            and same_heads
-        ):
-            return "efficient"
+
+def _attention_kernel(capability, cudnn, query, key, value, mask, dropout, causal, enable_gqa) -> str:
+    """The kernel that `select_sdp_backend` would take: "cudnn", "flash", "efficient" or "math"."""
+    inputs = (query, key, value)
+    if any(tensor.dim() != 4 or not tensor.numel() or tensor.stride(-1) != 1 for tensor in inputs):
         return "math"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    if len({tensor.shape[0] for tensor in inputs}) > 1 or not (same_heads or enable_gqa):
+        return "math"
+    head, value_head, half = query.shape[-1], value.shape[-1], query.dtype in HALF
+    allowed, (major, _) = torch.backends.cuda, capability
+    if (
+        cudnn
+        and allowed.cudnn_sdp_enabled()
+        and major in (9, 10)
+        and half
+        and max(head, value_head) <= 128
+        and not (head % 8 or value_head % 8)
+        and not dropout * 16 % 1
+        and key.shape[2] > 1
+        and not (dropout and query.shape[2] == 1)
+    ):
+        return "cudnn"
+    trains = any(tensor.requires_grad for tensor in inputs)
+    # Consumer GPUs lack the shared memory for the backward of the largest heads.
+    too_large = trains and ((8, 6) <= capability <= (8, 9) or major == 12) and head > 192
+    if (
+        allowed.flash_sdp_enabled()
+        and capability >= (8, 0)
+        and half
+        and mask is None
+        and head == value_head == key.shape[-1] <= 256
+        and not (too_large and (head <= 224 or dropout))
+        and not (causal and query.shape[2] != key.shape[2])
+    ):
+        return "flash"
+    alignment = 8 if half and major >= 7 else 4 if major >= 8 else 1
+    if (
+        allowed.mem_efficient_sdp_enabled()
+        and (query.dtype in (torch.float32, torch.float16) or (query.dtype is torch.bfloat16 and major >= 8))
+        and head == key.shape[-1]
+        and not (head % alignment or value_head % alignment)
+        and same_heads
+    ):
+        return "efficient"
+    return "math"
 
 
 def _padded(tensor, multiple):
     """The tensor with zeros behind its last dimension, up to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-
-
-def _additive(mask, dtype):
-    """A mask of numbers to add: a boolean one becomes 0 where it is true and minus infinity elsewhere."""
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.where(mask.logical_not(), -math.inf, mask.new_zeros((), dtype=dtype))
 
 
 # ---- memory that an operation takes for itself while it runs: bytes, from the arguments of the operator

@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.cache import OperationCache
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
-from perf_helpers.estimate.patching import replaced
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
 from perf_helpers.lab.tracker import Tracker, name_of, watched
@@ -52,7 +52,11 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
     tracker = tracker or FakeTracker()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-"))
-        stack.enter_context(_modules_stay())
+        # Modules stay where they are: fake weights cannot be exchanged for others.
+        stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))
+        # Lists of fake tensors are handled as lists of tensors are.
+        kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
+        stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
         stack.enter_context(_few_micro_batches())
         if experiment.processes > 1:
             stack.enter_context(_one_rank_of(experiment.processes))
@@ -100,7 +104,9 @@ class FakeTracker(Tracker):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and not self.follow_host:
-            self._send_operands(tensors)
+            for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
+                if not isinstance(tensor, FakeTensor) and tensor.dim():
+                    self.sent(tensor)
         operation = _operation(function, args, leaves, structure)
         self.begun.append((len(self.log), operation))
         if any_fake and function is aten._local_scalar_dense.default:
@@ -123,12 +129,6 @@ class FakeTracker(Tracker):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks:
             self._follow(storage, Category.INPUTS, "copy to the device")
-
-    def _send_operands(self, tensors: list[torch.Tensor]) -> None:
-        """Real tensors that meet fake ones have been copied to the device; a number stays on the host."""
-        for tensor in tensors:
-            if not isinstance(tensor, FakeTensor) and tensor.dim():
-                self.sent(tensor)
 
     def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
@@ -267,20 +267,7 @@ _WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.def
 # ---- what is replaced while a training is followed
 
 
-@contextlib.contextmanager
-def _modules_stay() -> Iterator[None]:
-    """Modules stay where they are, for fake weights cannot be exchanged for others; and lists of fake tensors are
-    handled as lists of tensors are."""
-    _foreach_utils._foreach_supported_types.append(FakeTensor)
-    try:
-        with replaced(torch.nn.Module, "to", lambda module, *_, **__: module):
-            yield
-    finally:
-        _foreach_utils._foreach_supported_types.remove(FakeTensor)
-
-
-@contextlib.contextmanager
-def _few_micro_batches() -> Iterator[None]:
+def _few_micro_batches() -> contextlib.AbstractContextManager:
     """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second."""
     from transformers import Trainer
 
@@ -295,8 +282,7 @@ def _few_micro_batches() -> Iterator[None]:
         state["dtype"] = loss.dtype
         return loss
 
-    with replaced(Trainer, "training_step", training_step):
-        yield
+    return patch.object(Trainer, "training_step", training_step)
 
 
 @contextlib.contextmanager
@@ -307,7 +293,7 @@ def _one_rank_of(ranks: int) -> Iterator[None]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with replaced(torch.nn.parallel, "DistributedDataParallel", _Replica):
+        with patch.object(torch.nn.parallel, "DistributedDataParallel", _Replica):
             yield
     finally:
         torch.distributed.destroy_process_group()
