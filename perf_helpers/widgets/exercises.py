@@ -53,37 +53,33 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
     if chosen is None:
         journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
 
-    letters = dict(zip(string.ascii_lowercase, answers, strict=False))
+    letters = dict(zip(answers, string.ascii_lowercase, strict=False))
     head = f"<div style='line-height:1.4'><b>Question</b>: {prose_html(text)}</div>"
-    lines = "".join(f"<div>{letter}) {prose_html(option)}</div>" for letter, option in letters.items())
-    answer, output = ipywidgets.HTML(), ipywidgets.Output()
-    # Buttons rather than radio buttons, where moving by the arrow keys chooses.
-    buttons = {
-        option: ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"})
-        for letter, option in letters.items()
-    }
+    lines = "".join(f"<div>{letter}) {prose_html(option)}</div>" for option, letter in letters.items())
+    asked = ipywidgets.HTML(f"{head}<div style='line-height:1.6'>{lines}</div>")
+    answer, output, buttons = ipywidgets.HTML(), ipywidgets.Output(), []
 
     def show(option: str) -> None:
-        line = f"Your choice: {buttons[option].description}) {prose_html(option)}"
+        line = f"Your choice: {letters[option]}) {prose_html(option)}"
         answer.value = f"<div style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
 
     def choose(option: str, _) -> None:
         show(option)
         journal.keep(lab, "question", key, choice=option, right=option == right)
 
-    for option, button in buttons.items():
-        button.on_click(guarded(partial(choose, option), output))
+    for option, letter in letters.items():  # buttons rather than radio buttons, where moving by the arrow keys chooses
+        buttons.append(ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"}))
+        buttons[-1].on_click(guarded(partial(choose, option), output))
     if chosen in answers:
         show(chosen)
-    asked = ipywidgets.HTML(f"{head}<div style='line-height:1.6'>{lines}</div>")
-    parts = [asked, ipywidgets.HBox(list(buttons.values()), layout=ROW), answer, output]
     folded = "".join(
         f"<li>{prose_html(option)}<details><summary style='cursor:pointer'>is it?</summary>"
         f"{feedback._repr_html_()}</details></li>"
         for option, feedback in answers.items()
     )
-    plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for letter, option in letters.items())])
-    place(("question", lab.lesson, key), parts, f"{head}<ol type='a'>{folded}</ol>", plain)
+    plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for option, letter in letters.items())])
+    parts, static = [asked, ipywidgets.HBox(buttons, layout=ROW), answer, output], f"{head}<ol type='a'>{folded}</ol>"
+    place(("question", lab.lesson, key), parts, static, plain)
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
@@ -149,9 +145,7 @@ def _keep(lab: Lab, kind: str, key: str, **content) -> None:
 
 
 class Hints:
-    """Hints to an exercise, folded into each other: opening one shows the next one, the last one close to the solution.
-
-    Plain HTML, no kernel needed.
+    """Hints to an exercise, each folded into the one before; the last is close to the solution. No kernel is needed.
 
     Raises:
         ValueError: no hint, or an empty one.
@@ -177,7 +171,7 @@ class Hints:
         return shown
 
 
-hint = Hints
+hint = Hints  # as it is called in a lesson
 
 
 def challenge(

@@ -28,12 +28,8 @@ class Places:
         self._lock = threading.Lock()
 
     def take(self, where: Hashable, close: Callable[[], None] | None, about: Any = None) -> None:
-        """Stand at a place, after what stood there before is closed.
-
-        Args:
-            close: called when something else comes to this place.
-            about: what `self.about(where)` answers as long as nothing else does.
-        """
+        """Stand at a place, after what stood there before is closed; `close` is called when something else comes. Until
+        then, `self.about(where)` answers `about`."""
         with self._lock:
             close_before, _ = self._standing.pop(where, (None, None))
             if close:

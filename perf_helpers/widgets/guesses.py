@@ -1,7 +1,4 @@
-"""Guesses: a number that a learner commits before an experiment, and what became of it.
-
-Notable: only a guess that was committed before its measurement was shown counts. A later one is kept and called so.
-"""
+"""Guesses: a number that a learner commits before an experiment, and what became of it."""
 
 import html
 import math

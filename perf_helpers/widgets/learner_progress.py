@@ -28,16 +28,14 @@ def _cells(lesson: journal.Progress | None) -> list[str]:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())
     errors = [error for error in lesson.errors.values() if error is not None]
-    guesses = f"{len(errors)} of {len(lesson.errors)}"
-    guesses += f" (off by {', '.join(f'{error:.0%}' for error in errors)})" if errors else ""
+    off = f" (off by {', '.join(f'{error:.0%}' for error in errors)})" if errors else ""
     right = sum(status == "right" for status in lesson.exercises.values())
     answered = [first for first in lesson.questions.values() if first is not None]
-    questions = f"{len(answered)} of {len(lesson.questions)}"
-    questions += f" ({sum(answered)} right at once)" if answered else ""
+    at_once = f" ({sum(answered)} right at once)" if answered else ""
     return [
         f"✓ finished {lesson.finished[:10]}" if lesson.finished else "begun",
         f"{decided} of {len(lesson.claims)}" if lesson.finished else "",
-        guesses if lesson.errors else "",
+        f"{len(errors)} of {len(lesson.errors)}{off}" if lesson.errors else "",
         f"{right} of {len(lesson.exercises)}" if lesson.exercises else "",
-        questions if lesson.questions else "",
+        f"{len(answered)} of {len(lesson.questions)}{at_once}" if lesson.questions else "",
     ]

@@ -159,18 +159,17 @@ class _MemoryExplorer:
         known, point = self._point()
         choice, *_ = point
         answer = known.answer(*point) if known in self._prepared else None
-        refused = self._error or known.refusal(choice)
         if answer is not None:
             self._show(answer)
         else:
-            self._picture.value = f"<div style='opacity:0.35'>{self._drawn}</div>"
+            refused = self._error or known.refusal(choice)
             text = f"✗ {refused}" if refused else f"Tracing {known.task.model} with this recipe: a few seconds ..."
+            self._picture.value = f"<div style='opacity:0.35'>{self._drawn}</div>"
             self._note.value = f"<div role='status'>{html.escape(text)}</div>"
-        every = list(known.choices(choice))
-        count = sum(map(known.is_known, every))
-        state = "all are answered at once" if count == len(every) else "the others are being traced"
-        bar = f"<progress value='{count}' max='{len(every)}' aria-label='recipes known'></progress>"
-        self._tell(f"{bar} {count} of {len(every)} ways of training known: {state}.")
+        ways = [known.is_known(each) for each in known.choices(choice)]
+        state = "all are answered at once" if all(ways) else "the others are being traced"
+        bar = f"<progress value='{sum(ways)}' max='{len(ways)}' aria-label='recipes known'></progress>"
+        self._tell(f"{bar} {sum(ways)} of {len(ways)} ways of training known: {state}.")
 
     def _tell(self, progress: str) -> None:
         self._progress.value = f"<div style='font-size:12px;line-height:1.4'>{progress}</div>"

@@ -35,20 +35,13 @@ HOST_PANELS = {
 _PLACE = "monitor"  # there is one at most
 
 
-def live(interval_seconds: float = 0.5, history: int = 240, *, gpu_index: int = 0) -> "Monitor":
-    """Watch this machine while a cell runs: `with monitor.live() as m: ...`, then `m.summary()`.
-
-    A picture is drawn twice a second at most where there is a notebook; when the block or the cell ends, a static one
-    takes its place. In a terminal nothing is drawn. The arguments are `Monitor`'s.
-    """
-    return Monitor(interval_seconds, history, gpu_index=gpu_index)
-
-
 class Monitor:
-    """Samples this machine in a background thread, from now until the `with` block, the cell or Python ends.
+    """Watches this machine while a cell runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
-    There is one at most: starting another stops the first. It reads CUDA's GPU `gpu_index` where experiments run on
-    one, else the host. What goes wrong while it draws stands in the picture's place and is raised at the end.
+    A background thread samples it from now until the `with` block, the cell or Python ends: CUDA's GPU `gpu_index`
+    where experiments run on one, else the host. There is one at most: starting another stops the first. A picture is
+    drawn twice a second at most where there is a notebook, and a static one takes its place at the end; in a terminal
+    nothing is drawn. What goes wrong while it draws stands in the picture's place and is raised at the end.
 
     Args:
         interval_seconds: from one sample to the next; more where a sample is so costly that it would exceed `SHARE`.
@@ -127,7 +120,7 @@ class Monitor:
                 display.update(bundle, raw=True)
         except Exception as error:
             if display:
-                display.update({"text/plain": _message(error), "text/html": _message_html(error)}, raw=True)
+                display.update(_failure(error), raw=True)
             raise
         finally:
             if self._widget:
@@ -244,7 +237,7 @@ class Monitor:
             try:
                 self._widget.value = self.live_html()
             except Exception as error:
-                self._widget.value = _message_html(error)
+                self._widget.value = _failure(error)["text/html"]
                 raise
 
     def _cell_ended(self, *_) -> None:
@@ -256,12 +249,11 @@ class Monitor:
                 self._cell_events.unregister("post_run_cell", self._cell_ended)
 
 
+live = Monitor  # as it is called in a lesson
 atexit.register(PLACES.free, _PLACE)
 
 
-def _message(error: Exception) -> str:
-    return f"The monitor stopped: {type(error).__name__}: {error}"
-
-
-def _message_html(error: Exception) -> str:
-    return f"<pre>{html.escape(_message(error))}</pre>"
+def _failure(error: Exception) -> dict[str, str]:
+    """What stands in the picture's place where there is none."""
+    message = f"The monitor stopped: {type(error).__name__}: {error}"
+    return {"text/plain": message, "text/html": f"<pre>{html.escape(message)}</pre>"}

@@ -71,21 +71,14 @@ def figure_text(value: float | None, unit: str) -> str:
 
 
 def reasons(bitmask: int) -> list[str]:
-    """NVML's reasons for the present clocks in words; empty where nothing holds them back.
-
-    Source: nvml.h, nvmlClocksEventReasons.
-    """
+    """NVML's reasons for the present clocks in words; empty where nothing holds them back."""
     set_bits = [bit for bit in range(bitmask.bit_length()) if bitmask >> bit & 1]
     return [REASONS[bit] if bit < len(REASONS) else f"unknown reason {1 << bit:#x}" for bit in set_bits]
 
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Yield a function that reads the fields of one sample, but its time, for the thread that calls it.
-
-    Args:
-        gpu: the one to read; None: the host.
-    """
+    """Yield a function that reads the fields of one sample, but its time, from a GPU; None: from the host."""
     if gpu is None:
         yield _Host().read
     else:
