@@ -82,7 +82,9 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
         return Judgement("crashed", f"no executed notebook (exit code {code}); {_last_line(folder, name)}", record)
     for cell in cells:
         if errors := _errors(cell["outputs"]):
-            where = f"In [{cell['execution_count']}]{_line(cell['outputs'])}"
+            trace = "\n".join(line for output in cell["outputs"] for line in output.get("traceback", ()))
+            line = re.search(r"Cell In\[\d+\](, line \d+)", re.sub(r"\x1b\[[0-9;]*m", "", trace))
+            where = f"In [{cell['execution_count']}]" + (line[1] if line else "")
             return Judgement("failed", f"{where}: {errors[0]}", record)
     never = [_first_line(cell) for cell in cells if cell["execution_count"] is None]
     if code or never:
@@ -219,10 +221,3 @@ def _last_line(folder: Path, name: str) -> str:
 
 def _errors(outputs: list[dict]) -> list[str]:
     return [f"{o.get('ename')}: {o.get('evalue')}" for o in outputs if o.get("output_type") == "error"]
-
-
-def _line(outputs: list[dict]) -> str:
-    """ ", line 3" where a traceback names the line of the cell."""
-    trace = "\n".join(line for output in outputs for line in output.get("traceback", ()))
-    match = re.search(r"Cell In\[\d+\], line (\d+)", re.sub(r"\x1b\[[0-9;]*m", "", trace))
-    return f", line {match[1]}" if match else ""
