@@ -2,24 +2,27 @@
 
 The way of a question: `estimate` asks `prediction.predict` in a clean process, which follows the training on fake
 tensors (`trace`), extrapolates to all layers (`layers`) and asks what operations hide (`probe`). What clean processes
-learn of operations is kept for the next ones (`knowledge`).
+learn of operations is kept for the next ones (`Knowledge`).
 """
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from perf_helpers.estimate import prediction
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
-from perf_helpers.estimate.knowledge import KNOWLEDGE
-from perf_helpers.lab import hardware, progress
+from perf_helpers.estimate.prediction import Device, Tell
+from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import Memory
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import bytes_text
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,21 @@ def estimate(
     whose = target(device, compute_capability, parts)
     key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
     if not (made := KNOWLEDGE.estimates.get(key)):
+        began, job = time.perf_counter(), (prediction.predict, experiment, whose, every_layer)
         with progress.percent(f"estimating {task.model}") as bar:
-            made = _predicted(experiment, whose, every_layer, timeout, lambda part: bar.update(part - bar.n))
+            said = KNOWLEDGE.ask(*job, model=task.model, timeout=timeout, on_percent=lambda at: bar.update(at - bar.n))
+        made = MemoryEstimate(
+            name=experiment.name,
+            task=task.to_dict(),
+            arguments=dict(experiment.arguments.given),
+            device=whose.kind,
+            memory=said.memory,
+            assumptions=said.assumptions,
+            traced=said.traced,
+            seconds=time.perf_counter() - began,
+            own_bytes=said.own_bytes,
+            processes=processes,
+        )
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 
@@ -124,7 +140,7 @@ def target(
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
     parts: Collection[str] | None = None,
-) -> prediction.Device:
+) -> Device:
     """Whose memory is to be predicted; the arguments are those of `estimate`.
 
     Raises:
@@ -135,32 +151,52 @@ def target(
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
-        return prediction.Device(kind)
+        return Device(kind)
     from perf_helpers.estimate import cuda
 
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), DEFAULT_CAPABILITY)
-    return prediction.Device(kind, tuple(compute_capability or here), cuda.known_parts(parts))
+    return Device(kind, tuple(compute_capability or here), cuda.known_parts(parts))
 
 
-def _predicted(
-    experiment: Experiment,
-    device: prediction.Device,
-    every_layer: bool,
-    timeout: float,
-    on_percent: Callable[[int], Any],
-) -> MemoryEstimate:
-    began = time.perf_counter()
-    job = prediction.predict, experiment, device, every_layer
-    said = KNOWLEDGE.ask(*job, model=experiment.task.model, timeout=timeout, on_percent=on_percent)
-    return MemoryEstimate(
-        name=experiment.name,
-        task=experiment.task.to_dict(),
-        arguments=dict(experiment.arguments.given),
-        device=device.kind,
-        memory=said.memory,
-        assumptions=said.assumptions,
-        traced=said.traced,
-        seconds=time.perf_counter() - began,
-        own_bytes=said.own_bytes,
-        processes=experiment.processes,
-    )
+class Knowledge:
+    """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
+    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time.
+
+    Args:
+        most_bytes: how much of what was learnt is kept; beyond it the oldest is forgotten, and would be learnt again.
+    """
+
+    def __init__(self, most_bytes: int = 64 * 2**20):
+        self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
+        self._most_bytes = most_bytes
+        self._learned: deque[bytes] = deque()  # see `prediction.Known.news`
+
+    def ask(
+        self, function: Callable[..., Answer], *arguments, model: str, timeout: float, on_percent: Tell | None = None
+    ) -> Answer:
+        """What `function(*arguments, learned, tell=...)` answers in a clean process.
+
+        Args:
+            function: takes what earlier clean processes learnt, and returns something with an attribute `learned`, as
+                `prediction.predict` does.
+            model: as the user calls it, for messages.
+            timeout: seconds that it may take.
+            on_percent: called with how far the work is, from 0 to 100.
+
+        Raises:
+            ValueError: the function raised `Invalid`, or its process failed or took too long.
+        """
+        try:
+            answer = processes.call(function, *arguments, [*self._learned], timeout=timeout, on_percent=on_percent)
+        except processes.Failed as failed:
+            if failed.outcome.status == "timed out":
+                raise ValueError(f"{model} was given up, {failed}: give it more time with timeout=") from None
+            raise ValueError(f"{model} cannot be followed on fake tensors: {failed}") from None
+        if answer.learned:
+            self._learned.append(answer.learned)
+        while sum(map(len, self._learned)) > self._most_bytes:
+            self._learned.popleft()
+        return answer
+
+
+KNOWLEDGE = Knowledge()  # of this process, whoever asks: lessons, the advisor, the explorers' threads

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from perf_helpers.estimate.knowledge import Known
 from perf_helpers.estimate.operations import Operation, Trace
-from perf_helpers.estimate.prediction import Device, Followed, Tell, follow_all, memory_of
+from perf_helpers.estimate.prediction import Device, Followed, Known, Tell, follow_all, memory_of
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, Phase
 from perf_helpers.lab.training import Experiment

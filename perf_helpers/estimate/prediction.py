@@ -1,15 +1,17 @@
 """What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
 
 The way of one experiment: it is put into the form in which it can be followed, with few layers where its layers are all
-alike (`plans`); traces are made in forks of this process (`trace`), and that of the full model is put together from
-them (`layers`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on
-CUDA (`allocator`); the highest total is the peak.
+alike; traces are made in forks of this process (`trace`), and that of the full model is put together from them
+(`layers`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on CUDA
+(`allocator`); the highest total is the peak.
 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
 
+import itertools
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator
-from perf_helpers.estimate.knowledge import Known
+from perf_helpers.estimate import allocator, layers
 from perf_helpers.estimate.operations import Trace
-from perf_helpers.estimate.plans import Plan, shards
 from perf_helpers.lab import worker
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, explain
+from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import bytes_text
 
@@ -60,7 +63,7 @@ def predict(
 
     Args:
         every_layer: follow every layer instead of extrapolating from few.
-        learned: what earlier clean processes learnt.
+        learned: what earlier clean processes learnt, each as its `Known.news`.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
@@ -72,6 +75,48 @@ def predict(
         memory, of_device = memory_of(followed, experiment, device)
         assumptions = (*followed.assumptions, *of_device)
         return Prediction(memory, assumptions, followed.traced, meters.peak_rss_bytes(), known.news())
+
+
+class Known:
+    """What is known in a clean process. As a context manager it ends what it started.
+
+    Args:
+        learned: what earlier clean processes learnt, each as its `news`.
+    """
+
+    def __init__(self, learned: Sequence[bytes] = ()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
+        from perf_helpers.estimate.cache import OperationCache
+        from perf_helpers.estimate.probe import Probe
+
+        self.cache = OperationCache()  # what operations make
+        self.probe = Probe()  # what operations hide
+        self.parameters: dict[str, int] = {}  # of models, by their task's identity
+        self._all = self.cache.known, self.probe.known, self.parameters
+        for news in learned:
+            for known, more in zip(self._all, pickle.loads(news), strict=True):
+                known.update(more)
+        self._before = [set(known) for known in self._all]
+
+    def news(self) -> bytes:
+        """What was learnt here, for later clean processes; b"" where it is nothing. Only they can read it: it holds
+        types of torch."""
+        pairs = zip(self._all, self._before, strict=True)
+        news = [{key: known[key] for key in known.keys() - before} for known, before in pairs]
+        return pickle.dumps(news) if any(news) else b""
+
+    def parameters_of(self, task: Task) -> int:
+        """How many numbers the weights of the task's model are."""
+        key = task.replace(seq_len=None, dataset_size=1).identity()
+        if key not in self.parameters:
+            self.parameters[key] = task.parameters()
+        return self.parameters[key]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.probe.close()
 
 
 # ---- an experiment is followed
@@ -96,45 +141,104 @@ def follow_all(
     Raises:
         Invalid: an experiment cannot be built, or one of its operations cannot be followed.
     """
-    plans = [Plan.of(each, every_layer) for each in experiments]
-    groups = _traces([plan.parts() for plan in plans], device, known.cache, tell)
-    whole = [plan.whole(group, known.parameters_of) for plan, group in zip(plans, groups, strict=True)]
-    again = [number for number, trace in enumerate(whole) if trace is None]
-    groups = _traces([[plans[number].experiment] for number in again], device, known.cache, tell)
-    for number, (trace,) in zip(again, groups, strict=True):
-        whole[number], plans[number] = trace, replace(plans[number], depth={})
-    return [
-        _followed(experiment, trace, plan.depth, device, known.probe)
-        for experiment, trace, plan in zip(experiments, whole, plans, strict=True)
+    plain = [_plain(each) for each in experiments]
+    # {field of the configuration: layers} of those that are extrapolated; {}: every layer is followed.
+    depths = [{} if every_layer or each.function else _repeated(each) for each in plain]
+    shallow = [
+        each.replace(task=each.task.replace(config=few))
+        for each, depth in zip(plain, depths, strict=True)
+        for few in layers.few_layers(depth)
     ]
+    traces = iter(_traces(shallow, device, known.cache, tell))
+    followed: list[Followed | None] = []
+    for experiment, depth in zip(experiments, depths, strict=True):
+        base, *deeper = itertools.islice(traces, 1 + len(depth))
+        full = layers.extrapolated(base, deeper, depth) if depth else base
+        if depth and (full is None or full.parameters != known.parameters_of(experiment.task)):
+            followed.append(None)  # its layers turn out not to be alike
+        else:
+            followed.append(_followed(experiment, full, depth, device, known.probe))
+    rest = [experiment for experiment, each in zip(experiments, followed, strict=True) if each is None]
+    again = iter(follow_all(rest, device, True, known, tell) if rest else ())
+    return [each or next(again) for each in followed]
 
 
-def _traces(
-    groups: Sequence[Sequence[Experiment]], device: Device, cache: "OperationCache", tell: Tell
-) -> list[list[Trace]]:
-    """The traces of groups of experiments, made in forks of this process, as many at once as there are cores.
+def _plain(experiment: Experiment) -> Experiment:
+    """The experiment as it is followed: in one process, and with no more samples than it reaches.
+
+    Raises:
+        Invalid: there is no such model.
+    """
+    try:
+        experiment.task.model_class()
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+    arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
+    if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
+        arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
+    if _shards(arguments):  # what a rank keeps of it is computed from the whole, see `_sharded`
+        arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
+        processes = 1
+    if experiment.training and not experiment.function:
+        task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
+    return experiment.replace(arguments=arguments, task=task, processes=processes)
+
+
+_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
+_SHARDED = {
+    "full_shard": (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER_STATES),
+    "shard_grad_op": (Category.GRADIENTS, Category.OPTIMIZER_STATES),
+}
+
+
+def _shards(arguments: Arguments) -> tuple[Category, ...]:
+    """The categories that the Trainer's `fsdp` divides among the ranks; () where it divides nothing."""
+    given = arguments.get("fsdp") or ""
+    words = given.split() if isinstance(given, str) else ["full_shard"] if given is True else [str(w) for w in given]
+    return next((categories for name, categories in _SHARDED.items() if name in words), ())
+
+
+def enough_samples(arguments: Arguments, processes: int = 1) -> int:
+    """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
+    return 4 * arguments.samples_per_step(processes)
+
+
+def _repeated(experiment: Experiment) -> dict[str, int]:
+    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed.
+
+    Followed are all layers of a model that has few, whose layers differ (a field of its configuration lists something
+    for each), or where checkpoints hold several layers each.
+    """
+    config = experiment.task.build_config()
+    depth = layers.depths(config)
+    differ = any(
+        isinstance(value, list) and len(value) in depth.values() and len({str(item) for item in value}) > 1
+        for value in config.to_dict().values()
+    )
+    options = experiment.arguments.get("gradient_checkpointing_kwargs") or {}
+    if differ or options.get("every_n_layers", 1) > 1:
+        return {}
+    return depth if max(depth.values(), default=0) > 3 else {}
+
+
+def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
+    """The traces of experiments, made in forks of this process, as many at once as there are cores.
 
     What is learnt in forks goes into the cache. 80 of 100 per cent of the work are done then.
     """
-    experiments, done = [each for group in groups for each in group], []
-    if not experiments:
-        return []
+    traces = []
     fork = multiprocessing.get_context("fork")
     count = min(len(experiments), os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, fork, initializer=_begin_fork, initargs=(device, cache)) as pool:
+    # A fork has these from the start: they need not travel.
+    with ProcessPoolExecutor(count, fork, _fork.update, [{"device": device, "cache": cache}]) as pool:
         for number, (trace, learned) in enumerate(pool.map(_follow_in_fork, experiments), 1):
-            done.append(trace)
+            traces.append(trace)
             cache.known |= learned
             tell(80 * number // len(experiments))
-    traces = iter(done)
-    return [[next(traces) for _ in group] for group in groups]
+    return traces
 
 
 _fork: dict[str, Any] = {}  # filled in forks only: what one follows with, from one experiment to the next
-
-
-def _begin_fork(device: Device, cache: "OperationCache") -> None:
-    _fork.update(device=device, cache=cache)
 
 
 def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
@@ -163,7 +267,7 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
         depth: the layers that the trace was extrapolated to; {} where all were followed.
     """
     assumptions = []
-    if divided := shards(experiment.arguments):
+    if divided := _shards(experiment.arguments):
         trace, assumption = _sharded(trace, experiment.processes, divided, sum(depth.values()))
         assumptions.append(assumption)
     elif experiment.processes > 1:

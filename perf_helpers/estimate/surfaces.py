@@ -18,10 +18,9 @@ import numpy as np
 
 from perf_helpers.estimate import fitting
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
-from perf_helpers.estimate.estimates import estimate, target
+from perf_helpers.estimate.estimates import KNOWLEDGE, estimate, target
 from perf_helpers.estimate.fitting import STATES, TOTAL, Point, Surface, terms
-from perf_helpers.estimate.knowledge import KNOWLEDGE
-from perf_helpers.estimate.plans import enough_samples
+from perf_helpers.estimate.prediction import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory

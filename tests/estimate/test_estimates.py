@@ -1,14 +1,17 @@
 """The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
-from perf_helpers.estimate import allocator, estimate, estimates_so_far, knowledge
-from perf_helpers.estimate.estimates import MemoryEstimate
+from perf_helpers.estimate import allocator, estimate, estimates_so_far
+from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
+from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.runs import CATEGORIES, Memory
 from perf_helpers.lab.task import Task
 
@@ -45,7 +48,7 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
     ],
 )
 def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
-    monkeypatch.setattr(knowledge.processes, "call", lambda *_, **__: pytest.fail("something was followed"))
+    monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("something was followed"))
     with pytest.raises(ValueError, match=message):
         predicted(**options)
 
@@ -93,7 +96,7 @@ def test_a_loop_of_ones_own_is_followed_too():
 
 def test_the_second_question_is_answered_from_what_is_known(monkeypatch):
     first = predicted()
-    monkeypatch.setattr(knowledge.processes, "call", lambda *_, **__: pytest.fail("it was followed again"))
+    monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("it was followed again"))
     assert predicted(name="again").memory == first.memory
 
 
@@ -154,3 +157,53 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
     monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("a CPU", "cpu"))
     options = {"device": "cuda", "per_device_train_batch_size": 2}
     assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=allocator.DEFAULT_CAPABILITY)
+
+
+# ---- what clean processes learn is given to the next ones, within bounds; their failures are told in words
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What each clean process was given as learnt; it learns what it is asked."""
+    given = []
+
+    def call(function, question, learned, timeout, on_percent):
+        given.append(learned)
+        if isinstance(question, Exception):
+            raise question
+        return SimpleNamespace(learned=question)
+
+    monkeypatch.setattr(processes, "call", call)
+    return given
+
+
+def test_a_clean_process_begins_with_what_earlier_ones_learnt(calls):
+    knowledge = Knowledge()
+    for question in (b"one", b"", b"two", b""):
+        knowledge.ask(None, question, model="m", timeout=1)
+    assert calls == [[], [b"one"], [b"one"], [b"one", b"two"]]
+
+
+def test_beyond_its_bound_the_oldest_is_forgotten(calls):
+    knowledge = Knowledge(most_bytes=10)
+    for question in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11, b""):
+        knowledge.ask(None, question, model="m", timeout=1)
+    assert calls[3] == [b"2222", b"3333"] and calls[4] == []
+
+
+LATE = processes.Failed(Outcome("timed out", "no result within 1 s"))
+KILLED = processes.Failed(Outcome("killed", "SIGKILL"))
+
+
+@pytest.mark.parametrize(
+    "failure, message",
+    [
+        (Invalid("no such model"), "^no such model$"),
+        (LATE, "m was given up, no result within 1 s: give it more time with timeout="),
+        (KILLED, "m cannot be followed on fake tensors: SIGKILL"),
+    ],
+    ids=["invalid", "late", "killed"],
+)
+def test_a_failure_is_a_value_error_that_says_what_to_do(calls, failure, message):
+    with pytest.raises(ValueError, match=message):
+        Knowledge().ask(None, failure, model="m", timeout=1)

@@ -3,9 +3,7 @@
 import pytest
 
 from perf_helpers.estimate import estimate, prediction
-from perf_helpers.estimate.knowledge import Known
-from perf_helpers.estimate.plans import enough_samples
-from perf_helpers.estimate.prediction import Device, follow_all, memory_of
+from perf_helpers.estimate.prediction import Device, Known, enough_samples, follow_all, memory_of
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Invalid
