@@ -39,27 +39,23 @@ def recipes(lab: Lab, *more: Run) -> None:
     select = ipywidgets.Select(description="recipe", rows=8, layout=WHOLE_WIDTH)
     picture, text, output = html_box(), html_box(), ipywidgets.Output()
 
-    def fitting() -> list[Recipe]:
-        limits = [size for size in (card.value, limit.value * 1e6) if size]
-        every = groups[group.value]
-        return [each for each in every if each.is_sized and each.peak_bytes <= min(limits)] if limits else every
-
     def offer(_=None) -> None:
-        offered, before = fitting(), select.value
+        offered, before = groups[group.value], select.value
+        if limits := [size for size in (card.value, limit.value * 1e6) if size]:
+            offered = [recipe for recipe in offered if recipe.is_sized and recipe.peak_bytes <= min(limits)]
         best = drawings.best_of_both(offered)
-        select.options = [(recipe.line(recipe in best), number) for number, recipe in enumerate(offered)]
-        select.value = offered.index(best[0]) if best else 0 if offered else None
-        if select.value == before:
+        select.options = [(recipe.line(recipe in best), recipe) for recipe in offered]
+        select.value = next(iter([*best, *offered]), None)
+        if select.value is before:
             draw()
 
     def draw(_=None) -> None:
-        offered = fitting()
-        if not offered:
+        chosen = select.value
+        if chosen is None:
             picture.value, text.value = "Nothing fits.", ""
             return
-        chosen = offered[select.value or 0]
         limits = drawings.CARDS | ({"limit": limit.value * 1e6} if limit.value else {})
-        picture.value = drawings.scatter(offered, chosen, limits)
+        picture.value = drawings.scatter([recipe for _, recipe in select.options], chosen, limits)
         code = html.escape(Arguments(chosen.arguments).to_python())
         text.value = f"<b>{html.escape(chosen.name)}</b>, {html.escape(chosen.task)}<pre>{code}</pre>"
 

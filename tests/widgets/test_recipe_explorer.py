@@ -21,7 +21,7 @@ def test_the_best_of_both_and_the_arguments_of_the_one_selected(lab, shown, no_e
     lines = dict(select.options)
     assert [line.endswith("★") for line in lines] == [False, True, False, True], list(lines)
     assert "optim=&#x27;small&#x27;" in text(shown), "the smallest of the best comes first"
-    select.value = 2
+    select.index = 2
     assert "optim=&#x27;worse&#x27;" in text(shown)
     control(shown, "or MB").value = 150e-6
     assert len(select.options) == 2 and "Nothing" not in text(shown)
@@ -38,7 +38,7 @@ def test_a_speed_that_nobody_knows_is_not_measured_neither_best_nor_0(lab, shown
         assert all("not measured" in line for line in lines.values()) and len(lines) == 2
         assert "unknown" not in plain
     assert [line.endswith("★") for line, _ in control(shown, "recipe").options] == [False, False, True]
-    control(shown, "recipe").value = 1
+    control(shown, "recipe").index = 1
     assert "optim=&#x27;rehearsed&#x27;" in text(shown)
     assert "best of both: timed 300 B; speed not measured: untimed 50 B, rehearsed 100 B" in text(shown)
 
@@ -57,7 +57,7 @@ def test_a_memory_that_nobody_knows_stands_apart_and_fits_nowhere(lab, shown, no
     assert lines == ["300 B, 9 samples/s: both (counted) ★", "memory not measured, 20 samples/s: timed (timed only)"]
     assert "best of both: both 300 B; memory not measured: timed 20 samples/s" in text(shown)
     assert "not measured  20" in shown[-1]["text/plain"] and "neither" not in shown[-1]["text/plain"]
-    control(shown, "recipe").value = 1
+    control(shown, "recipe").index = 1
     assert "optim=&#x27;timed&#x27;" in text(shown)
     control(shown, "or MB").value = 1
     assert len(control(shown, "recipe").options) == 1
