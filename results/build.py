@@ -37,6 +37,7 @@ BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 MIB = 2**20
+PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
 
 
 def record(course: Path) -> Path:
@@ -94,12 +95,6 @@ def picture(data: dict) -> None:
         axes.figure.savefig(data["file"].with_suffix(".png"), dpi=120, metadata={"Software": None})
 
 
-def scoreboard(measured: dict[str, dict]) -> str:
-    """Each claim of the lessons: what the guides say, and the value and verdict of each recorded machine."""
-    captions = "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items())
-    return captions + "\n\n" + _claims_table({name: data["claims"] for name, data in measured.items()})
-
-
 def counts(measured: dict[str, dict]) -> str:
     """The scoreboard in one line a machine: how many of its claims have which verdict."""
     lines = [f"- **{_count(data['claims'])}** ({caption(data)})" for data in measured.values()]
@@ -121,7 +116,9 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
     ]
     columns = {}
     for name, data in cards.items():
-        lines.append(f"- **{name}**, rehearsed: {_rehearsed_caption(data)}")
+        card = "compute capability {}.{}, {:.4g} GiB".format(*data["capability"], data["memory_bytes"] / 2**30)
+        about = f"{card}, {Task.from_dict(data['task'])}, {_versions(data)}, {data['date'][:10]}"
+        lines.append(f"- **{name}**, rehearsed: {about}; {PARTS}")
         columns[f"{name}, rehearsed"] = {row["name"]: row for row in data["rows"]}
     for name, runs in ((name, _ten(data)) for name, data in measured.items()):
         if runs:
@@ -152,7 +149,7 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
     return f"The claims about memory, rehearsed: {told}. [Each with its number](results/README.md#on-gpus)."
 
 
-def _claims_table(columns: dict[str, list[dict]], absent: str = "not measured") -> str:
+def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
     by_id = [{claim["id"]: claim for claim in decided} for decided in columns.values()]
     rows = []
@@ -177,13 +174,6 @@ def _count(decided: list[dict]) -> str:
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
 
 
-def _rehearsed_caption(data: dict) -> str:
-    """The card, versions and date that its numbers stand with."""
-    card = "compute capability {}.{}, {:.4g} GiB".format(*data["capability"], data["memory_bytes"] / 2**30)
-    about = f"{card}, {Task.from_dict(data['task'])}, {_versions(data)}, {data['date'][:10]}"
-    return f"{about}; MiB allocated / reserved, without the context"
-
-
 def _ten(data: dict) -> dict[str, Run]:
     """A recorded course's runs of the guides' recipes, by name."""
     runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
@@ -196,7 +186,7 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     task = Task.from_dict(first.task)
     half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""
     counted = first.memory is None or first.memory.kind == "counted"
-    what = "MiB counted" if counted else "MiB allocated / reserved, without the context"
+    what = "MiB counted" if counted else PARTS
     other = "" if task.to_dict() == rehearsed else "; **another model**: to be read downwards, not across"
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
 
@@ -242,8 +232,8 @@ def error_table(rows: list[dict]) -> str:
     errors = {}
     for label, name in totals.items():
         errors[label] = [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
+    pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
     for category in CATEGORIES:
-        pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
         errors[f"{name_text(category)}, share of the peak"] = [
             abs(said.get(category, 0) - true.get(category, 0)) / peak for (said, true), peak in pairs
         ]
@@ -256,8 +246,10 @@ def error_table(rows: list[dict]) -> str:
     return f"On GPUs, {len(rows)} trainings:\n\n{table}"
 
 
-def beside_others(report: dict) -> str:
-    """The estimate and other tools on the same trainings, and how long large models take."""
+def _estimate() -> str:
+    """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
+    report = json.loads(BESIDE.read_text(encoding="utf-8"))
+    on_gpus = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
@@ -272,7 +264,7 @@ def beside_others(report: dict) -> str:
     versions = _versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
     told = f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."
-    return "\n\n".join([about, _table(head, rows), told])
+    return "\n\n".join([about, _table(head, rows), told, error_table(on_gpus)])
 
 
 def _share(value: float | None) -> str:
@@ -307,19 +299,15 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "<!-- made by results/build.py, as a whole -->\n"
         "Each number stands with its machine; numbers of different machines are not one. "
         "A number without an interval is an exact count or a single measurement.",
-        *("## Scoreboard", scoreboard(measured)),
+        "## Scoreboard",
+        "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items()),
+        _claims_table({name: data["claims"] for name, data in measured.items()}, "not measured"),
     ]
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
     return "\n\n".join([*parts, "## The estimate", _estimate()]) + "\n"
-
-
-def _estimate() -> str:
-    """The estimate beside other tools on a CPU, and beside the recorded trainings on GPUs."""
-    rows = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
-    return beside_others(json.loads(BESIDE.read_text(encoding="utf-8"))) + "\n\n" + error_table(rows)
 
 
 def main(arguments=None) -> int:

@@ -65,8 +65,7 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
 def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:
     """Judge an executed lesson by what it left in its folder: <name>.ipynb, <name>.json and <name>.log.
 
-    Args:
-        code: papermill's exit code; None if it was killed after `timeout` seconds.
+    `code` is papermill's exit code; None if it was killed after `timeout` seconds.
     """
     record, trouble = _record(name, folder / f"{name}.json")
     try:

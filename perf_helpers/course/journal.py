@@ -47,9 +47,8 @@ class Entry(Record):
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
-        if missing := KINDS[self.kind] - self.content.keys():
-            absent = ", ".join(sorted(missing))
-            raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {absent}")
+        if missing := ", ".join(sorted(KINDS[self.kind] - self.content.keys())):
+            raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {missing}")
 
     @property
     def about(self) -> tuple[str, str, str]:
@@ -139,10 +138,11 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
         if entry.kind == "revealed":
             first.setdefault(entry.about, entry)
     scored = []
-    for (_, lesson, key), entry in first.items():
+    for entry in first.values():
         said, measured, estimate, unit = (entry.content[name] for name in ("guess", "measured", "estimate", "unit"))
         if said is not None:
-            scored.append(Scored(lesson, key, unit, said, measured, estimate, off(said, measured), entry.date))
+            error = off(said, measured)
+            scored.append(Scored(entry.lesson, entry.key, unit, said, measured, estimate, error, entry.date))
     return scored
 
 

@@ -77,10 +77,7 @@ class Claim:
 
 
 def load(path: str | Path | None = None) -> dict[str, Claim]:
-    """Read the ledger (claims.toml by default) and check all of it.
-
-    Returns:
-        The claims by id, in the order of the file.
+    """Read the ledger (claims.toml by default) and check all of it: the claims by id, in the order of the file.
 
     Raises:
         ValueError: names the claim and the field that is wrong, and says what to write there.
