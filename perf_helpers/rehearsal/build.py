@@ -4,6 +4,7 @@ Nothing is installed into the environment that this runs in. If that has torch's
 Linux is one), it is used as it is; else an environment is made in the user's cache folder.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -103,31 +104,30 @@ def library(python: Path) -> Path:
     if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
         raise RuntimeError(f"CUDA's headers are missing in {site}/nvidia: is torch its CUDA build?")
     sources = sorted(path for path in SOURCES.rglob("*") if path.is_file())
-    state = hashlib.sha256("".join(path.read_text() for path in [Path(__file__), *sources]).encode())
-    state.update(f"{python} {(site / 'torch' / 'version.py').read_text()}".encode())
+    decisive = [Path(__file__), *sources, site / "torch" / "version.py"]
+    state = hashlib.sha256(bytes(python) + b"".join(path.read_bytes() for path in decisive))
     folder = cache() / f"library-{state.hexdigest()[:12]}"
     if (folder / "libcuda.so.1").exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    (draft / "rest.cpp").write_text(_rest(site, headers.with_name("cuda.h")))
-    units = [draft / "rest.cpp", *(path for path in sources if path.suffix == ".cpp")]
-    options = ["-std=c++17", "-O1", "-fPIC", "-w", "-shared", f"-I{SOURCES}", f"-I{headers.parent}"]
-    command = [compiler(), *options, *units, "-o", draft / "librehearsal.so", "-ldl", "-lpthread"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
-    # One library under three names: preloaded, it answers whoever links CUDA; under the other two it is found by name.
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-        (draft / name).symlink_to("librehearsal.so")
-    tool = draft / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(f"#!{python}\n{(SOURCES / 'nvidia_smi.py').read_text()}")
-    tool.chmod(0o755)
-    try:
-        draft.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(draft)
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=cache()) as name:
+        draft = Path(name)
+        (draft / "rest.cpp").write_text(_rest(site, headers.with_name("cuda.h")))
+        units = [draft / "rest.cpp", *(path for path in sources if path.suffix == ".cpp")]
+        options = ["-std=c++17", "-O1", "-fPIC", "-w", "-shared", f"-I{SOURCES}", f"-I{headers.parent}"]
+        command = [compiler(), *options, *units, "-o", draft / "librehearsal.so", "-ldl", "-lpthread"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
+        # One library under three names: preloaded, it answers whoever links CUDA; the other two are looked for.
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+            (draft / name).symlink_to("librehearsal.so")
+        tool = draft / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        tool.write_text(f"#!{python}\n{(SOURCES / 'nvidia_smi.py').read_text()}")
+        tool.chmod(0o755)
+        with contextlib.suppress(OSError):  # another process was faster
+            draft.rename(folder)
     return folder
 
 

@@ -1,6 +1,5 @@
 """The cards that can be rehearsed: what they are, and the environment variables that say so to the stand-in."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from perf_helpers.texts import nearest_text, parse_bytes
@@ -17,9 +16,6 @@ class Card:
     memory_bytes: int  # what torch can have of it: `total_memory` of its properties
     devices: int = 1
     context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
-
-    def replace(self, **changes) -> "Card":
-        return dataclasses.replace(self, **changes)
 
     def variables(self, ledger: str) -> dict[str, str]:
         """What native/device.h reads; `ledger` is the file that the processes of one rehearsal share."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results, problems
 from perf_helpers.rehearsal import build
-from perf_helpers.rehearsal.cards import CARDS, Card
+from perf_helpers.rehearsal.cards import Card, card
 from perf_helpers.rehearsal.notebook import TOLD
 from perf_helpers.rehearsal.stage import command
 
@@ -28,10 +28,10 @@ class Machine:
 
 
 MACHINES = (
-    Machine("gpu-9.0", CARDS["h100"], "gpu", core=("00", "01", "05", "07")),
-    Machine("gpu-8.0", CARDS["a100"], "gpu", core=("06", "08", "14")),
-    Machine("t4", CARDS["t4"], "t4", core=("03", "09", "13")),
-    Machine("two-gpus", CARDS["a100"].replace(devices=2), "gpu", core=("15",), lessons=("15",)),
+    Machine("gpu-9.0", card("h100"), "gpu", core=("00", "01", "05", "07")),
+    Machine("gpu-8.0", card("a100"), "gpu", core=("06", "08", "14")),
+    Machine("t4", card("t4"), "t4", core=("03", "09", "13")),
+    Machine("two-gpus", card("a100", devices=2), "gpu", core=("15",), lessons=("15",)),
 )
 
 
@@ -68,8 +68,8 @@ def _rehearsed(machine: Machine, wanted: str, folder: Path) -> list[str]:
     with command(machine.card) as (python, environment):
         words = [python, "-m", "perf_helpers.cli", "course", *lessons, "--profile", machine.profile, "--out", folder]
         environment |= {"OMP_NUM_THREADS": "1"}  # threads that wait take the time of the machine beside
-        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(list(map(str, words)), env=environment, **options) as process:
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        with subprocess.Popen(words, env=environment, text=True, **pipes) as process:
             for line in process.stderr:
                 _say(machine, line)
     try:

@@ -74,12 +74,8 @@ def needs_values(error: BaseException | None) -> NeedsValues | None:
     return None
 
 
-def install(shell=None) -> None:
-    """Guard the cells of this kernel, or of the shell given."""
-    if shell is None:
-        from IPython import get_ipython
-
-        shell = get_ipython()
+def install(shell) -> None:
+    """Guard the cells of an IPython shell."""
 
     @contextlib.contextmanager
     def rehearsed(line: int, names: list[str]) -> Iterator[list]:

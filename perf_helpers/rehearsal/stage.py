@@ -6,7 +6,8 @@ import pickle
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def rehearse(
         RuntimeError: no rehearsal is possible here; with what is missing.
     """
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
-    with Rehearsal(chosen.replace(devices=max(chosen.devices, processes))) as stage:
+    with Rehearsal(replace(chosen, devices=max(chosen.devices, processes))) as stage:
         lab = Lab("gpu", executor=stage, timeout=timeout)
         if not isinstance(what, Task):
             return lab.run(what, task=task, measure="memory", processes=processes)
@@ -87,14 +88,11 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
     python = build.set_up()
     library = build.library(python)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
-        startup = Path(folder, "profile_default", "startup")
-        startup.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
-        (startup / "rehearsal.py").write_text("from perf_helpers.rehearsal import notebook\nnotebook.install()\n")
-        first = {
-            "LD_LIBRARY_PATH": [library],
-            "PYTHONPATH": [Path(__file__).with_name("inside")],
-            "PATH": [python.parent, library / "bin"],
-        }
+        startup = Path(folder, "profile_default", "startup", "rehearsal.py")
+        startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
+        startup.write_text("from perf_helpers.rehearsal import notebook\nnotebook.install(get_ipython())\n")
+        inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
+        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside], "PATH": tools}
         paths = {
             name: os.pathsep.join(filter(None, [*map(str, folders), os.environ.get(name)]))
             for name, folders in first.items()
@@ -105,12 +103,11 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
             "CUDA_MODULE_LOADING": "LAZY",
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
         }
-        hidden = {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}
-        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
         yield python, kept | paths | variables | on.variables(str(Path(folder, "ledger")))
 
 
-class Rehearsal(Executor):
+class Rehearsal(ThreadPoolExecutor):
     """Performs what it is given on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
     Use as a context manager, or `shutdown` it: the process behind it ends with it, and with this process.
@@ -120,23 +117,18 @@ class Rehearsal(Executor):
     """
 
     def __init__(self, on: Card):
-        self.card = on
+        super().__init__(1)  # one request at a time
         self._open = contextlib.ExitStack()
         python, environment = self._open.enter_context(command(on))
         self._channel, theirs = Pipe()
         with theirs:
             code = f"from perf_helpers.rehearsal import stage; stage.serve({theirs.fileno()})"
-            self._process = subprocess.Popen(
-                [python, "-c", code],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what is printed there is no output of the caller's
-            )
-        self._threads = ThreadPoolExecutor(1)
+            # Its standard output is the caller's standard error: what is printed there is no result.
+            files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
+            self._process = subprocess.Popen([python, "-c", code], env=environment, **files)
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
-        return self._threads.submit(self._ask, cloudpickle.dumps((function, arguments, options)))
+        return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))
 
     def machine(self) -> hardware.Machine:
         """The machine that experiments see."""
@@ -158,13 +150,12 @@ class Rehearsal(Executor):
         return value
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(wait, cancel_futures=cancel_futures)
         self._channel.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()  # if it has not ended by itself
+        self._process.wait()
         self._open.close()
 
 

@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from perf_helpers.unknown import NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
-EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+MASKS = {torch.bool, torch.uint8}
+EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: of an exact one, of any other
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
 # Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
-# nothing, that test for what is not finite (and what they find), that fill with random numbers, that overwrite whatever
-# lay there before, and that find nothing which is not finite.
+# nothing, that test for what is not finite (and what they find), that fill with random numbers, and that overwrite
+# whatever lay there before.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
@@ -44,7 +45,6 @@ _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False,
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
 _OVERWRITES = {"copy_", "fill_", "zero_"}
-_CHANGES_NOTHING_KNOWN = {"_amp_foreach_non_finite_check_and_unscale_"}
 
 
 class Values(TorchFunctionMode):
@@ -87,8 +87,6 @@ class Values(TorchFunctionMode):
         self._note(function, name, args, kwargs, given, made)
         return made
 
-    # --- what is made
-
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
         for tensor in _tensors(made):
@@ -100,7 +98,7 @@ class Values(TorchFunctionMode):
     def _note(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
         results = _tensors(made)
-        if name in _CHANGES_NOTHING_KNOWN or not (results or name == "__setitem__"):
+        if not results and name != "__setitem__":
             return
         old = {tensor.untyped_storage() for tensor in given}
         fresh = [tensor for tensor in results if tensor.untyped_storage() not in old]
@@ -122,8 +120,6 @@ class Values(TorchFunctionMode):
             self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
             self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
-
-    # --- what is read
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
@@ -153,8 +149,7 @@ class Values(TorchFunctionMode):
         """The arguments of an indexing, with positions in place of masks: how many there are depends on values."""
 
         def is_mask(index: Any) -> bool:
-            is_byte = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-            return is_byte and index.is_cuda and index.dim() > 0
+            return isinstance(index, torch.Tensor) and index.is_cuda and index.dim() and index.dtype in MASKS
 
         indices = args[1] if isinstance(args[1], tuple | list) else (args[1],)
         value = args[2] if len(args) > 2 else None

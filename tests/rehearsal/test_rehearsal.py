@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -109,7 +110,14 @@ def test_a_statement_that_needs_values_is_left_out_and_told_and_the_rest_runs(ca
     ]
 
 
-def test_what_was_begun_is_unknown_too(capsys):
+def test_an_expression_may_assign_and_what_it_yields_is_not_held(capsys):
+    shell = Shell()
+    shell.user_ns |= {"Model": type("Model", (), {}), "weakly": weakref.ref}
+    shell.run("print(len(text := 'abc'))\nmodel = Model()\nseen = weakly(model)\nmodel\ndel model\nprint(text, seen())")
+    assert capsys.readouterr().out == "3\nabc None\n"
+
+
+def test_what_was_begun_is_unknown_too():
     shell = Shell()
     shell.user_ns["loss"] = Unknown("no values")
     shell.run("seen, table = [], {}\nfor i in range(3):\n    seen.append(i)\n    table[i] = loss > i\nx = seen[0]")

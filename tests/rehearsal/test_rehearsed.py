@@ -1,6 +1,7 @@
 """Rehearsals themselves: they need torch's CUDA build (make wheel), and a compiler."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -67,9 +68,12 @@ def swiglu(tokens):
 @pytest.mark.parametrize(
     "function, size, published",
     [
-        *[(cross_entropy, classes, peak) for classes, peak in ((4096, 1280.126), (32768, 10240.126))],
+        (cross_entropy, 4096, 1280.126),
+        (cross_entropy, 32768, 10240.126),
         (cross_entropy, 131072, 40960.126),
-        *[(swiglu, tokens, peak) for tokens, peak in ((1024, 1294.25), (4096, 3452.25), (8192, 6372.25))],
+        (swiglu, 1024, 1294.25),
+        (swiglu, 4096, 3452.25),
+        (swiglu, 8192, 6372.25),
     ],
 )
 def test_peaks_published_for_a_real_a100_come_out_to_the_digit(here, function, size, published):
@@ -197,21 +201,8 @@ def integers():
 
 def test_what_is_whole_or_boolean_is_computed(here):
     moved = [7, -99, 6, -99]
-    expected = [
-        2,
-        [3, 5],
-        5,
-        True,
-        moved,
-        [[0, 3], [1, 4], [2, 5]],
-        [0, 2],
-        8,
-        [4, 5, 6],
-        [7, 8, 9],
-        True,
-        [1, 2],
-        moved,
-    ]
+    views = [[0, 3], [1, 4], [2, 5]]
+    expected = [2, [3, 5], 5, True, moved, views, [0, 2], 8, [4, 5, 6], [7, 8, 9], True, [1, 2], moved]
     assert here(integers) == expected
 
 
@@ -301,18 +292,15 @@ def test_there_is_no_time_in_a_rehearsal(a100):
 
 # ---- a rehearsal that fails
 
-PLANTED = {
+MODEL = "model = lab.task.build_model().cuda()\nbatch = lab.task.batch(1)"
+PLANTED = {  # what goes before, the wrong line, its error
     "a wrong NVML name": (
         "import pynvml\npynvml.nvmlInit()",
         "pynvml.nvmlDeviceGetMemoryInformation(0)",
         "AttributeError",
     ),
     "a CPU tensor meets a CUDA one": ("a = torch.ones(3).cuda()", "a + torch.ones(3)", "RuntimeError"),
-    "a missing .to": (
-        "model = lab.task.build_model().cuda()\nbatch = lab.task.batch(1)",
-        "model(**batch)",
-        "RuntimeError",
-    ),
+    "a missing .to": (MODEL, "model(**batch)", "RuntimeError"),
 }
 
 
@@ -333,6 +321,18 @@ def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
     line = before.count("\n") + 2
     assert (lesson["name"], lesson["status"]) == ("05_planted", "failed")
     assert lesson["message"].startswith(f"In [4], line {line}: {error}")  # [1] and [2]: the parameters
+
+
+def test_a_stand_in_that_does_not_compile_gives_the_reason_and_leaves_nothing(monkeypatch, tmp_path):
+    python = build.interpreter()
+    shutil.copytree(build.SOURCES, tmp_path / "native")
+    (tmp_path / "native" / "nvidia_smi.pyc").write_bytes(b"\xff")  # as an installation leaves them
+    (tmp_path / "native" / "nvml.cpp").write_text("nonsense")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
+    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"does not compile: .*nonsense"):
+        build.library(python)
+    assert list(build.cache().iterdir()) == []
 
 
 def test_the_command_line(tmp_path):
