@@ -1,6 +1,7 @@
 """Claims as a lesson uses them: `check` decides one by what was measured here, `finish` closes the lesson.
 
-The claims stand in the ledger (claims.toml). A lesson measures the number that decides a claim and passes it on.
+The claims stand in the ledger (claims.toml). A lesson measures the number that decides a claim and passes it on. What
+was decided displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
 Notable: a refuted claim is a finding, not an error. What fails a strict run is a verdict that the ledger does not
 expect, or a claim that nobody checked. In a rehearsal (see `Machine.rehearsed`) only memory is as it would be on the
 machine that is rehearsed, so only claims about memory are decided, and marked.
@@ -8,35 +9,131 @@ machine that is rehearsed, so only claims about memory are decided, and marked.
 
 import json
 import math
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers.course import journal
-from perf_helpers.course.decisions import Decision, Scoreboard
-from perf_helpers.course.ledger import GPU_PROFILES, LESSONS_WITHOUT_CLAIMS, Claim, Verdict, decide, load
+from perf_helpers.course.ledger import GPU_PROFILES, LESSONS_WITHOUT_CLAIMS, Claim, Guide, Verdict, decide, load
+from perf_helpers.course.report import template
 from perf_helpers.course.results import claim_row, unexpected
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Ratio
 from perf_helpers.lab.store import write_whole
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, number_text
 from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
     from perf_helpers.lab.lab import Lab
 
-__all__ = ["NotReproduced", "check", "decide", "decisions", "finish", "load", "reset"]
+__all__ = ["Decision", "NotReproduced", "Scoreboard", "check", "decide", "decisions", "finish", "load", "reset"]
+
+# A verdict is never told by colour alone: its sign and its words go with it.
+SIGNS = {Verdict.HOLDS: "✓", Verdict.REFUTED: "✗", Verdict.TOO_SMALL: "≈", Verdict.NOT_TESTABLE: "–"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Decision:
+    """A claim, what was measured here, and the verdict."""
+
+    id: str
+    lesson: str  # that owns the claim, two digits
+    says: str
+    quantity: str | None  # None for a text claim
+    where: str  # the machine that the claim needs
+    verdict: Verdict
+    expected: tuple[Verdict, ...]  # by the ledger, of this kind of machine
+    as_expected: bool
+    value: float | None  # in the unit of the quantity; None: not measured
+    interval: tuple[float, float] | None  # in the same unit; None: an exact count, or a single measurement
+    threshold: str  # the rule in words
+    guide: Guide
+    reason: str | None  # the ledger's, where a claim is expected to be refuted
+    missing: str | None  # what is lacking here to measure it
+    note: str  # the lesson's own
+    rehearsed: bool = False  # whether the machine computes nothing, see Machine.rehearsed
+
+    def to_dict(self) -> dict:
+        """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def headline(self) -> str:
+        """The verdict with its sign, and what the ledger expected where that differs."""
+        words = f"{SIGNS[self.verdict]} {self.verdict}"
+        if self.rehearsed and self.verdict is not Verdict.NOT_TESTABLE:
+            words += " (rehearsed)"
+        elif self.verdict is Verdict.REFUTED:
+            words += ": not reproduced on this machine"
+        return words if self.as_expected else f"{words} (unexpected, the ledger expects: {' or '.join(self.expected)})"
+
+    def measured(self) -> str:
+        """The value with its interval, or "not measured"."""
+        interval = " ({} to {})".format(*map(number_text, self.interval)) if self.interval else ""
+        return number_text(self.value) + interval
+
+    def guide_text(self) -> str:
+        """The guides' figure with its source and its hardware, or that there is none."""
+        value = [] if self.guide.value is None else [number_text(self.guide.value)]
+        figure = ": ".join([*value, self.guide.text or "no figure"])
+        return f"{figure} ({'; '.join(filter(None, (self.guide.source, self.guide.hardware)))})"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is shown below the statement, as (name, text); the reason only where the claim does not simply hold."""
+        finding = self.verdict is not Verdict.HOLDS or not self.as_expected
+        rows = {
+            "measured": self.quantity and self.measured(),
+            "quantity": self.quantity,
+            "holds if": self.threshold,
+            "guide": self.guide_text(),
+            "missing": self.missing,
+            "why": self.reason if finding and self.verdict is not Verdict.NOT_TESTABLE else None,
+            "note": self.note,
+        }
+        return [(name, text) for name, text in rows.items() if text]
+
+    def __repr__(self) -> str:
+        rows = [f"  {name:<9} {text}" for name, text in self.rows()]
+        return "\n".join([f"{self.headline()} [{self.id}]", f"  {self.says}", *rows])
+
+    def _repr_html_(self) -> str:
+        return template("claims.html.j2").module.decision(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Scoreboard:
+    """Every decision of a lesson, and what keeps the lesson from passing."""
+
+    title: str
+    decisions: Sequence[Decision]
+    problems: Sequence[str]  # one line each
+
+    def counts(self) -> str:
+        """How many claims have which verdict, e.g. "✓ 3 holds · ✗ 1 refuted"."""
+        number = Counter(decision.verdict for decision in self.decisions)
+        parts = [f"{sign} {number[verdict]} {verdict}" for verdict, sign in SIGNS.items() if number[verdict]]
+        rehearsed = ["a rehearsal: no kernel computed"] if any(d.rehearsed for d in self.decisions) else []
+        return " · ".join([*(parts or ["no claim was checked"]), *rehearsed])
+
+    def __repr__(self) -> str:
+        rows = [f"  {d.headline()} [{d.id}] {d.measured()}" for d in self.decisions]
+        return "\n".join([self.title, self.counts(), *rows, *(f"  warning: {text}" for text in self.problems)])
+
+    def _repr_html_(self) -> str:
+        return template("claims.html.j2").module.scoreboard(self)
+
+
+class NotReproduced(Exception):
+    """A strict lesson did not give the verdicts that the ledger expects."""
+
 
 # The decisions of this kernel, by lesson and claim. A check does not say which lesson it belongs to: its decision
 # stands under None until the next `finish` files it under that lesson. So a notebook that is run twice replaces its
 # decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
 _decided: dict[str | None, dict[str, Decision]] = {}
-
-
-class NotReproduced(Exception):
-    """A strict lesson did not give the verdicts that the ledger expects."""
 
 
 def check(id: str, value: float | Ratio | None = None, *, missing: str | None = None, note: str = "") -> Decision:
@@ -120,7 +217,8 @@ def finish(lab: "Lab") -> None:
     for id, one in decided.items():
         decided[id] = replace(one, **_expectation(ledger[id], one.verdict, lab.profile.name, one.rehearsed))
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
-    problems = unexpected([claim_row(name, decision.to_dict()) for decision in made])
+    rows = [decision.to_dict() for decision in made]
+    problems = unexpected([claim_row(name, row) for row in rows])
     problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in decided]
     problems += [f"{d.id}: belongs to lesson {d.lesson}, not to this one" for d in made if d.lesson != name[:2]]
     if not made and name[:2] not in LESSONS_WITHOUT_CLAIMS:
@@ -132,7 +230,7 @@ def finish(lab: "Lab") -> None:
         journal.finished(lab, {decision.id: decision.verdict for decision in made})
     if lab.out:
         content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
-        content |= {"versions": dict(lab.versions), "date": date, "claims": [decision.to_dict() for decision in made]}
+        content |= {"versions": dict(lab.versions), "date": date, "claims": rows}
         content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
         write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
     if lab.strict and problems:

@@ -3,15 +3,18 @@
 Notable: they are made from results.json and the executed notebooks alone, so they can be made again.
 """
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.decisions import template
+import jinja2
+
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import load_results, measured_text, problems
 from perf_helpers.lab.store import write_whole
+from perf_helpers.texts import number_text
 
 # What a terminal may print and XML forbids: colours, and characters that are none.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -72,3 +75,12 @@ def _junit(data: dict[str, Any]) -> str:
         cases.append((claim["lesson"], claim["id"], 0, outcome if claim["as_expected"] else "failure", text))
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("junit.xml.j2").render(date=data["date"], cases=cases, count=count))
+
+
+@functools.cache
+def template(name: str) -> jinja2.Template:
+    """A Jinja template beside this file, e.g. "report.html.j2"; what it is given is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = number_text
+    return environment.get_template(name)
