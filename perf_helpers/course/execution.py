@@ -50,9 +50,8 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
         missing = PARAMETERS - _parameters(nbformat.read(source, as_version=4))
     except Exception as error:  # nbformat raises its own, json's and attribute errors for a file that is no notebook
         return Judgement("failed", f"{source} is not a notebook: {error}", {})
-    if missing:
-        names = ", ".join(sorted(missing))
-        return Judgement("failed", f"no cell tagged parameters sets {names}: it would run with its own", {})
+    if missing := ", ".join(sorted(missing)):
+        return Judgement("failed", f"no cell tagged parameters sets {missing}: it would run with its own", {})
     target = out / source.name
     command = [sys.executable, "-m", "papermill", source, target, "--cwd", source.parent, "--no-progress-bar"]
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
@@ -74,8 +73,7 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
     except (OSError, ValueError, LookupError):  # not there, or cut off
         notebook, cells = None, []
     if code is None:
-        cell = _running(cells)
-        where = _first_line(cell) if cell else "no cell"
+        where = _first_line(cell) if (cell := _running(cells)) else "no cell"
         return Judgement("timed out", f"killed after {timeout:g} s in: {where}", record)
     if notebook is None:
         return Judgement("crashed", f"no executed notebook (exit code {code}); {_last_line(folder, name)}", record)

@@ -32,11 +32,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """One thing that the learner did.
-
-    Raises:
-        ValueError: no such kind, or something is missing in the content.
-    """
+    """One thing that the learner did; ValueError for an unknown kind and for what is missing in the content."""
 
     kind: str  # one of KINDS
     lesson: str  # the notebook's name, e.g. "05_gradient_accumulation"
@@ -70,11 +66,7 @@ def of(lab: "Lab") -> Journal:
 
 
 def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
-    """Append an entry under the lab's lesson. Where the file cannot be written, that is said, and the lesson goes on.
-
-    Raises:
-        ValueError: no such kind, or something is missing (see `Entry`).
-    """
+    """Append an entry (`Entry` says what it needs) under the lab's lesson; where the file cannot be written, say so."""
     journal, now = of(lab), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         journal.append(Entry(kind, lab.lesson, key, content, now))

@@ -118,7 +118,7 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
         ValueError: a damaged file.
     """
     old, new = (data if isinstance(data, dict) else load_results(data) for data in (old, new))
-    machines = [{key: data["machine"].get(key) for key in IDENTITY} for data in (old, new)]
+    machines = ({key: data["machine"].get(key) for key in IDENTITY} for data in (old, new))
     warnings = ["the machines differ: their numbers are not comparable"] if _differences(*machines) else []
     if old.get("profile") != new.get("profile"):
         warnings.append(f"the profiles differ ({old.get('profile')}, {new.get('profile')}): so do the sizes measured")
@@ -139,15 +139,12 @@ def _changes(kind: str, key: str, field: str, old: list[dict], new: list[dict]) 
     for name in dict.fromkeys([*before, *after]):
         pair = before.get(name), after.get(name)
         was, now = (item and item[field] for item in pair)
-        if was != now:
-            yield _change(kind if all(pair) else "disappeared" if pair[0] else "appeared", name, was, now)
+        changes = [(kind if all(pair) else "disappeared" if pair[0] else "appeared", was, now)] if was != now else []
         if all(pair) and kind == "verdict" and _moved(*pair):
-            yield _change("value", name, *map(measured_text, pair))
-
-
-def _change(kind: str, name: str, before: str | None, after: str | None) -> dict[str, str | None]:
-    text = f"{kind:11} {name}: {before or 'absent'} -> {after or 'absent'}"
-    return {"kind": kind, "id": name, "old": before, "new": after, "text": text}
+            changes.append(("value", *map(measured_text, pair)))
+        for what, was, now in changes:
+            text = f"{what:11} {name}: {was or 'absent'} -> {now or 'absent'}"
+            yield {"kind": what, "id": name, "old": was, "new": now, "text": text}
 
 
 def _moved(before: dict, after: dict) -> bool:
