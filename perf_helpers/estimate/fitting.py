@@ -42,7 +42,7 @@ class Surface:
     hidden: list  # (operations, points): bytes inside the operation at each of the points on offer
     points: list  # on offer, as (micro-batch, length)
     states: int  # bytes of the optimizer's states
-    apart: int  # bytes added to every total, such as a workspace
+    apart: int = 0  # bytes added to every total, such as a workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +87,18 @@ def fit(
         pairs = zip(followed, experiments, strict=True)
         memories = [replace(memory_of(each, experiment, device)[0], timeline=None) for each, experiment in pairs]
         apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
-        surface = _surface(followed, device, points, offered, known, apart)
+        surface = replace(_surface(followed, device, points, offered, known), apart=apart)
         return Fit(surface, memories, known.news())
 
 
 def _surface(
-    followed: Sequence[Followed],
-    device: Device,
-    points: Sequence[Point],
-    offered: Sequence[Point],
-    known: Known,
-    apart: int,
+    followed: Sequence[Followed], device: Device, points: Sequence[Point], offered: Sequence[Point], known: Known
 ) -> Surface:
     is_fitted = len(points) > 1
-    traced_at = np.stack([terms(*point) for point in points]) if is_fitted else np.ones((1, 1))  # (traces, terms)
-    wanted_at = np.stack([terms(*point) for point in offered]) if is_fitted else np.ones((len(offered), 1))
+    traced_at, wanted_at = (
+        np.stack([terms(*point) for point in each]) if is_fitted else np.ones((len(each), 1))
+        for each in (points, offered)
+    )  # (points, terms)
     trace, indices = followed[0].trace, aligned([each.trace for each in followed])
     tables = [_table(each, here, with_hidden=not is_fitted) for each, here in zip(followed, indices, strict=True)]
     coefficients = _solved(traced_at, tables)
@@ -110,17 +107,20 @@ def _surface(
     if device.kind == "cpu" and is_fitted:
         hidden = _hidden(followed, indices, traced_at, wanted_at, live, high, known)
     is_update = np.array([trace.phases[index] == Phase.STEP for index in indices[0]])
-    kept = _that_peak(np.maximum(high, live + hidden), [is_update, ~is_update] if is_fitted else [is_update])
+    # Kept are the operations that hold the peak, of the passes or of the update, at any point on offer.
+    heights = np.maximum(high, live + hidden)
+    groups = (np.flatnonzero(group) for group in ([is_update, ~is_update] if is_fitted else [is_update]))
+    kept = sorted({int(group[i]) for group in groups if len(group) for i in heights[:, group].argmax(axis=1)})
+    at_end = [each.trace.marks[Phase.BACKWARD][:TOTAL].astype(float) for each in followed]
     return Surface(
         phases=[trace.phases[indices[0][number]].shown for number in kept],
         operations=[trace.operations[indices[0][number]].name for number in kept],
         updates=is_update[kept].tolist(),
         coefficients=coefficients[:, kept].tolist(),
-        after_backward=_solved(traced_at, [_after_backward(each.trace) for each in followed]).tolist(),
+        after_backward=_solved(traced_at, [np.append(live, live.sum()) for live in at_end]).tolist(),
         hidden=hidden[:, kept].T.tolist(),
         points=list(offered),
         states=int(trace.live[:, STATES].max()),
-        apart=apart,
     )
 
 
@@ -128,20 +128,6 @@ def _solved(traced_at: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
     """The coefficients of the terms, for values of any shape at each of the points traced: (terms, *shape)."""
     stacked = np.stack(values)
     return np.linalg.solve(traced_at, stacked.reshape(len(stacked), -1)).reshape(stacked.shape)
-
-
-def _that_peak(heights: np.ndarray, groups: Sequence[np.ndarray]) -> list[int]:
-    """The operations, by their column, that hold the peak of their group at any point.
-
-    Args:
-        heights: (points, operations) bytes.
-        groups: for each, which operations belong to it, as booleans.
-    """
-    kept = set()
-    for group in groups:
-        if group.any():
-            kept |= {int(np.flatnonzero(group)[place]) for place in heights[:, group].argmax(axis=1)}
-    return sorted(kept)
 
 
 def aligned(traces: Sequence[Trace]) -> list[list[int]]:
@@ -154,7 +140,15 @@ def aligned(traces: Sequence[Trace]) -> list[list[int]]:
     Raises:
         Invalid: they have hardly the same operations.
     """
-    every = [_that_may_peak(trace) for trace in traces]
+    # None that fetches data and no view: they hold no peak.
+    every = [
+        [
+            index
+            for index, (phase, operation) in enumerate(zip(trace.phases, trace.operations, strict=True))
+            if phase not in (Phase.SETUP, Phase.BEFORE) and not operation.is_view
+        ]
+        for trace in traces
+    ]
     words = [
         [(trace.operations[index].name, trace.modules[index]) for index in here]
         for trace, here in zip(traces, every, strict=True)
@@ -170,12 +164,6 @@ def aligned(traces: Sequence[Trace]) -> list[list[int]]:
     return [[here[i] for i in picked] for here, picked in zip(every, chosen, strict=True)]
 
 
-def _that_may_peak(trace: Trace) -> list[int]:
-    """The operations of which one may hold the peak: none that fetches data, and no view."""
-    fetching = (Phase.SETUP, Phase.BEFORE)
-    return [i for i, each in enumerate(trace.operations) if trace.phases[i] not in fetching and not each.is_view]
-
-
 def _table(followed: Followed, indices: list[int], with_hidden: bool) -> np.ndarray:
     """(operations, columns): live bytes by category, and the highest total from each operation to the next.
 
@@ -187,12 +175,6 @@ def _table(followed: Followed, indices: list[int], with_hidden: bool) -> np.ndar
         totals[indices] = followed.trace.high[indices]
     highest = np.maximum.reduceat(totals, indices)
     return np.column_stack([followed.trace.live[indices, :TOTAL], highest]).astype(float)
-
-
-def _after_backward(trace: Trace) -> np.ndarray:
-    """(columns,): what lives when the backward has ended."""
-    live = trace.marks[Phase.BACKWARD][:TOTAL].astype(float)
-    return np.append(live, live.sum())
 
 
 # ---- what operations hide where they were not traced
@@ -241,7 +223,7 @@ def _at_points(seen: Sequence[Operation], traced_at: np.ndarray, wanted_at: np.n
     numbers = [operation.numbers for operation in seen]
     if len({len(each) for each in numbers}) > 1:
         return [None] * len(wanted_at)
-    there = wanted_at @ np.linalg.solve(traced_at, np.array(numbers, dtype=float))
+    there = wanted_at @ _solved(traced_at, numbers)
     is_whole = (np.abs(there - there.round()) < 0.01).all(axis=1)
     return [
         seen[0].with_numbers(row.round().astype(int).tolist()) if right else None

@@ -5,6 +5,7 @@ as they are but for its states, so one more trace gives each other optimizer. Wh
 asked for is told as traced, the rest as interpolated.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -64,11 +65,6 @@ class Choice:
         """What decides how forward and backward go: with any accumulation as with one of two, but for the inputs."""
         return self.precision, self.checkpointing, self.accumulation > 1, self.attention
 
-    @property
-    def update(self) -> tuple:
-        """What decides how the update goes."""
-        return self.optimizer, self.precision == BF16_WEIGHTS.name
-
     def at(self, micro_batch: int, seq_len: int | None) -> tuple:
         """The recipe at a point, as a key."""
         return *self.kind, self.accumulation, self.optimizer, micro_batch, seq_len
@@ -82,9 +78,9 @@ class Choice:
         plain = Choice(self.precision, self.checkpointing, min(self.accumulation, 2), ADAMW.name, self.attention)
         if self.optimizer == ADAMW.name:
             return {(_PASSES, *self.kind): plain}
-        precision = BF16_WEIGHTS.name if self.update[1] else "fp32"
-        simplest = Choice(precision, False, 1, self.optimizer, self.attention)
-        return {(_PASSES, *self.kind): plain, (_UPDATE, *self.update): simplest}
+        in_bf16 = self.precision == BF16_WEIGHTS.name
+        simplest = Choice(BF16_WEIGHTS.name if in_bf16 else "fp32", False, 1, self.optimizer, self.attention)
+        return {(_PASSES, *self.kind): plain, (_UPDATE, self.optimizer, in_bf16): simplest}
 
     def distance(self, other: "Choice") -> int:
         """How far another recipe is: 10 for each control that has to be moved, 1 for another optimizer, which is nearly
@@ -153,17 +149,11 @@ class Surfaces:
         """
         if self.task.family() == "vision":
             return
-        config = self.task.build_config()
-        offered = [length for length in LENGTHS if self._can_take(length, config)]
-        if positions(config) is None:  # as long as one likes
-            offered = [length for length in offered if length <= 2048]
+        config, offered = self.task.build_config(), []
+        for length in LENGTHS if positions(config) else LENGTHS[:7]:  # 2048 where a model takes any length
+            with contextlib.suppress(ValueError):
+                offered.append(self.task.replace(seq_len=length).length(config))
         self.lengths = tuple(offered) or (self.task.length(config),)
-
-    def _can_take(self, length: int, config) -> bool:
-        try:
-            return self.task.replace(seq_len=length).length(config) == length
-        except ValueError:
-            return False
 
     def choices(self, first: Choice) -> Iterator[Choice]:
         """Every choice on offer, each way of training once, those nearest to `first` first."""
@@ -175,7 +165,25 @@ class Surfaces:
     def answer(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
         """The peak at a point; None where nothing is known of the recipe yet. No process is started."""
         exact = self._exact.get(choice.at(micro_batch, seq_len))
-        return exact or self._interpolated(choice, micro_batch, seq_len)
+        if exact or self._missing(choice):
+            return exact
+        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
+        columns, at_end = _at(passes, micro_batch, seq_len)
+        where = list(zip(passes.phases, passes.operations, strict=True))
+        for update in updates:
+            own, its_end = _at(update, micro_batch, seq_len)
+            kept = np.flatnonzero(np.logical_not(passes.updates))
+            columns = np.concatenate([_with_states(columns[kept], passes, update), own + _moved(its_end, at_end)])
+            where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
+        if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
+            more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
+            columns[:, [_INPUTS, TOTAL]] += more
+        peak = int(columns[:, TOTAL].argmax())
+        sizes = zip(TENSOR_CATEGORIES, columns[peak, :TOTAL], strict=True)
+        live = {category: max(0, round(size)) for category, size in sizes}
+        total = round(columns[peak, TOTAL]) + max(surface.apart for surface in (passes, *updates))
+        breakdown = live | {Category.INSIDE_OPERATIONS: max(0, total - sum(live.values()))}
+        return Answer(breakdown, *where[peak], "interpolated")
 
     def is_known(self, choice: Choice) -> bool:
         """Whether every point of the recipe is answered, or it is known that none can be."""
@@ -188,18 +196,6 @@ class Surfaces:
     def _missing(self, choice: Choice) -> list[tuple]:
         return [key for key in choice.surfaces() if key not in self._surfaces]
 
-    def _interpolated(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
-        if self._missing(choice):
-            return None
-        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
-        here = _Here.on(passes, micro_batch, seq_len)
-        for update in updates:
-            here = here.with_update(passes, update)
-        if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
-            more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
-            here.columns[:, [_INPUTS, TOTAL]] += more
-        return here.highest(apart=max(surface.apart for surface in (passes, *updates)))
-
     def _sample_bytes(self, seq_len: int | None) -> int:
         if seq_len not in self._samples:
             arrays = self.task.replace(seq_len=seq_len).arrays(1).values()
@@ -211,9 +207,9 @@ class Surfaces:
     def learn(self, choice: Choice) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
         for key in self._missing(choice):
-            traced, points = choice.surfaces()[key], self._points()
+            points = self._points()[: None if key[0] == _PASSES else 1]
             try:
-                self._surfaces[key] = self._fitted(traced, points if key[0] == _PASSES else points[:1])
+                self._surfaces[key] = self._fitted(choice.surfaces()[key], points)
             except ValueError as error:
                 self.refused[key] = str(error)
                 break
@@ -227,9 +223,9 @@ class Surfaces:
         """
         key = choice.at(micro_batch, seq_len)
         if key not in self._exact:
-            arguments = choice.arguments(micro_batch)
-            task = self._task(Arguments(arguments), seq_len)
-            self._exact[key] = Answer.traced(estimate(task, **self._options, **arguments).memory)
+            training = self._training(choice, micro_batch, seq_len)
+            memory = estimate(training.task, **self._options, **training.arguments.given).memory
+            self._exact[key] = Answer.traced(memory)
             self._save()
         return self._exact[key]
 
@@ -242,20 +238,21 @@ class Surfaces:
             first, middle = last // 4, last // 2
         return [(size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
 
-    def _task(self, arguments: Arguments, seq_len: int | None) -> Task:
-        return self.task.replace(seq_len=seq_len, dataset_size=enough_samples(arguments))
+    def _training(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Experiment:
+        """The recipe at a point, with as many samples as are followed."""
+        arguments = Arguments(choice.arguments(micro_batch))
+        task = self.task.replace(seq_len=seq_len, dataset_size=enough_samples(arguments))
+        return Experiment("fit", task, arguments)
 
     def _fitted(self, choice: Choice, points: Sequence[Point]) -> Surface:
         """The surface through the traces at these points, which are kept as exact answers too."""
-        experiments = []
-        for size, length in points:
-            arguments = Arguments(choice.arguments(size))
-            experiments.append(Experiment("fit", self._task(arguments, length), arguments))
+        experiments = [self._training(choice, *point) for point in points]
         offered = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
         job = fitting.fit, experiments, target(**self._options), points, offered
         fit = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
-        for point, memory in zip(points, fit.memories, strict=True):
-            self._exact[choice.at(*point)] = Answer.traced(memory)
+        self._exact |= {
+            choice.at(*point): Answer.traced(each) for point, each in zip(points, fit.memories, strict=True)
+        }
         return fit.surface
 
     # ---- the file
@@ -291,65 +288,29 @@ def nearest(values: Sequence[int], wanted: int) -> int:
     return min(values, key=lambda value: abs(math.log(value / wanted)))
 
 
-@dataclass(slots=True)
-class _Here:
-    """The operations of a surface at one point."""
+def _at(surface: Surface, micro_batch: int, seq_len: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """A surface at one point, in bytes: the columns of its operations, with what they hide in their totals; and what
+    lives when the backward has ended."""
+    here = terms(micro_batch, seq_len) if len(surface.coefficients) > 1 else np.ones(1)  # an update has one term only
+    columns = np.tensordot(here, surface.coefficients, axes=1)
+    ratios = [(size / micro_batch, length / seq_len if seq_len else 1) for size, length in surface.points]
+    hidden = np.asarray(surface.hidden)[:, np.abs(np.log(ratios)).sum(axis=1).argmin()]  # at the nearest one on offer
+    columns[:, TOTAL] = np.maximum(columns[:, TOTAL], columns[:, :TOTAL].sum(axis=1) + hidden)
+    return columns, here @ np.asarray(surface.after_backward)
 
-    phases: list[str]
-    operations: list[str]
-    columns: np.ndarray  # (operations, columns of `Surface`) bytes
-    hidden: np.ndarray  # (operations,) bytes
-    after_backward: np.ndarray  # (columns,) bytes
 
-    @classmethod
-    def on(cls, surface: Surface, micro_batch: int, seq_len: int | None) -> "_Here":
-        here = terms(micro_batch, seq_len)
+def _with_states(columns: np.ndarray, passes: Surface, update: Surface) -> np.ndarray:
+    """The operations of the passes with the states of another optimizer, from the second step on."""
+    has_states = columns[:, STATES] > passes.states / 2
+    more = np.where(has_states, update.states - columns[:, STATES], 0)
+    columns[:, [STATES, TOTAL]] += more[:, None]
+    return columns
 
-        def apart(number: int) -> float:  # by ratio
-            size, length = surface.points[number]
-            return abs(math.log(size / micro_batch)) + (abs(math.log(length / seq_len)) if seq_len else 0)
 
-        nearest_point = min(range(len(surface.points)), key=apart)
-        return cls(
-            surface.phases,
-            surface.operations,
-            np.tensordot(here, np.asarray(surface.coefficients), axes=1),
-            np.asarray(surface.hidden)[:, nearest_point],
-            here @ np.asarray(surface.after_backward),
-        )
-
-    def with_update(self, passes: Surface, update: Surface) -> "_Here":
-        """The same with another optimizer: other states while the passes run, and its own update after them.
-
-        Args:
-            passes: the surface that this was made of.
-            update: of the other optimizer, which was traced with another recipe.
-        """
-        kept = [number for number, is_update in enumerate(passes.updates) if not is_update]
-        before = self.columns[kept]
-        has_states = before[:, STATES] > passes.states / 2  # not so in the first step
-        more = np.where(has_states, update.states - before[:, STATES], 0)
-        before[:, STATES] += more
-        before[:, TOTAL] += more
-        # What lives when the backward ends differs between this recipe and the one that the update was traced with.
-        moved = self.after_backward - np.asarray(update.after_backward)[0]
-        moved[STATES] = 0
-        moved[TOTAL] = moved[:TOTAL].sum()
-        own = np.asarray(update.coefficients)[0] + moved
-        return _Here(
-            [self.phases[number] for number in kept] + update.phases,
-            [self.operations[number] for number in kept] + update.operations,
-            np.concatenate([before, own]),
-            np.append(self.hidden[kept], np.zeros(len(own))),
-            self.after_backward,
-        )
-
-    def highest(self, apart: int) -> Answer:
-        """The operation that holds the peak. `apart`: bytes that are added to every total."""
-        totals = np.maximum(self.columns[:, TOTAL], self.columns[:, :TOTAL].sum(axis=1) + self.hidden)
-        peak = int(totals.argmax())
-        sizes = zip(TENSOR_CATEGORIES, self.columns[peak, :TOTAL], strict=True)
-        live = {category: max(0, round(size)) for category, size in sizes}
-        inside = max(0, round(totals[peak]) + apart - sum(live.values()))
-        breakdown = live | {Category.INSIDE_OPERATIONS: inside}
-        return Answer(breakdown, self.phases[peak], self.operations[peak], "interpolated")
+def _moved(its_end: np.ndarray, at_end: np.ndarray) -> np.ndarray:
+    """What an update that was traced with another recipe has more here, by column: what else lives when the backward
+    ends, the optimizer's states apart."""
+    moved = at_end - its_end
+    moved[STATES] = 0
+    moved[TOTAL] = moved[:TOTAL].sum()
+    return moved
