@@ -103,10 +103,12 @@ class _MemoryExplorer:
 
     def _work(self) -> None:
         try:
-            while not self._closed:
+            while True:
+                self._wake.clear()  # before looking where the controls stand: what moves from here on wakes it again
+                if self._closed:
+                    return
                 if not self._do_next():
                     self._wake.wait()
-                    self._wake.clear()
         except Exception as error:  # what is raised in a thread is seen by nobody
             kind = type(error).__name__
             shown = {"ename": kind, "evalue": str(error), "traceback": [f"{kind}: {error}"]}
@@ -124,7 +126,6 @@ class _MemoryExplorer:
             elif not known.is_known(choice):
                 known.learn(choice)
             elif (answer := known.answer(*point)) is not None and answer.how == "interpolated":
-                self._wake.clear()
                 if self._wake.wait(_REST_SECONDS):
                     return True  # it was moved on
                 known.trace(*point)

@@ -16,8 +16,8 @@ from perf_helpers.estimate import surfaces
 from perf_helpers.lab.store import Store
 
 
-def wait(condition, seconds=60):
-    end = time.monotonic() + seconds
+def wait(condition):
+    end = time.monotonic() + 300  # a busy machine traces slowly
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.02)
@@ -63,11 +63,11 @@ def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, t
     images.write_text(json.dumps({"model_type": "vit"} | small))
     explorers.memory(lab)
     control(shown, "model").value = str(images)
-    wait(lambda: control(shown, "length").disabled, 120)
+    wait(lambda: control(shown, "length").disabled)
     control(shown, "model").value = "bert-tinny"
-    wait(lambda: "no preset" in text(shown) or "Hub" in text(shown), 120)
+    wait(lambda: "no preset" in text(shown) or "Hub" in text(shown))
     control(shown, "model").value = "bert-tiny"
-    wait(lambda: not control(shown, "length").disabled and "Tracing" not in text(shown), 120)
+    wait(lambda: not control(shown, "length").disabled and "Tracing" not in text(shown))
 
 
 def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
@@ -77,7 +77,7 @@ def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
     wait(threads)
     explorers.memory(lab)
     assert first not in alive() and len(alive()) == count
-    wait(lambda: not threads(), 120)
+    wait(lambda: not threads())
 
 
 def test_without_a_front_end_there_is_a_picture_with_words(lab, shown):
