@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers.advise.choices import Candidate, Choices, native_precisions
-from perf_helpers.advise.ranking import Ranking
 from perf_helpers.advise.remedies import Change, remedies
 from perf_helpers.advise.search import UNKNOWN_CONTEXT_BYTES, RecipeSearch
-from perf_helpers.advise.speeds import Evidence
+from perf_helpers.advise.speeds import Evidence, Ranking
 from perf_helpers.estimate import DEFAULT_CAPABILITY, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
@@ -24,7 +23,7 @@ from perf_helpers.lab.processes import within
 from perf_helpers.lab.runs import Run
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.techniques import ADAMW
+from perf_helpers.plots import Table
 from perf_helpers.texts import bytes_text, parse_bytes
 
 _NEEDED = {  # what `needed_bytes` stands for
@@ -82,37 +81,31 @@ class Advice:
 
     def __repr__(self) -> str:
         head, table, paste, lines = self._parts()
-        return "\n".join([head, *([repr(table)] if table.rows else []), *([paste] if paste else []), *lines])
+        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
 
     def _repr_html_(self) -> str:
         head, table, paste, lines = self._parts()
-        parts = [f"<strong>{html.escape(head)}</strong>"]
-        if table.rows:
-            parts.append(table._repr_html_())
-        if paste:
-            parts.append(f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>")
+        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
+        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
         items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        return f'<div style="overflow-x:auto">{"".join(parts)}<ul>{items}</ul></div>'
+        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
 
-    def _parts(self):
+    def _parts(self) -> tuple[str, Table, str, list[str]]:
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
-        from perf_helpers.plots import Table
-
         head = f"{self.task.model}, {self.effective_batch} samples a step, {bytes_text(self.memory_bytes)} "
         head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
         notes = list(self.notes)
         if self.assumptions:
             notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
         if not self.recipes:
-            least = self.smallest
-            head += f": nothing fits. The smallest ({least.name}) needs {bytes_text(least.needed_bytes)}, "
-            head += f"{bytes_text(-least.headroom_bytes)} over"
+            needed, over = bytes_text(self.smallest.needed_bytes), bytes_text(-self.smallest.headroom_bytes)
+            head += f": nothing fits. The smallest ({self.smallest.name}) needs {needed}, {over} over"
             rows = [
                 [change.name, "fits" if change.fits else "does not", bytes_text(change.needed_bytes), change.text]
                 for change in self.changes
             ]
-            table = Table(["change", "", "needs", "what"], rows)
-            return head, table, "", [*(change.assumption for change in self.changes if change.assumption), *notes]
+            assumed = [change.assumption for change in self.changes if change.assumption]
+            return head, Table(["change", "", "needs", "what"], rows), "", assumed + notes
         rows = [
             [
                 recipe.name,
@@ -123,28 +116,21 @@ class Advice:
             ]
             for recipe in self.recipes
         ]
-        table = Table(["recipe", "needs", "free", "speed", "costs"], rows)
         first = self.recipes[0]
-        lines = [f"It costs {cost}" for cost in first.costs] + [f"Why not more: {first.why_not_next}"]
-        sources = dict.fromkeys(source for recipe in self.recipes for source in recipe.speed_source)
-        return head, table, first.text, [*lines, *(f"Speed, {source}" for source in sources), *notes]
+        lines = [*(f"It costs {cost}" for cost in first.costs), f"Why not more: {first.why_not_next}"]
+        sources = dict.fromkeys(f"Speed, {source}" for recipe in self.recipes for source in recipe.speed_source)
+        return head, Table(["recipe", "needs", "free", "speed", "costs"], rows), first.text, [*lines, *sources, *notes]
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The first recipe of an advice, predicted and measured."""
+    """The first recipe of an advice, predicted and measured; its run says what kind of bytes both are."""
 
     recipe: Recipe
-    run: Run  # of the recipe; its memory says what kind of bytes both are: "counted" or "allocated"
+    run: Run
     predicted_bytes: int
-
-    @property
-    def measured_bytes(self) -> int | None:
-        return self.run.peak_bytes
-
-    @property
-    def difference_bytes(self) -> int | None:
-        return None if self.measured_bytes is None else self.predicted_bytes - self.measured_bytes
+    measured_bytes: int | None  # None where the run failed
+    difference_bytes: int | None  # predicted less measured
 
     def to_dict(self) -> dict[str, Any]:
         figures = {name: getattr(self, name) for name in ("predicted_bytes", "measured_bytes", "difference_bytes")}
@@ -210,32 +196,28 @@ def advise(
     kind = device or machine.kind
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
-    known = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
-    capability = tuple(compute_capability or known or DEFAULT_CAPABILITY)
-    native = native_precisions(machine, kind, capability)
-    choices = Choices(effective_batch // processes, must or {}, avoid, native)
+    here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
+    capability = tuple(compute_capability or here or DEFAULT_CAPABILITY)
+    choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     ranking = Ranking(choices, Evidence(machine, kind, capability, task, runs))
     predict = functools.partial(estimate, device=kind, compute_capability=capability, processes=processes)
-    search = RecipeSearch(_with_enough_data(task, effective_batch), predict, limit, choices, ranking)
-    smallest, changes = None, ()
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
-        search.on_estimate = bar.update
+        task_to_fit = _with_enough_data(task, effective_batch)
+        search = RecipeSearch(task_to_fit, predict, limit, choices, ranking, on_estimate=bar.update)
         fitting = search.find(most)
-        if not fitting:
-            smallest = search.smallest()
-            changes = remedies(search, smallest)
+        smallest = None if fitting else search.smallest()
+        changes = remedies(search, smallest) if smallest else ()
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate.family)]
-    best = max(measured, default=None)
     return Advice(
         task=task,
         memory_bytes=limit,
         effective_batch=effective_batch,
         processes=processes,
         device=kind,
-        recipes=tuple(_recipe(candidate, search, ranking, best) for candidate in fitting),
-        smallest=smallest and _recipe(smallest, search, ranking, None),
+        recipes=tuple(_recipe(candidate, search, max(measured, default=None)) for candidate in fitting),
+        smallest=smallest and _recipe(smallest, search, None),
         changes=changes,
         notes=(_NEEDED[kind], *search.notes),
         assumptions=tuple(search.assumptions),
@@ -257,7 +239,8 @@ def verify(advice: Advice, lab: Lab | None = None) -> Verification:
     recipe = advice.recipes[0]
     task = _with_enough_data(advice.task, advice.effective_batch)
     run = lab.train(recipe.name, task=task, measure="memory", processes=advice.processes, **recipe.arguments)
-    return Verification(recipe, run, recipe.peak_bytes)
+    predicted, measured = recipe.peak_bytes, run.peak_bytes
+    return Verification(recipe, run, predicted, measured, None if measured is None else predicted - measured)
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
@@ -265,36 +248,28 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
-def _recipe(candidate: Candidate, search: RecipeSearch, ranking: Ranking, best: float | None) -> Recipe:
+def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> Recipe:
     """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
-    choices, needed, size = search.choices, search.needed(candidate), candidate.micro_batch
-    known = best is not None and not ranking.unknown(candidate.family)
-    factors = [str(factor) for factor in ranking.factors(candidate) if factor.name != ADAMW.name]
+    choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
+    needed, passes = search.needed(candidate), choices.samples // size
     costs = [technique.cost for technique in candidate.family if technique.cost]
-    if size < choices.samples:
-        passes = choices.samples // size
+    if passes > 1:
         costs.append(f"accumulation: {passes} passes of {size} for each update, on smaller kernels")
+    sources = tuple(map(str, ranking.factors(candidate)))
+    why_not_next = "nothing that is expected to be faster was left out"
+    if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
+        following = max(faster, key=ranking.key)
+        its_needs = search.too_large[following]
+        why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs)}, "
+        why_not_next += f"{bytes_text(its_needs - search.limit)} more than there is"
     return Recipe(
         name=choices.name(candidate),
         arguments=choices.arguments(candidate),
         peak_bytes=search.estimates[candidate].peak_bytes,
         needed_bytes=needed,
         headroom_bytes=search.limit - needed,
-        speed=ranking.speed(candidate) / best if known else None,
-        speed_source=tuple(factors) or ("the plain recipe: what the others are compared with",),
+        speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate.family) else None,
+        speed_source=sources or ("the plain recipe: what the others are compared with",),
         costs=tuple(costs),
-        why_not_next=_why_not_next(candidate, search, ranking),
-    )
-
-
-def _why_not_next(candidate: Candidate, search: RecipeSearch, ranking: Ranking) -> str:
-    """The recipe that ranks just before one and does not fit, and by how much."""
-    faster = [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]
-    if not faster:
-        return "nothing that is expected to be faster was left out"
-    following = max(faster, key=ranking.key)
-    needed = search.too_large[following]
-    return (
-        f"{search.choices.name(following)} needs {bytes_text(needed)}, "
-        f"{bytes_text(needed - search.limit)} more than there is"
+        why_not_next=why_not_next,
     )

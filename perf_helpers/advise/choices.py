@@ -38,7 +38,7 @@ class Choices:
 
     def __init__(self, samples: int, must: Mapping[str, Any], avoid: Iterable[str], native: set[Technique]):
         self.samples = samples
-        self.fixed = as_techniques_spell(Arguments.of(must))  # training arguments that every recipe has
+        self.fixed = respelt(Arguments.of(must))  # training arguments that every recipe has
         avoided = _avoided(avoid)
         self.families = _families(self.fixed, avoided, native)
         self.micro_batches = _micro_batches(samples, self.fixed, avoided)  # samples, ascending
@@ -65,7 +65,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
     return {known.BF16, known.BF16_WEIGHTS} if native else set()
 
 
-def as_techniques_spell(arguments: Arguments) -> dict[str, Any]:
+def respelt(arguments: Arguments) -> dict[str, Any]:
     """The same arguments under the names by which techniques call theirs, whichever the installed library knows."""
     ours = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {ours.get(name, name): value for name, value in arguments.current.items()}

@@ -27,7 +27,12 @@ class Change:
 
 def remedies(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
     """What would make a recipe fit, what does first."""
-    changes = [remedy(search, smallest) for remedy in (_shorter, _sharded, _offloaded)]
+    estimated = search.estimates[smallest]
+    # Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive.
+    breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
+    on_top = search.needed(smallest) - estimated.peak_bytes
+    changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
+    changes.append(_offloaded(search.limit, breakdowns, on_top))
     return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
 
 
@@ -42,49 +47,41 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
         return search.estimate(arguments, seq_len=length).needed_bytes(UNKNOWN_CONTEXT_BYTES)
 
     shorter = Search(lengths, needed, search.limit)
-    index = shorter.run()
-    if index < 0:
-        return Change("fewer tokens", f"no length would do: this is for {_STEP} tokens", False, shorter.at(0))
-    text = f"seq_len={lengths[index]} instead of {task.length()}, the longest by steps of {_STEP}"
-    return Change("fewer tokens", text, True, shorter.at(index))
+    if not (length := shorter.run()):
+        text = f"no length would do: this is for {_STEP} tokens"
+        return Change("fewer tokens", text, False, shorter.at(_STEP))
+    text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
+    return Change("fewer tokens", text, True, shorter.at(length))
 
 
-def _sharded(search: RecipeSearch, smallest: Candidate) -> Change:
+def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
     """Weights, gradients and optimizer states divided by the number of devices, wherever they are known."""
-    breakdowns, on_top = _breakdowns(search, smallest)
-    limit, samples, size = search.limit, search.choices.samples, smallest.micro_batch
-    shared = [sum(parts.get(name, 0) for name in _SHARDED) for parts in breakdowns]
-    whole = [sum(parts.values()) - part + on_top for parts, part in zip(breakdowns, shared, strict=True)]
     assumption = (
         "Sharding: weights, gradients and optimizer states are divided by the number of devices and nothing else; "
         "the layer that is gathered for its turn is not counted."
     )
-    if max(whole) >= limit:
+    limit, samples = search.limit, search.choices.samples
+    shared = [sum(parts.get(name, 0) for name in _SHARDED) for parts in breakdowns]
+    both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
+    undivided = max(rest for _, rest in both)
+    if undivided >= limit:
         text = "no number of devices would do: this is for what cannot be divided"
-        return Change("sharding", text, False, max(whole), assumption)
-    least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in zip(shared, whole, strict=True)))
+        return Change("sharding", text, False, undivided, assumption)
+    least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
     devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)
-    needed = max(round(part / (devices or least)) + rest for part, rest in zip(shared, whole, strict=True))
+    needed = max(round(part / (devices or least)) + rest for part, rest in both)
     text = f"over {devices or least} devices, at most {size} {'sample' if size == 1 else 'samples'} each at a time"
     if devices is None:
         text += f": {samples} samples a step cannot be shared by so many, the effective batch grows too"
     return Change("sharding", text, devices is not None, needed, assumption)
 
 
-def _offloaded(search: RecipeSearch, smallest: Candidate) -> Change | None:
+def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
     """The optimizer states on the host; None where there are none."""
-    breakdowns, on_top = _breakdowns(search, smallest)
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None
     needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
     assumption = "Offload: the optimizer states and their update are on the host, and nothing else moves."
     text = f"optimizer states off the device: {bytes_text(states)} on the host"
-    return Change("offload", text, needed <= search.limit, needed, assumption)
-
-
-def _breakdowns(search: RecipeSearch, smallest: Candidate) -> tuple[list[dict[str, int]], int]:
-    """Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive."""
-    estimated = search.estimates[smallest]
-    breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
-    return breakdowns, search.needed(smallest) - estimated.peak_bytes
+    return Change("offload", text, needed <= limit, needed, assumption)

@@ -1,15 +1,16 @@
-"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, by the guides."""
+"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, by the guides; and the
+order of recipes that they make."""
 
 import datetime
-import functools
 import itertools
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, as_techniques_spell
+from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, PRECISIONS, Candidate, Choices, Family, respelt
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import recorded
 from perf_helpers.lab.arguments import Arguments
@@ -25,9 +26,6 @@ _TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
 _PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
 _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor
 _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
-
-# What a run's arguments say of one thing: whether it was done (None: nothing), and what else they say.
-Split = tuple[bool | None, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +55,53 @@ class Evidence:
     def __init__(self, machine: Machine, kind: str, capability: tuple[int, int], task: Task, runs: Sequence[Run]):
         self._kind, self._task, self._name = kind, task, machine.name
         here = machine.kind == kind
-        self._runs = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
+        counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
+        self._runs = [(run, _telling(run.arguments)) for run in counted]
         self._recorded = nearest_recorded(machine if here else None, kind, capability)
-        self._factors: dict[Technique, Factor] = {}
 
-    def factor(self, technique: Technique) -> Factor:
+    def of_technique(self, technique: Technique) -> Factor:
         """A technique against the plain choice."""
-        if technique not in self._factors:
-            self._factors[technique] = self._of_technique(technique)
-        return self._factors[technique]
 
-    def micro_batch(self, size: int, largest: int) -> Factor:
+        def has_it(given: dict[str, Any]) -> bool | None:
+            values = {name: given[name] for name in technique.arguments if name in given}
+            return values == technique.arguments if values in ({}, technique.arguments) else None
+
+        measured = self._of_runs(technique.name, technique.arguments, has_it)
+        return measured or self._published(technique.name, technique.claims.get(self._kind))
+
+    def of_micro_batch(self, size: int, largest: int) -> Factor:
         """A micro-batch against larger ones at the same effective batch: known for sizes that were measured only."""
+
+        def has_it(given: dict[str, Any]) -> bool | None:
+            batch = given.get(MICRO_BATCH, 8)
+            return batch == size if batch >= size else None
+
         name = f"micro-batch of {size} against more"
-        if factor := self._of_runs(name, functools.partial(_with_micro_batch, size)):
+        if factor := self._of_runs(name, (MICRO_BATCH, ACCUMULATION_STEPS), has_it):
             return factor
         if size == 1 and largest >= 4:
             return self._published(name, "accumulation-cost")
         return Factor("a smaller micro-batch, with accumulation", None, "not measured here")
 
-    def _of_technique(self, technique: Technique) -> Factor:
-        if not technique.cost:
-            return Factor(technique.name, Ratio(1.0, 1.0, 1.0), "the plain choice")
-        measured = self._of_runs(technique.name, functools.partial(_with_technique, technique))
-        return measured or self._published(technique.name, technique.claims.get(self._kind))
+    def _of_runs(
+        self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
+    ) -> Factor | None:
+        """The median ratio of pairs of runs, with it and without, that differ in nothing but these arguments; of the
+        same model if there are any. None where there are too few pairs to tell it from noise.
 
-    def _of_runs(self, name: str, split: Callable[[dict[str, Any]], Split]) -> Factor | None:
-        """The median ratio of pairs of runs that differ in one thing only, of the same model if there are any.
-
-        The partner of a run with it is the run without it that is nearest in time. None where there are too few pairs
-        to tell the thing from noise.
+        The partner of a run with it is the run without it that is nearest in time. `has_it` says which a run is, by its
+        arguments: with it, without it, or neither.
         """
-        groups: dict[tuple, dict[bool, list[Run]]] = {}  # runs that agree in all else, by whether they do it
-        for run in self._runs:
-            done, rest = split(_telling(run.arguments))
-            sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
-            if done is not None:
-                key = (*sizes, run.processes, repr(sorted(rest.items())))
-                groups.setdefault(key, {True: [], False: []})[done].append(run)
+        groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # of runs that agree in all else: without it, with it
+        for run, given in self._runs:
+            if (with_it := has_it(given)) is not None:
+                rest = repr(sorted(item for item in given.items() if item[0] not in arguments))
+                sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
+                groups.setdefault((*sizes, run.processes, rest), ([], []))[with_it].append(run)
         ratios: dict[str, list[float]] = {}  # by model
-        for (model, *_), group in groups.items():
-            for run in group[True] if group[False] else ():
-                partner = min(group[False], key=lambda other: _apart(run, other))
+        for (model, *_), (without, having) in groups.items():
+            for run in having if without else ():
+                partner = min(without, key=lambda other: _apart(run, other))
                 if _apart(run, partner) < _TOGETHER_SECONDS:
                     ratios.setdefault(model, []).append(run.samples_per_second / partner.samples_per_second)
         pairs = ratios.get(self._task.model) or list(itertools.chain(*ratios.values()))
@@ -126,6 +129,42 @@ class Evidence:
         return Factor(name, None, "not measured here")
 
 
+class Ranking:
+    """The order of recipes. Speed is the product of the factors of a recipe's techniques and of its micro-batch; plain
+    choices, and what all recipes share, make no difference and have no factor."""
+
+    def __init__(self, choices: Choices, evidence: Evidence):
+        used = set(itertools.chain(*choices.families)).difference(set.intersection(*map(set, choices.families)))
+        *smaller, largest = choices.micro_batches
+        self._factors: dict[Technique | int, Factor] = {  # by technique, or by samples of a micro-batch
+            **{technique: evidence.of_technique(technique) for technique in used if technique.cost},
+            **{size: evidence.of_micro_batch(size, largest) for size in smaller},
+        }
+
+    def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
+        """What recipes are sorted by: measured first, then faster, then cheaper, then a larger micro-batch."""
+        unknown, costs = self.unknown(candidate.family), len(_costs(candidate.family))
+        return unknown, -self.speed(candidate), costs, -candidate.micro_batch
+
+    def unknown(self, family: Family) -> int:
+        """How many of a family's techniques have a speed that nobody measured."""
+        return sum(self._factors[each].ratio is None for each in family if each in self._factors)
+
+    def speed(self, candidate: Candidate) -> float:
+        """The product of the factors that can be told from 1."""
+        return math.prod(factor.told for factor in self.factors(candidate))
+
+    def factors(self, candidate: Candidate) -> list[Factor]:
+        """What makes a recipe faster or slower than the others."""
+        return [self._factors[each] for each in (*candidate.family, candidate.micro_batch) if each in self._factors]
+
+    def only_adds_costs(self, family: Family, other: Family) -> bool:
+        """Whether a family has the costs of one that ranks before it and more, so that only a larger micro-batch could
+        speak for it. A precision of unknown speed speaks for itself: it may be the faster one."""
+        comparable = PRECISIONS & {*family} == PRECISIONS & {*other} or not self.unknown(family)
+        return comparable and _costs(family) > _costs(other)
+
+
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
     """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
     is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
@@ -143,9 +182,8 @@ def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, 
 
 
 def _counts(run: Run) -> bool:
-    """Whether a run's speed says something: timed over some steps, of the Trainer. A function's speed is its own; it is
-    known by keeping no losses."""
-    return run.ok and is_measured(run.samples_per_second) and run.timing.steps >= 3 and run.losses is not None
+    """Whether a run's speed says something: of the Trainer, timed over some steps. A function's speed is its own."""
+    return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
 
 def _apart(run: Run, other: Run) -> float:
@@ -155,24 +193,16 @@ def _apart(run: Run, other: Run) -> float:
 
 
 def _telling(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run that bear on its speed, defaults left out."""
-    given = as_techniques_spell(Arguments(arguments))
+    """The arguments of a run that bear on its speed, defaults left out, and its effective batch."""
+    given = respelt(Arguments(arguments))
     telling = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
     if str(telling.get("optim", "")).startswith("adamw_torch"):
         del telling["optim"]
     if telling.get(ACCUMULATION_STEPS) == 1:
         del telling[ACCUMULATION_STEPS]
-    return telling
+    return telling | {"effective batch": Arguments(arguments).samples_per_step()}
 
 
-def _with_technique(technique: Technique, given: dict[str, Any]) -> Split:
-    rest = {name: value for name, value in given.items() if name not in technique.arguments}
-    if rest == given:
-        return False, rest
-    return all(given.get(name) == value for name, value in technique.arguments.items()) or None, rest
-
-
-def _with_micro_batch(size: int, given: dict[str, Any]) -> Split:
-    rest = dict(given)
-    batch, steps = rest.pop(MICRO_BATCH, 8), rest.pop(ACCUMULATION_STEPS, 1)
-    return (batch == size if batch >= size else None), rest | {"effective batch": batch * steps}
+def _costs(family: Family) -> set[str]:
+    """The techniques of a family that cost something: time, precision or convergence."""
+    return {technique.name for technique in family if technique.cost}

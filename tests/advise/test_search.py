@@ -38,8 +38,8 @@ def test_a_bend_in_the_peak_does_not_mislead_the_search():
 
     for limit in range(1000, 9000, 200):
         asked = []
-        index = search.Search(range(1, 257), counted, limit).run()
-        assert index + 1 == max(size for size in range(1, 257) if bent(size) <= limit)
+        found = search.Search(range(1, 257), counted, limit).run()
+        assert found == max(size for size in range(1, 257) if bent(size) <= limit)
         assert len(asked) < 12
 
 
@@ -50,8 +50,8 @@ def test_on_any_convex_curve_the_search_finds_the_largest_size_that_fits():
         sizes = range(1, rng.randrange(2, 300))
         needed = [round(max(slope * size + rest for slope, rest in lines)) for size in sizes]
         limit = rng.randrange(min(needed) - 100, max(needed) + 100)
-        index = search.Search(sizes, lambda size, needed=needed: needed[size - 1], limit).run()
-        assert index == sum(peak <= limit for peak in needed) - 1
+        found = search.Search(sizes, lambda size, needed=needed: needed[size - 1], limit).run()
+        assert found == sum(peak <= limit for peak in needed)
 
 
 def test_the_search_ends_whatever_it_is_told():
@@ -63,10 +63,11 @@ def test_the_search_ends_whatever_it_is_told():
             asked.append(size)
             return rng.randrange(1000)
 
-        slope, outlier = rng.choice([None, 0.0, -3.0, 5.0]), rng.choice([None, sizes[-1]])
-        found = search.Search(sizes, anything, rng.randrange(1000), slope, outlier=outlier)
-        index = found.run(low=rng.choice([-1, -1, 0]), first=rng.choice([None, 0]))
-        assert -1 <= index < len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
+        slope, outlier = rng.choice([None, 0, -3, 5]), rng.choice([None, sizes[-1]])
+        model = None if slope is None else search.Search(sizes, anything, 0, known={1: 0, 2: slope})
+        tried = search.Search(sizes, anything, rng.randrange(1000), model, outlier=outlier)
+        found = tried.run(low=rng.choice([0, 0, 1]), first=rng.choice([None, 1]))
+        assert 0 <= found <= len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
 
 
 def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, monkeypatch):

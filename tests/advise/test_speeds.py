@@ -1,4 +1,4 @@
-"""Speed: what was measured here, else on the nearest recorded machine, else by the guides; what nobody measured."""
+"""Speed: what was measured here, else on the nearest recorded machine, else by the guides; and the order it makes."""
 
 import dataclasses
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
     for change, why in [
         ({"machine": {"name": "another"}}, "another machine's"),
         ({"timing": Timing(*[Unknown()] * 5)}, "of a rehearsal nobody knows the time"),
-        ({"losses": None, "value": 1}, "of a function, not of the Trainer"),
+        ({"kind": "function", "value": 1}, "of a function, not of the Trainer"),
         ({"status": "crashed"}, "crashed"),
     ]:
         assert by_name([dataclasses.replace(run, **change) for run in runs]) == SILENT, why
@@ -77,3 +77,27 @@ def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
     assert any("fp16-faster of the 2023 guide, V100-SXM2 16 GB" in source for source in sources)
     free = 4 * 10**9 - 1341 * 2**20
     assert all(recipe.peak_bytes + recipe.headroom_bytes == free for recipe in advice.recipes)
+
+
+# ---------------------------------------------------------------------------- the order of recipes
+
+
+def test_a_recipe_that_only_adds_costs_is_left_out(ask, followed):
+    (plain,) = ask(memory="64GB").recipes
+    assert plain.costs == () and plain.arguments["per_device_train_batch_size"] == 64 and len(followed) == 2
+
+
+def test_measured_comes_before_not_measured_and_the_faster_first(ask, pairs):
+    options = {"memory": 420 * MB, "avoid": ["adamw_bnb_8bit"]}
+    silent = ask(**options)
+    assert [recipe.speed for recipe in silent.recipes] == [1.0, None, None]
+    slow = ask(**options, runs=pairs(5.0, optim="adafactor"))
+    assert [recipe.speed for recipe in slow.recipes] == [1.0, 0.5, None]
+    fast = ask(**options, runs=pairs(20.0, optim="adafactor"))
+    assert fast.recipes[0].name == "Adafactor, 16 x 4" and fast.recipes[1].speed == 0.5
+    assert fast.recipes[0].why_not_next.startswith("Adafactor, 32 x 2 needs")
+
+
+def test_what_all_recipes_share_makes_none_of_them_slower(ask, pairs):
+    (recipe,) = ask(must={"optim": "adafactor"}, avoid=["checkpointing"], runs=pairs(5.0, optim="adafactor")).recipes
+    assert recipe.speed == 1.0 and recipe.speed_source == ("the plain recipe: what the others are compared with",)
