@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -58,7 +58,6 @@ class Seen:
     seconds: float
 
 
-_NOTHING = Hidden(0, "measured")
 _UNKNOWN = Hidden(None, "unknown")
 
 
@@ -70,7 +69,7 @@ class Probe:
         runner: runs operations, see `Runner`; None: one in a process of its own.
     """
 
-    def __init__(self, threads: int | None = None, runner: "Callable | None" = None):
+    def __init__(self, threads: int | None = None, runner: Callable | None = None):
         self.threads = threads or torch.get_num_threads()
         self.known: dict[tuple, Hidden] = {}  # by (threads, the operation's signature)
         self._runner = runner or Runner()
@@ -97,23 +96,32 @@ class Probe:
 
         Time to run large ones at their own size is limited: the first ones matter most.
         """
-        new = {key: each for each in operations if (key := self._key(each)) not in self.known}
-        idle = [key for key, each in new.items() if each.is_view or each.name.startswith("profiler.")]
-        self.known |= dict.fromkeys(idle, _NOTHING)
-        sizes = {key: _at_first(each) for key, each in new.items() if key not in self.known}
         run = functools.partial(self._runner, threads=self.threads)
-        seen = run({(key, number): cut for key, group in sizes.items() for number, cut in enumerate(group)})
-        unsettled: dict[tuple, _Tried] = {}
-        for key, group in sizes.items():
-            tried = _Tried(new[key], group, [seen.get((key, number)) for number in range(len(group))])
-            if (hidden := tried.conclusion()) is not None:
+        tried: dict[tuple, _Tried] = {}
+        for operation in operations:
+            key = self._key(operation)
+            if operation.is_view or operation.name.startswith("profiler."):
+                self.known[key] = Hidden(0, "measured")
+            elif key not in self.known:
+                tried[key] = _Tried(operation, _at_first(operation))
+        seen = iter(run([cut for each in tried.values() for cut in each.group]))
+        for key, each in tried.items():
+            each.seen = list(itertools.islice(seen, len(each.group)))
+            if hidden := each.conclusion():
                 self.known[key] = hidden
-            else:
-                unsettled[key] = tried
-        at_own_size = _at_own_size(unsettled, run)
-        for key, tried in unsettled.items():
-            ran = at_own_size.get(key)
-            self.known[key] = Hidden(ran.bytes, "measured") if ran else tried.assumption()
+        unsettled = {key: each for key, each in tried.items() if key not in self.known}
+        # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of
+        # how long it takes.
+        again = [each for each in unsettled.values() if each.seen and each.seen[0]]
+        for each, warm in zip(again, run([each.group[0] for each in again]), strict=True):
+            each.warm = warm
+        left = OWN_SIZE_SECONDS
+        for key, each in unsettled.items():
+            ran, seconds = None, each.expected_seconds()
+            if each.operation.bytes <= OWN_SIZE_BYTES and seconds <= left:
+                (ran,) = run([each.operation])
+                left -= ran.seconds if ran else seconds
+            self.known[key] = Hidden(ran.bytes, "measured") if ran else each.assumption()
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
@@ -140,19 +148,21 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """The operation itself or, if it is large, at three smaller sizes, the largest first; [] if it cannot be cut."""
+    """The operation itself or, if it is large, at three smaller sizes, the largest first; [] if it cannot be cut. One
+    whose size does not matter is run on tensors of one element."""
     if _is_sizeless(operation):
-        return [shrunk(operation)]
-    limit = _AT_ONCE_SLOW_BYTES if _is(operation, _SLOW) or _is_random(operation) else _AT_ONCE_BYTES
+        leaves = (
+            Spec((1,) * len(leaf.shape), (1,) * len(leaf.shape), leaf.dtype) if type(leaf) is Spec else leaf
+            for leaf in operation.leaves
+        )
+        return [dataclasses.replace(operation, leaves=tuple(leaves), made_bytes=0)]
+    is_slow = _is(operation, _SLOW) or torch.Tag.nondeterministic_seeded in operation.function.tags  # random numbers
+    limit = _AT_ONCE_SLOW_BYTES if is_slow else _AT_ONCE_BYTES
     return [operation] if operation.bytes <= limit else smaller(operation, limit)
 
 
 def _is(operation: Operation, names: tuple[str, ...]) -> bool:
     return operation.name.removeprefix("aten.").removeprefix("mkldnn.").startswith(names)
-
-
-def _is_random(operation: Operation) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.function.tags
 
 
 def _is_sizeless(operation: Operation) -> bool:
@@ -162,14 +172,6 @@ def _is_sizeless(operation: Operation) -> bool:
     if torch.Tag.pointwise in operation.function.tags or in_lists:
         return len({spec.dtype for spec in operation.specs}) == 1
     return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")
-
-
-def shrunk(operation: Operation) -> Operation:
-    """The operation on tensors of one element."""
-    leaves = (
-        Spec((1,) * len(x.shape), (1,) * len(x.shape), x.dtype) if type(x) is Spec else x for x in operation.leaves
-    )
-    return dataclasses.replace(operation, leaves=tuple(leaves), made_bytes=0)
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
@@ -211,17 +213,18 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 # ---- what is concluded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tried:
     """An operation, and how it did at the sizes at which it was run first."""
 
     operation: Operation
     group: list[Operation]  # the operation at those sizes, see `_at_first`
-    seen: list[Seen | None]  # of each; None where it could not be run
+    seen: Sequence[Seen | None] = ()  # how it did at each; None where it could not be run
+    warm: Seen | None = None  # how it did at the largest of them when it was run once more
 
     def conclusion(self) -> Hidden | None:
         """What it hides at its own size; None where these runs do not tell."""
-        if self.group in ([self.operation], [shrunk(self.operation)]):
+        if len(self.group) == 1:  # at its own size, or where size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
         if not self.group or None in self.seen:
             return None
@@ -239,6 +242,12 @@ class _Tried:
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
+    def expected_seconds(self) -> float:
+        """How long it would take at its own size; without a run to go by, as long as to move its bytes slowly."""
+        if not self.warm:
+            return self.operation.bytes / _SLOW_BYTES_A_SECOND
+        return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
+
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
     """The bytes at the size `wanted` on the line through three points; None if there is none, or it goes below zero."""
@@ -252,24 +261,6 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     return end if end >= 0 else None
 
 
-def _at_own_size(unsettled: dict[tuple, _Tried], run: Callable[[dict], dict]) -> dict[tuple, Seen]:
-    """How those operations did at their own size that fit into memory and time."""
-    # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of how
-    # long it takes.
-    warm = run({key: tried.group[0] for key, tried in unsettled.items() if tried.seen and tried.seen[0]})
-    found, left = {}, OWN_SIZE_SECONDS
-    for key, tried in unsettled.items():
-        whole = tried.operation
-        if key in warm:
-            seconds = warm[key].seconds * (whole.bytes / max(tried.group[0].bytes, 1)) ** _GROWTH
-        else:  # nothing is known but how much it moves
-            seconds = whole.bytes / _SLOW_BYTES_A_SECOND
-        if whole.bytes <= OWN_SIZE_BYTES and seconds <= left:
-            found |= (ran := run({key: whole}))
-            left -= ran[key].seconds if ran else seconds
-    return found
-
-
 # ---- how an operation is run
 
 
@@ -279,24 +270,18 @@ class Runner:
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
 
-    def __call__(self, operations: dict[Hashable, Operation], threads: int) -> dict[Hashable, Seen]:
-        """How operations did, by the same keys.
-
-        One that cannot be run without its data is missing from what is returned, and so is one that ends its process: a
-        kernel may divide by a length that was cut to nothing.
-        """
+    def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
+        """How each operation did; None where it cannot be run without its data, or ends its process: a kernel may
+        divide by a length that was cut to nothing."""
         if not operations:
-            return {}
+            return []
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
-        keys = list(operations)
         try:
-            found = self._pool.submit(_run, list(operations.values()), threads).result()
+            return self._pool.submit(_run, operations, threads).result()
         except BrokenProcessPool:  # each half by itself, until the culprit is alone
             self.close()
-            half = len(keys) // 2
-            parts = ({key: operations[key] for key in some} for some in (keys[:half], keys[half:])) if half else ()
-            return {key: seen for part in parts for key, seen in self(part, threads).items()}
-        return {key: seen for key, seen in zip(keys, found, strict=True) if seen}
+            half = len(operations) // 2
+            return [*self(operations[:half], threads), *self(operations[half:], threads)] if half else [None]
 
     def close(self) -> None:
         if self._pool:
@@ -311,42 +296,37 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for number, operation in enumerate(operations):
             _once(operation, str(number))
-    found = _between_marks(profile)
-    return [found.get(str(number)) for number in range(len(operations))]
+    times, memory = {}, []
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            memory.append((event.start_ns(), event.nbytes()))
+        else:
+            times[event.name()] = event.start_ns()
+    memory.sort(key=lambda change: change[0])
+    when = [time for time, _ in memory]
+    found: list[Seen | None] = []
+    for number in range(len(operations)):
+        begin, end = times.get(f"{number} begins"), times.get(f"{number} ends")
+        if end is None:
+            found.append(None)
+            continue
+        here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
+        totals = [0, *itertools.accumulate(size for _, size in here)]
+        found.append(Seen(max(totals) - totals[-1], (end - begin) / 1e9))
+    return found
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation between two marks of the profiler; the second is missing where that is not possible."""
+    """Run the operation on zeros between two marks of the profiler; without the second where it cannot be."""
     try:
-        args, kwargs = nested([_tensor(leaf) for leaf in operation.leaves], operation.structure)
+        leaves = [
+            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf
+            for leaf in operation.leaves
+        ]
+        args, kwargs = nested(leaves, operation.structure)
         with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
             result = operation.function(*args, **kwargs)  # noqa: F841, held until the mark
             with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):
                 pass
     except Exception:
         pass
-
-
-def _tensor(leaf: Any) -> Any:
-    """Zeros where a tensor was described, else the argument itself."""
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf
-
-
-def _between_marks(profile) -> dict[str, Seen]:
-    """For each pair of marks: the highest total between them, less what is left at the end."""
-    times, memory = {}, []
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            memory.append((event.start_ns(), event.nbytes()))
-        elif event.name().endswith((" begins", " ends")):
-            times[event.name()] = event.start_ns()
-    memory.sort(key=lambda change: change[0])
-    when = [time for time, _ in memory]
-    found = {}
-    for name, begin in times.items():
-        mark, _, kind = name.partition(" ")
-        if kind == "begins" and (end := times.get(f"{mark} ends")) is not None:
-            here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
-            totals = [0, *itertools.accumulate(size for _, size in here)]
-            found[mark] = Seen(max(totals) - totals[-1], (end - begin) / 1e9)
-    return found

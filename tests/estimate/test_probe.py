@@ -64,13 +64,9 @@ class Recorded:
         self.hides, self.rate, self.ran = hides, bytes_a_second, []
 
     def __call__(self, operations, threads):
-        self.ran += operations.values()
-        found = {key: (self.hides(one), one) for key, one in operations.items()}
-        return {
-            key: Seen(threads * hidden, one.bytes / self.rate)
-            for key, (hidden, one) in found.items()
-            if hidden is not None
-        }
+        self.ran += operations
+        found = [(self.hides(one), one.bytes / self.rate) for one in operations]
+        return [None if hidden is None else Seen(threads * hidden, seconds) for hidden, seconds in found]
 
 
 @pytest.fixture
