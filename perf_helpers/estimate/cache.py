@@ -5,6 +5,7 @@ depends on the arguments alone, so it is kept, and can travel to another process
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +35,27 @@ class OperationCache:
     def __init__(self, known: dict[tuple, Made] | None = None):
         self.known: dict[tuple, Made] = dict(known or {})
 
-    @staticmethod
-    def key(operation: Operation, args: tuple) -> tuple:
-        """All that the result depends on."""
-        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        return *operation.signature, operation.structure, offset
-
-    def get(self, key: tuple, function, args: tuple, mode: FakeTensorMode) -> tuple[Any] | None:
-        """The result, alone in a tuple; None if it is not known."""
-        if key not in self.known:
-            return None
-        made = self.known[key]
-        if made is None:
-            return (args[0] if function._schema.returns else None,)
-        if type(made) in (tuple, list):
-            return (type(made)(part if part is None else _fake(part, mode) for part in made),)
-        return (_fake(made, mode, args[0]),)
-
-    def keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Keep a result, if the next one can be made of it.
+    def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
+        """What the operation makes of fake tensors, with `ask` where it is not known yet.
 
         Args:
             tensors: all tensors among the arguments.
         """
+        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
+        key = *operation.signature, operation.structure, offset  # all that the result depends on
+        if key not in self.known:
+            result = ask()
+            self._keep(key, function, args, result, tensors)
+            return result
+        made = self.known[key]
+        if made is None:
+            return args[0] if function._schema.returns else None
+        if type(made) in (tuple, list):
+            return type(made)(part if part is None else _fake(part, mode) for part in made)
+        return _fake(made, mode, args[0])
+
+    def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Keep a result, if the next one can be made of it."""
         if torch.Tag.inplace_view in function.tags or key[0].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:

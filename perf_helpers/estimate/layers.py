@@ -82,7 +82,6 @@ def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) ->
         live=figures[:, _LIVE],
         before=figures[:, _BEFORE],
         high=figures[:, _HIGH],
-        born=figures[:, _BORN],
         marks={label: grow(at, [other.marks[label] for other in deeper]) for label, at in base.marks.items()},
         parameters=grow(base.parameters, [other.parameters for other in deeper]),
         reserved_bytes=None,  # how blocks fall into segments does not lie on a line
@@ -90,11 +89,11 @@ def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) ->
 
 
 # The columns of figures, as of a trace: one row for each operation, in bytes.
-_LIVE, _BEFORE, _HIGH, _BORN = slice(-3), -3, -2, -1
+_LIVE, _BEFORE, _HIGH = slice(-2), -2, -1
 
 
 def _figures(trace: Trace) -> np.ndarray:
-    return np.column_stack([trace.live, trace.before, trace.high, trace.born])
+    return np.column_stack([trace.live, trace.before, trace.high])
 
 
 # Some operations of the full model: a shallow training's trace that shows them, their indices in it, and their figures
@@ -104,10 +103,7 @@ _Part = tuple[Trace, np.ndarray, np.ndarray]
 
 def _of_base(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> list[_Part]:
     """The operations that the shallow training has, each with its own figures and what the extra layers add to them.
-
-    Each kind of layers has two alignments. An operation that both of them know occurs twice: as it is before the extra
-    layers of that kind, and as it is after them.
-    """
+    One that both alignments with a kind of layers know occurs twice: as it is before these layers and after them."""
     parts = []
     for alignments in itertools.product(*(each.alignments for each in grown)):
         indices = np.flatnonzero(np.all([added.known for added in alignments], axis=0))
@@ -119,10 +115,8 @@ def _of_base(base: Trace, grown: Sequence["Growth"], extra: Sequence[int]) -> li
 def _of_middle_layers(
     kind: int, grown: Sequence["Growth"], deeper: Sequence[Trace], extra: Sequence[int]
 ) -> list[_Part] | None:
-    """The operations that only middle layers of this kind have, in the first and in the last of those layers.
-
-    None where it is not known what layers of the other kinds add to them.
-    """
+    """The operations that only middle layers of this kind have, in the first and in the last of those layers; None
+    where it is not known what layers of the other kinds add to them."""
     own = grown[kind]
     figures = _figures(deeper[kind])[own.middle]
     for other, growth_of_other in enumerate(grown):
@@ -176,9 +170,11 @@ def growth(shallow: Trace, deep: Trace) -> Growth | None:
     if [shallow.phases[here.start] for here in stretches] != [deep.phases[there.start] for there in others]:
         return None
     from_start, from_end = (np.full(len(shallow.operations), -1) for _ in range(2))  # partners by index, -1 for none
+    keys = [[operation.key for operation in trace.operations] for trace in (shallow, deep)]
+    figures = _figures(shallow), _figures(deep)
     for here, there in zip(stretches, others, strict=True):
-        _align(from_start, shallow, deep, here, there)
-        _align(from_end, shallow, deep, here[::-1], there[::-1])
+        _align(from_start, keys, figures, here, there)
+        _align(from_end, keys, figures, here[::-1], there[::-1])
     alone = np.flatnonzero((from_start < 0) & (from_end < 0))
     # Each of these grows as the one before it does, which therefore must have a partner.
     if len(alone) > _MOST_ALONE or (np.diff(alone) == 1).any() or 0 in alone:
@@ -192,7 +188,7 @@ def growth(shallow: Trace, deep: Trace) -> Growth | None:
     for index, one, other in zip(middle, before, after, strict=True):
         if not deep.phases[index] == shallow.phases[one] == shallow.phases[other]:
             return None
-    alignments = (_added(shallow, deep, partners, alone) for partners in (from_start, from_end))
+    alignments = (_added(figures, partners, alone) for partners in (from_start, from_end))
     return Growth(*alignments, middle, before, after)
 
 
@@ -202,24 +198,25 @@ def _phases(trace: Trace) -> list[range]:
     return [range(*edges) for edges in itertools.pairwise([0, *ends, len(trace.phases)])]
 
 
-def _align(partners: np.ndarray, shallow: Trace, deep: Trace, here: range, there: range) -> None:
+def _align(partners: np.ndarray, keys, figures, here: range, there: range) -> None:
     """Set the partners of the operations in a stretch, from where the ranges of two corresponding ones begin.
 
     Alignment starts at an unambiguous pair and goes on one by one, while keys are equal and the extra layer adds the
     same bytes to each: when it ends, when it begins and at its highest. A different number of bytes means that the two
     merely look alike: then it waits for the next unambiguous pair.
     """
-    keys, other_keys = ([t.operations[i].key for i in stretch] for t, stretch in ((shallow, here), (deep, there)))
-    certain = _unambiguous(keys, other_keys)
-    shift, added = None, None  # how far partners lie apart, and the bytes by category that the extra layer adds there
+    (keys, other_keys), (figures, other_figures) = keys, figures  # of the shallow training and of the deep one
+    certain = _unambiguous([keys[index] for index in here], [other_keys[index] for index in there])
+    shift, added = None, None  # how far partners lie apart, and the figures that the extra layer adds there
     for position, index in enumerate(here):
         if position in certain:
             shift = certain[position] - position
-            added = deep.live[there[certain[position]]] - shallow.live[index]
+            added = other_figures[there[certain[position]]] - figures[index]
+            added[_BEFORE:] = added[_LIVE].sum()
         elif shift is not None:
             at = position + shift
-            is_alike = at < len(there) and other_keys[at] == keys[position]
-            if not is_alike or not _grows_by(added, shallow, index, deep, there[at]):
+            is_alike = at < len(there) and other_keys[there[at]] == keys[index]
+            if not is_alike or (other_figures[there[at]] - figures[index] != added).any():
                 shift = None
         if shift is not None:
             partners[index] = there[position + shift]
@@ -239,19 +236,13 @@ def _unambiguous(keys: list[Hashable], other_keys: list[Hashable]) -> dict[int, 
     return pairs
 
 
-def _grows_by(added: np.ndarray, shallow: Trace, index: int, deep: Trace, partner: int) -> bool:
-    """Whether the deep training has these bytes more at that operation."""
-    totals = {deep.high[partner] - shallow.high[index], deep.before[partner] - shallow.before[index]}
-    return (deep.live[partner] - shallow.live[index] == added).all() and totals == {added.sum()}
-
-
-def _added(shallow: Trace, deep: Trace, partners: np.ndarray, alone: np.ndarray) -> Added:
+def _added(figures: tuple[np.ndarray, np.ndarray], partners: np.ndarray, alone: np.ndarray) -> Added:
     """What is added by one alignment. An operation without a partner, such as the first update after the last state was
     made, grows as the one before it does, where the alignment knows that one."""
     known = partners >= 0
-    figures = _figures(deep)[partners] - _figures(shallow)
+    added = figures[1][partners] - figures[0]
     for index in alone[known[alone - 1]]:
         known[index] = True
-        figures[index, _LIVE] = figures[index - 1, _LIVE]
-        figures[index, [_BEFORE, _HIGH, _BORN]] = [*2 * [figures[index, _LIVE].sum()], 0]
-    return Added(known, figures)
+        added[index, _LIVE] = added[index - 1, _LIVE]
+        added[index, _BEFORE:] = added[index, _LIVE].sum()
+    return Added(known, added)

@@ -140,7 +140,6 @@ class Trace:
     live: np.ndarray  # (operations, categories): what lives when it has ended
     before: np.ndarray  # (operations,): the total when it begins
     high: np.ndarray  # (operations,): the highest total until the next one begins
-    born: np.ndarray  # (operations,): what it brought itself
     marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
     parameters: int  # numbers in the model's weights
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)

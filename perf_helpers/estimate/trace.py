@@ -8,6 +8,7 @@ Nothing here is to be called in a process that goes on to train: hooks and repla
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -114,14 +115,17 @@ class FakeTracker(Tracker):
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
         if any_fake and self.cache is not None:
-            result = self._result_from_cache(function, args, kwargs, operation, tensors)
+            ask = functools.partial(self._fake_result, function, args, kwargs, operation)
+            result = self.cache.result(operation, function, args, tensors, self.fake, ask)
         else:
             result = self._fake_result(function, args, kwargs, operation)
         if self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
-            self._keep_uniform_value(operation, leaves, result)
+            value = _uniform_value(operation, leaves, self._any_uniform)
+            if value is not None:
+                result.uniform, self._any_uniform = value, True
         return result
 
     def sent(self, tensor: torch.Tensor) -> None:
@@ -141,15 +145,6 @@ class FakeTracker(Tracker):
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
 
-    def _result_from_cache(self, function, args, kwargs, operation: Operation, tensors: list[torch.Tensor]):
-        """What an operation makes of fake tensors, asked once and remembered where it can be."""
-        key = self.cache.key(operation, args)
-        if known := self.cache.get(key, function, args, self.fake):
-            return known[0]
-        result = self._fake_result(function, args, kwargs, operation)
-        self.cache.keep(key, function, args, result, tensors)
-        return result
-
     def _fake_result(self, function, args, kwargs, operation: Operation):
         """What torch says an operation makes of fake tensors."""
         try:
@@ -160,11 +155,6 @@ class FakeTracker(Tracker):
                 f"what {operation.name} makes in {self.modules.here() or 'the training'} depends on the values of its "
                 "operands, and an estimate has none: it can only be measured"
             ) from None
-
-    def _keep_uniform_value(self, operation: Operation, leaves: list, result: FakeTensor) -> None:
-        value = _uniform_value(operation, leaves, self._any_uniform)
-        if value is not None:
-            result.uniform, self._any_uniform = value, True
 
     def _see(self, tensor, function, args, kwargs):
         if self.follow_host or isinstance(tensor, FakeTensor):
@@ -216,13 +206,11 @@ def _uniform_value(operation: Operation, leaves: list, any_known: bool) -> float
     # A sum of zeros is zero, any other depends on how many there are.
     if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
         return None
-    args, kwargs = nested(
-        [
-            torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ],
-        operation.structure,
-    )
+    leaves = [
+        torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = nested(leaves, operation.structure)
     with torch._C._DisableTorchDispatch():
         return operation.function(*args, **kwargs).flatten()[0].item()
 
@@ -343,7 +331,6 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         live=live[ends],
         before=total[begins[:-1]],
         high=np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)]),
-        born=born,
         marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
         parameters=parameters,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),

@@ -19,7 +19,6 @@ def trace(*operations, phase=Phase.FORWARD):
         live=np.zeros((len(operations), len(TENSOR_CATEGORIES)), dtype=np.int64),
         before=zeros,
         high=zeros,
-        born=zeros,
         marks={},
         parameters=0,
         last_step=(0, len(operations)),

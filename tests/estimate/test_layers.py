@@ -23,7 +23,6 @@ def training(*operations, phases="forward", modules="", parameters=0):
         live=live,
         before=total,
         high=total,
-        born=total * 0,
         marks={"forward": live[-1]},
         parameters=parameters,
         last_step=(0, len(operations)),

@@ -44,8 +44,7 @@ def test_the_bytes_at_each_operation_are_those_counted_by_hand():
     product = next(i for i, each in enumerate(trace.operations) if each.name == "aten.mm.default")
     live = dict(zip(TENSOR_CATEGORIES, trace.live[product].tolist(), strict=True))
     assert live["weights"] == weights and live["inputs"] == inputs and live["activations"] == 4 * 7 * 3
-    assert trace.before[product] == weights + inputs and trace.born[product] == 4 * 7 * 3
-    assert trace.operations[product].made_bytes == trace.born[product]
+    assert trace.before[product] == weights + inputs and trace.operations[product].made_bytes == 4 * 7 * 3
     assert trace.parameters == 15
     last = dict(zip(TENSOR_CATEGORIES, trace.marks["step"].tolist(), strict=True))
     assert (last["gradients"], last["optimizer_states"]) == (weights, weights)
