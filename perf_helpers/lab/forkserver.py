@@ -62,14 +62,6 @@ _NUMBER = struct.Struct("q")
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
 
 
-class Ended(Exception):
-    """The process ended without a result; `code` is its exit status, negative for a signal, None if unknown."""
-
-    def __init__(self, code: int | None):
-        super().__init__(code)
-        self.code = code
-
-
 # ------------------------------------------------------------------------------------------------ the server's parent
 
 
@@ -185,11 +177,11 @@ class CleanProcess:
             self.channel.send((place, cloudpickle.dumps(job), turn))
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
-        """The next message: ("step", n), ("turn", n) or ("result", what the job returned, or `outcomes.failed`).
+        """The next message: ("step", n), ("turn", n) or ("result", what the job returned). Of a job that raised, and of
+        a process that ended without a result, the result is an `Outcome` that says so.
 
         Raises:
             TimeoutError: nothing came within `timeout` seconds.
-            Ended: the process ended without a result.
         """
         watched = [self.channel] + ([self._descriptor] if self._descriptor is not None else [])
         if not (ready := connection.wait(watched, timeout)):
@@ -201,7 +193,7 @@ class CleanProcess:
         except (EOFError, OSError):
             pass
         self.close()
-        raise Ended(self.code)
+        return "result", outcomes.died(self.code)
 
     def go(self) -> None:
         """Let it have its next turn."""

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from perf_helpers.lab import outcomes, worker
-from perf_helpers.lab.forkserver import SERVER, CleanProcess, Ended
+from perf_helpers.lab.forkserver import SERVER, CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
 
@@ -88,18 +88,21 @@ def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: b
     deadline = time.monotonic() + seconds_left(timeout)
     with CleanProcess(job, measured=measured) as process:
         try:
-            while True:
-                kind, content = process.receive(max(0.0, deadline - time.monotonic()))
-                if kind == "result":
-                    break
-                if on_step:
-                    on_step(content)
+            outcome = _wait(process, deadline, on_step)
         except TimeoutError:
-            content = _timed_out(timeout)
-        except Ended as end:
-            content = outcomes.died(end.code)
+            outcome = _timed_out(timeout)
         output, errors = process.printed()
-    return content.replace(output=output, errors=errors[-4000:])
+    return outcome.replace(output=output, errors=errors[-4000:])
+
+
+def _wait(process: CleanProcess, deadline: float, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
+    """Wait until the process has had its turn; its outcome where it ended instead."""
+    while True:
+        kind, content = process.receive(max(0.0, deadline - time.monotonic()))
+        if kind != "step":
+            return None if kind == "turn" else content
+        if on_step:
+            on_step(content)
 
 
 def _timed_out(timeout: float) -> Outcome:
@@ -145,8 +148,6 @@ def alternate(
         return early.outcome
     except TimeoutError:
         return _timed_out(timeout)
-    except Ended as end:
-        return outcomes.died(end.code)
 
 
 def _order(turns: int) -> Iterator[int]:
@@ -162,39 +163,24 @@ def _living(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> 
             job = functools.partial(worker.perform, experiment.replace(steps=turns * steps_per_turn), "time")
             process = CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True)
             processes.append(stack.enter_context(process))
-            if outcome := _until_turn(process, deadline):
+            if outcome := _wait(process, deadline):
                 raise _Early(which, outcome)
         for which in _order(turns):
             processes[which].go()
-            if outcome := _until_turn(processes[which], deadline):
+            if outcome := _wait(processes[which], deadline):
                 raise _Early(which, outcome)
             on_turn()
-        return [
-            _fastest(_at_end(process, which, deadline), turns, steps_per_turn)
-            for which, process in enumerate(processes)
-        ]
+        return [_fastest(process, which, turns, steps_per_turn, deadline) for which, process in enumerate(processes)]
 
 
-def _until_turn(process: CleanProcess, deadline: float) -> Outcome | None:
-    """Wait until the process has had its turn; its outcome where it ended instead."""
-    while True:
-        kind, content = process.receive(max(0.0, deadline - time.monotonic()))
-        if kind != "step":
-            return None if kind == "turn" else content
-
-
-def _at_end(process: CleanProcess, which: int, deadline: float) -> Outcome:
+def _fastest(process: CleanProcess, which: int, turns: int, steps_per_turn: int, deadline: float) -> list[float]:
+    """Seconds of the fastest step of each turn, once the process has come to its end."""
     outcome = None
     while not outcome:  # a function may have more steps than there are turns
         process.go()
-        outcome = _until_turn(process, deadline)
+        outcome = _wait(process, deadline)
     if not outcome.ok:
         raise _Early(which, outcome)
-    return outcome
-
-
-def _fastest(outcome: Outcome, turns: int, steps_per_turn: int) -> list[float]:
-    """The fastest step of each turn, in seconds."""
     every = outcome.timing.all_seconds[: turns * steps_per_turn]
     return [min(every[i : i + steps_per_turn], key=float) for i in range(0, len(every), steps_per_turn)]
 
