@@ -12,15 +12,7 @@ from typing import Any
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
-# Shorter names that people use.
-_ALIASES = {
-    "bert-base": "bert-base-uncased",
-    "bert-large": "bert-large-uncased",
-    "roberta": "roberta-base",
-    "llama-8b": "llama-3-8b",
-    "mixtral": "mixtral-8x7b",
-    "vit": "vit-base",
-}
+_ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
 # What the data of a task looks like, by the family of its class in transformers' own registry. A class that stands in
 # several families (Bart's is registered as masked too) belongs to the first.
