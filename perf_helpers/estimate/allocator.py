@@ -24,23 +24,17 @@ def in_segments(size: int) -> int:
 
 
 def workspace_bytes(compute_capability: tuple[int, int], training: bool = True) -> int:
-    """Bytes of cuBLAS' workspaces, which the caching allocator holds from the first product on.
-
-    There is one for each thread that multiplies: a training has two, the forward's and autograd's. On compute
-    capability 9, 10 and 12 it is 32 MiB, elsewhere `:4096:2:16:8`, 2 buffers of 4096 KiB and 8 of 16 KiB
-    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
-    """
+    """Bytes of cuBLAS' workspaces, which the caching allocator holds from the first product on: one for each thread
+    that multiplies, in a training the forward's and autograd's. On compute capability 9, 10 and 12 it is 32 MiB, else 2
+    buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)."""
     one = 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
     return 2 * one if training else one
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Bytes of the CUDA context, which the device holds outside of the allocator; None where nobody has published or
-    measured it.
-
-    It depends on driver, CUDA and the kernels loaded. The one figure known is 1343 MiB on a V100 in "Model training
-    anatomy" of transformers' documentation, taken there with one segment of 2 MiB.
-    """
+    measured it. It depends on driver, CUDA and the kernels loaded. The one figure known is 1343 MiB on a V100 in "Model
+    training anatomy" of transformers' documentation, taken there with one segment of 2 MiB."""
     return 1341 * MIB if compute_capability == (7, 0) else None
 
 
@@ -84,11 +78,7 @@ class CachingAllocator:
         self._behind = 0  # all segments: the next one's first address
 
     def allocate(self, key: Hashable, size: int) -> None:
-        """Place `size` bytes under the name `key`.
-
-        Raises:
-            ValueError: the key is in use.
-        """
+        """Place `size` bytes under the name `key`. Raises ValueError where it is in use."""
         if key in self._used:
             raise ValueError(f"key={key!r} is born twice: give each block a key of its own while it lives")
         size = rounded(size)

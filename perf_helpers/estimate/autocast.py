@@ -171,11 +171,7 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 
 
 def private(path: str) -> Any:
-    """A private name of torch, e.g. "torch.library._scoped_library".
-
-    Raises:
-        RuntimeError: the installed version lacks it; the message says which versions have it.
-    """
+    """A private name of torch, e.g. "torch.library._scoped_library". Raises RuntimeError where torch lacks it."""
     try:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:

@@ -27,11 +27,7 @@ PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 
 
 def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
-    """What an estimate with these parts takes for granted, a sentence each.
-
-    Raises:
-        ValueError: there is no such part.
-    """
+    """What an estimate with these parts takes for granted, a sentence each; raises as `known_parts` does."""
     parts = known_parts(parts)
     return [
         "CUDA is modelled from the sources of torch, not yet checked on a GPU.",
@@ -41,11 +37,7 @@ def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
 
 
 def known_parts(names: Collection[str] | None = None) -> tuple[str, ...]:
-    """These parts as a tuple; None: all of them.
-
-    Raises:
-        ValueError: there is no such part.
-    """
+    """These parts as a tuple; None: all of them. Raises ValueError where there is no such part."""
     names = PARTS if names is None else names
     if unknown := [name for name in names if name not in PARTS]:
         wrong = names if isinstance(names, str) else ", ".join(unknown)
@@ -68,7 +60,7 @@ def emulated(
 
     Args:
         parts: names from `PARTS`; those that concern no tensor ("segments", ...) change nothing here.
-        compute_capability: (major, minor) of the GPU; decides on the attention kernels.
+        compute_capability: of the GPU; decides on the attention kernels.
         sent: called with each tensor of a batch when accelerate's data loader sends it to the device. It stays real, so
             that what a model reads from its data is right.
 
@@ -155,11 +147,8 @@ def _sending_told(sent: Callable[[torch.Tensor], None]) -> contextlib.AbstractCo
 def _attention(
     capability, cudnn, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """scaled_dot_product_attention as on a GPU of this compute capability.
-
-    Args:
-        cudnn: whether cuDNN's kernel comes before flash where it can be used.
-    """
+    """scaled_dot_product_attention as on a GPU of this compute capability. `cudnn`: whether cuDNN's kernel comes before
+    flash where it can be used."""
     aten = torch.ops.aten
     kernel = _attention_kernel(capability, cudnn, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel == "math" or not isinstance(query, FakeTensor):

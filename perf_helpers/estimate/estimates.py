@@ -46,11 +46,7 @@ class MemoryEstimate:
 
     def needed_bytes(self, context_bytes: int = 0) -> int:
         """Bytes that the device must have: what the allocator reserves, or the peak where that is not known, and the
-        CUDA context.
-
-        Args:
-            context_bytes: what to leave for a context that is not known. A CPU has none.
-        """
+        CUDA context, or `context_bytes` where that is not known; a CPU has none."""
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
 
@@ -141,11 +137,7 @@ def target(
     compute_capability: tuple[int, int] | None = None,
     parts: Collection[str] | None = None,
 ) -> Device:
-    """Whose memory is to be predicted; the arguments are those of `estimate`.
-
-    Raises:
-        ValueError: another kind of device, or a part that there is not.
-    """
+    """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
     machine = hardware.describe()
     kind = device or machine.kind
     if kind not in ("cpu", "cuda"):
@@ -160,11 +152,8 @@ def target(
 
 class Knowledge:
     """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
-    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time.
-
-    Args:
-        most_bytes: how much of what was learnt is kept; beyond it the oldest is forgotten, and would be learnt again.
-    """
+    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Beyond
+    `most_bytes` the oldest is forgotten, and would be learnt again."""
 
     def __init__(self, most_bytes: int = 64 * 2**20):
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
@@ -174,14 +163,8 @@ class Knowledge:
     def ask(
         self, function: Callable[..., Answer], *arguments, model: str, timeout: float, on_percent: Tell | None = None
     ) -> Answer:
-        """What `function(*arguments, learned, tell=...)` answers in a clean process.
-
-        Args:
-            function: takes what earlier clean processes learnt, and returns something with an attribute `learned`, as
-                `prediction.predict` does.
-            model: as the user calls it, for messages.
-            timeout: seconds that it may take.
-            on_percent: called with how far the work is, from 0 to 100.
+        """What `function(*arguments, learned, tell=...)`, such as `prediction.predict`, answers in a clean process,
+        within `timeout` seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
 
         Raises:
             ValueError: the function raised `Invalid`, or its process failed or took too long.

@@ -62,12 +62,7 @@ def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
 
 
 def fit(
-    experiments: Sequence[Experiment],
-    device: Device,
-    points: Sequence[Point],
-    offered: Sequence[Point],
-    learned: Sequence[bytes],
-    tell: Tell,
+    experiments: Sequence[Experiment], device: Device, points: list[Point], offered: list[Point], learned, tell: Tell
 ) -> Fit:
     """The surface through some trainings of one recipe. To be called in a clean process.
 
@@ -117,7 +112,7 @@ def _surface(
         operations=[trace.operations[indices[0][number]].name for number in kept],
         updates=is_update[kept].tolist(),
         coefficients=coefficients[:, kept].tolist(),
-        after_backward=_solved(traced_at, [np.append(live, live.sum()) for live in at_end]).tolist(),
+        after_backward=_solved(traced_at, [np.append(each, each.sum()) for each in at_end]).tolist(),
         hidden=hidden[:, kept].T.tolist(),
         points=list(offered),
         states=int(trace.live[:, STATES].max()),
@@ -135,24 +130,15 @@ def aligned(traces: Sequence[Trace]) -> list[list[int]]:
 
     Traces at different points share neither shapes nor bytes, by which `layers` aligns those of different depths, but
     each layer has its own module name. So they are aligned by the names of operations and modules, as texts are
-    compared: which kernel is chosen, how data are fetched and what is a view differs here and there.
-
-    Raises:
-        Invalid: they have hardly the same operations.
+    compared: which kernel is chosen, how data are fetched and what is a view differs here and there. Raises Invalid
+    where they have hardly the same operations.
     """
-    # None that fetches data and no view: they hold no peak.
+    fetching = Phase.SETUP, Phase.BEFORE  # what is done there holds no peak, and no view does
     every = [
-        [
-            index
-            for index, (phase, operation) in enumerate(zip(trace.phases, trace.operations, strict=True))
-            if phase not in (Phase.SETUP, Phase.BEFORE) and not operation.is_view
-        ]
+        [i for i, each in enumerate(trace.operations) if trace.phases[i] not in fetching and not each.is_view]
         for trace in traces
     ]
-    words = [
-        [(trace.operations[index].name, trace.modules[index]) for index in here]
-        for trace, here in zip(traces, every, strict=True)
-    ]
+    words = [[(t.operations[i].name, t.modules[i]) for i in here] for t, here in zip(traces, every, strict=True)]
     matches = []
     for other in words[1:]:
         blocks = difflib.SequenceMatcher(None, words[0], other, autojunk=False).get_matching_blocks()
@@ -165,11 +151,8 @@ def aligned(traces: Sequence[Trace]) -> list[list[int]]:
 
 
 def _table(followed: Followed, indices: list[int], with_hidden: bool) -> np.ndarray:
-    """(operations, columns): live bytes by category, and the highest total from each operation to the next.
-
-    Args:
-        with_hidden: with what these operations hide; what those between them hide is always in it.
-    """
+    """(operations, columns): live bytes by category, and the highest total from each operation to the next. Without
+    what these operations hide, unless `with_hidden`; what those between them hide is always in it."""
     totals = followed.totals.copy()
     if not with_hidden:
         totals[indices] = followed.trace.high[indices]
@@ -189,13 +172,11 @@ def _hidden(
     high: np.ndarray,
     known: Known,
 ) -> np.ndarray:
-    """What the operations hide at every point on offer, by running them there: (points, operations) bytes.
-
-    Only those are run that were seen to hide something and may hold the peak by it.
+    """What the operations hide at every point on offer, by running them there: (points, operations) bytes. Only those
+    are run that were seen to hide something and may hold the peak by it.
 
     Args:
-        live: (points, operations): what lives when each has ended, and
-        high: the highest total without what is hidden.
+        live, high: (points, operations): what lives when each has ended, and the highest total without what is hidden.
     """
     probe, highest = known.probe.under(None), high.max(axis=1)
     asked: dict[tuple[int, int], Operation] = {}  # by point and number of the operation
@@ -216,10 +197,8 @@ def _hidden(
 
 
 def _at_points(seen: Sequence[Operation], traced_at: np.ndarray, wanted_at: np.ndarray) -> list[Operation | None]:
-    """The same operation at other points: each of its lengths is a sum of terms too.
-
-    None where a length would not be a whole number, or where the operation takes other arguments from trace to trace.
-    """
+    """The same operation at other points: each of its lengths is a sum of terms too. None where a length would not be a
+    whole number, or where the operation takes other arguments from trace to trace."""
     numbers = [operation.numbers for operation in seen]
     if len({len(each) for each in numbers}) > 1:
         return [None] * len(wanted_at)

@@ -5,9 +5,8 @@ on straight lines. To draw them, the traces of two and of three layers are align
 of the other, and which belong to the extra layer. Two layers are the fewest, for the first and the last layer may do
 what those between them do not.
 
-This alignment compares operations by their shapes and by the bytes that the extra layer adds, for a layer repeats the
-operations of the one before it and names alone would not tell them apart. Traces at different micro-batches or lengths
-share neither shapes nor bytes: `fitting` aligns those by names and modules.
+Operations are compared by their shapes and by the bytes that the extra layer adds: a layer repeats the operations of
+the one before it, and names alone would not tell them apart.
 """
 
 import itertools

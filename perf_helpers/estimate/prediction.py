@@ -8,6 +8,7 @@ alike; traces are made in forks of this process (`trace`), and that of the full 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -30,8 +31,8 @@ from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import bytes_text
 
 if TYPE_CHECKING:
-    from perf_helpers.estimate.cache import OperationCache
     from perf_helpers.estimate.probe import Probe
+    from perf_helpers.estimate.trace import OperationCache
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
 
@@ -77,17 +78,13 @@ def predict(
         return Prediction(memory, assumptions, followed.traced, meters.peak_rss_bytes(), known.news())
 
 
-class Known:
-    """What is known in a clean process. As a context manager it ends what it started.
-
-    Args:
-        learned: what earlier clean processes learnt, each as its `news`.
-    """
+class Known(contextlib.AbstractContextManager):
+    """What is known in a clean process, with what earlier ones learnt. As a context manager it ends what it started."""
 
     def __init__(self, learned: Sequence[bytes] = ()):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
-        from perf_helpers.estimate.cache import OperationCache
         from perf_helpers.estimate.probe import Probe
+        from perf_helpers.estimate.trace import OperationCache
 
         self.cache = OperationCache()  # what operations make
         self.probe = Probe()  # what operations hide
@@ -99,8 +96,7 @@ class Known:
         self._before = [set(known) for known in self._all]
 
     def news(self) -> bytes:
-        """What was learnt here, for later clean processes; b"" where it is nothing. Only they can read it: it holds
-        types of torch."""
+        """What was learnt here; b"" where it is nothing. Only clean processes can read it: it holds types of torch."""
         pairs = zip(self._all, self._before, strict=True)
         news = [{key: known[key] for key in known.keys() - before} for known, before in pairs]
         return pickle.dumps(news) if any(news) else b""
@@ -111,9 +107,6 @@ class Known:
         if key not in self.parameters:
             self.parameters[key] = task.parameters()
         return self.parameters[key]
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.probe.close()
@@ -136,11 +129,7 @@ class Followed:
 def follow_all(
     experiments: Sequence[Experiment], device: Device, every_layer: bool, known: Known, tell: Tell
 ) -> list[Followed]:
-    """Follow experiments on fake tensors, as many at once as there are cores. To be called in a clean process.
-
-    Raises:
-        Invalid: an experiment cannot be built, or one of its operations cannot be followed.
-    """
+    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
     plain = [_plain(each) for each in experiments]
     # {field of the configuration: layers} of those that are extrapolated; {}: every layer is followed.
     depths = [{} if every_layer or each.function else _repeated(each) for each in plain]
@@ -164,11 +153,8 @@ def follow_all(
 
 
 def _plain(experiment: Experiment) -> Experiment:
-    """The experiment as it is followed: in one process, and with no more samples than it reaches.
-
-    Raises:
-        Invalid: there is no such model.
-    """
+    """The experiment as it is followed: with no workers, no shards, and no more samples than it reaches. Raises Invalid
+    where there is no such model."""
     try:
         experiment.task.model_class()
     except ValueError as error:
@@ -204,11 +190,8 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _repeated(experiment: Experiment) -> dict[str, int]:
-    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed.
-
-    Followed are all layers of a model that has few, whose layers differ (a field of its configuration lists something
-    for each), or where checkpoints hold several layers each.
-    """
+    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed, for
+    there are few, they differ (a field of the configuration lists something for each), or checkpoints hold several."""
     config = experiment.task.build_config()
     depth = layers.depths(config)
     differ = any(
@@ -222,13 +205,10 @@ def _repeated(experiment: Experiment) -> dict[str, int]:
 
 
 def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
-    """The traces of experiments, made in forks of this process, as many at once as there are cores.
-
-    What is learnt in forks goes into the cache. 80 of 100 per cent of the work are done then.
-    """
+    """The traces of experiments, made in forks of this process. What is learnt there goes into the cache. 80 of 100 per
+    cent of the work are done then."""
     traces = []
-    fork = multiprocessing.get_context("fork")
-    count = min(len(experiments), os.cpu_count() or 1)
+    fork, count = multiprocessing.get_context("fork"), min(len(experiments), os.cpu_count() or 1)
     # A fork has these from the start: they need not travel.
     with ProcessPoolExecutor(count, fork, _fork.update, [{"device": device, "cache": cache}]) as pool:
         for number, (trace, learned) in enumerate(pool.map(_follow_in_fork, experiments), 1):
@@ -261,11 +241,8 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
 
 
 def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], device: Device, probe: "Probe") -> Followed:
-    """An experiment's trace with what is added to it: sharding, and what operations hide on a CPU.
-
-    Args:
-        depth: the layers that the trace was extrapolated to; {} where all were followed.
-    """
+    """An experiment's trace with what is added to it: sharding, and what operations hide on a CPU. `depth`: the layers
+    that the trace was extrapolated to; {} where all were followed."""
     assumptions = []
     if divided := _shards(experiment.arguments):
         trace, assumption = _sharded(trace, experiment.processes, divided, sum(depth.values()))
@@ -313,8 +290,7 @@ def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
     from perf_helpers.estimate.probe import assumptions
 
     numbers: dict[tuple, int] = {}  # of the kinds
-    signatures = {id(each): each.signature for each in {id(each): each for each in trace.operations}.values()}
-    kind = np.array([numbers.setdefault(signatures[id(each)], len(numbers)) for each in trace.operations])
+    kind = np.array([numbers.setdefault(each.signature, len(numbers)) for each in trace.operations])
     live = trace.live.sum(axis=1)
     first = np.unique(kind, return_index=True)[1]
     highest = np.zeros(len(first), dtype=np.int64)
@@ -358,9 +334,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
     picked = meters.highest(totals.tolist(), *trace.last_step)
     where = [(trace.phases[index], trace.operations[index].name, trace.modules[index]) for index in picked]
-    return meters.series(
-        where, [_by_category(trace.live[index]) for index in picked], [int(totals[index]) for index in picked]
-    )
+    return meters.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())
 
 
 def _on_cuda(memory: Memory, trace: Trace, device: Device, training: bool) -> tuple[Memory, list[str]]:

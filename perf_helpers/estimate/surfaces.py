@@ -70,11 +70,8 @@ class Choice:
         return *self.kind, self.accumulation, self.optimizer, micro_batch, seq_len
 
     def surfaces(self) -> dict[tuple, "Choice"]:
-        """The surfaces that answer the recipe: {key: recipe that is traced for it}.
-
-        One is of its passes, with the usual optimizer; another optimizer has one of its update, traced with the
-        simplest recipe that makes the same update.
-        """
+        """The surfaces that answer the recipe: {key: recipe that is traced for it}. One is of its passes, with the
+        usual optimizer; another has one of its update, traced with the simplest recipe that makes the same update."""
         plain = Choice(self.precision, self.checkpointing, min(self.accumulation, 2), ADAMW.name, self.attention)
         if self.optimizer == ADAMW.name:
             return {(_PASSES, *self.kind): plain}
@@ -108,12 +105,10 @@ class Answer:
 
 
 class Surfaces:
-    """What is known of one model on one device, kept in a file from one session to the next.
+    """What is known of one model on one device ("cpu" or "cuda"), kept in a file from one session to the next.
 
     Args:
         task: the model; its length is set aside.
-        device: "cpu" or "cuda".
-        compute_capability: of the GPU.
         folder: where the file is; None: nothing is kept.
     """
 
@@ -142,11 +137,7 @@ class Surfaces:
     # ---- what is on offer
 
     def prepare(self) -> None:
-        """Find out what lengths the model can take.
-
-        Raises:
-            ValueError: there is no such model.
-        """
+        """Find out what lengths the model can take. Raises ValueError where there is no such model."""
         if self.task.family() == "vision":
             return
         config, offered = self.task.build_config(), []
@@ -170,10 +161,17 @@ class Surfaces:
         passes, *updates = (self._surfaces[key] for key in choice.surfaces())
         columns, at_end = _at(passes, micro_batch, seq_len)
         where = list(zip(passes.phases, passes.operations, strict=True))
-        for update in updates:
-            own, its_end = _at(update, micro_batch, seq_len)
+        for update in updates:  # another optimizer: its states while the passes run, and its update after them
             kept = np.flatnonzero(np.logical_not(passes.updates))
-            columns = np.concatenate([_with_states(columns[kept], passes, update), own + _moved(its_end, at_end)])
+            own, its_end = _at(update, micro_batch, seq_len)
+            has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
+            columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
+            columns[kept[has_states], STATES] = update.states
+            # What lives when the backward ends differs between this recipe and the one the update was traced with.
+            moved = at_end - its_end
+            moved[STATES] = 0
+            moved[TOTAL] = moved[:TOTAL].sum()
+            columns = np.concatenate([columns[kept], own + moved])
             where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
             more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
@@ -216,11 +214,7 @@ class Surfaces:
         self._save()
 
     def trace(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer:
-        """The exact answer at a point, traced if it has not been.
-
-        Raises:
-            ValueError: the training cannot be followed.
-        """
+        """The exact answer at a point, traced if it has not been; raises ValueError where it cannot be followed."""
         key = choice.at(micro_batch, seq_len)
         if key not in self._exact:
             training = self._training(choice, micro_batch, seq_len)
@@ -297,20 +291,3 @@ def _at(surface: Surface, micro_batch: int, seq_len: int | None) -> tuple[np.nda
     hidden = np.asarray(surface.hidden)[:, np.abs(np.log(ratios)).sum(axis=1).argmin()]  # at the nearest one on offer
     columns[:, TOTAL] = np.maximum(columns[:, TOTAL], columns[:, :TOTAL].sum(axis=1) + hidden)
     return columns, here @ np.asarray(surface.after_backward)
-
-
-def _with_states(columns: np.ndarray, passes: Surface, update: Surface) -> np.ndarray:
-    """The operations of the passes with the states of another optimizer, from the second step on."""
-    has_states = columns[:, STATES] > passes.states / 2
-    more = np.where(has_states, update.states - columns[:, STATES], 0)
-    columns[:, [STATES, TOTAL]] += more[:, None]
-    return columns
-
-
-def _moved(its_end: np.ndarray, at_end: np.ndarray) -> np.ndarray:
-    """What an update that was traced with another recipe has more here, by column: what else lives when the backward
-    ends, the optimizer's states apart."""
-    moved = at_end - its_end
-    moved[STATES] = 0
-    moved[TOTAL] = moved[:TOTAL].sum()
-    return moved

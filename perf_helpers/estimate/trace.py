@@ -13,7 +13,9 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -26,7 +28,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _foreach_utils
 
-from perf_helpers.estimate.cache import OperationCache
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
@@ -43,11 +44,8 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trace:
-    """Follow an experiment on fake tensors: two optimizer steps, two forward passes, or the user's function.
-
-    Raises:
-        Invalid: the experiment cannot be built, or what one of its operations makes depends on values.
-    """
+    """Follow an experiment on fake tensors: two optimizer steps, two forward passes, or the user's function. Raises
+    Invalid where it cannot be built, or where what one of its operations makes depends on values."""
     import cloudpickle
 
     tracker = tracker or FakeTracker()
@@ -82,7 +80,7 @@ class FakeTracker(Tracker):
         cache: what is known of operations; None: nothing is to be kept, as where operations are emulated.
     """
 
-    def __init__(self, granularity: int = 1, follow_host: bool = True, cache: OperationCache | None = None):
+    def __init__(self, granularity: int = 1, follow_host: bool = True, cache: "OperationCache | None" = None):
         super().__init__(granularity)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache
@@ -190,10 +188,8 @@ def _number_read(tensor: FakeTensor) -> float | int | bool:
 def _uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
     """The one value that all elements of a result have, or None where it is not known.
 
-    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element.
-
-    Args:
-        any_known: whether there is any tensor with such a value.
+    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element,
+    where there is `any_known` value.
     """
     name = operation.name
     if name in _OF_FINITE:
@@ -250,6 +246,100 @@ def _as_kernels_do(function, args, kwargs):
 
 
 _WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
+
+
+# ---- what operations make of fake tensors
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result that lies on the memory of the operation's first argument."""
+
+    spec: Spec
+    offset: int  # in elements
+
+
+# None: the operation works in place and returns its first argument, if anything.
+Made = Spec | View | tuple[Spec | None, ...] | list[Spec | None] | None
+
+
+class OperationCache:
+    """{operation and arguments: what it makes}. To ask torch for it takes most of the time of following a training, and
+    it depends on the arguments alone. Left out is whatever cannot be made again from a `Made`."""
+
+    def __init__(self, known: dict[tuple, Made] | None = None):
+        self.known: dict[tuple, Made] = dict(known or {})
+
+    def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
+        """What the operation makes of fake tensors, with `ask` where it is not known yet.
+
+        Args:
+            tensors: all tensors among the arguments.
+        """
+        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
+        key = *operation.signature, operation.structure, offset  # all that the result depends on
+        if key not in self.known:
+            result = ask()
+            self._keep(key, function, args, result, tensors)
+            return result
+        made = self.known[key]
+        if made is None:
+            return args[0] if function._schema.returns else None
+        if type(made) in (tuple, list):
+            return type(made)(part if part is None else _fake(part, mode) for part in made)
+        return _fake(made, mode, args[0])
+
+    def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Keep a result, if the next one can be made of it."""
+        if torch.Tag.inplace_view in function.tags or key[0].startswith(("aten.resize", "aten.set")):
+            return
+        if function._schema.is_mutable:
+            on_fake = tensors and isinstance(tensors[0], FakeTensor)
+            if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
+                self.known[key] = None
+        elif type(result) in (tuple, list):
+            made = type(result)(None if part is None else _made(part, tensors) for part in result)
+            if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
+                self.known[key] = made
+        else:
+            made = _made(result, tensors)
+            if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
+                self.known[key] = made
+
+
+def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
+    """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
+    if not isinstance(result, FakeTensor) or result.requires_grad:
+        return None
+    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
+    storage = result.untyped_storage()
+    shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
+    if any(shared):
+        on_first = shared[0] and tensors[0].dtype is result.dtype
+        return View(spec, result.storage_offset()) if on_first else None
+    last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
+    fills = storage.nbytes() == last * result.itemsize * (result.numel() > 0)
+    return spec if fills else None
+
+
+def _fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
+    """A fake tensor as it was described; a view lies on `base`."""
+    if type(made) is View:
+        with torch._C._DisableTorchDispatch():
+            plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
+    else:
+        plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    fake.__dict__.update(_state(mode))
+    return fake
+
+
+@functools.lru_cache(maxsize=1)
+def _state(mode: FakeTensorMode) -> dict[str, Any]:
+    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
+    return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
 
 # ---- what is replaced while a training is followed
