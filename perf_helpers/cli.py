@@ -3,27 +3,25 @@
 import contextlib
 import dataclasses
 import json
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from perf_helpers.lab import hardware
+from perf_helpers import plots
+from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab.runs import Memory, Run
 from perf_helpers.texts import bytes_text, name_text
-
-if TYPE_CHECKING:
-    from perf_helpers.estimate import MemoryEstimate
-    from perf_helpers.lab import Task
-    from perf_helpers.lab.runs import Memory, Run
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
 )
-# Options that several commands have.
+# Options that several commands have. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 Model = Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")]
 SeqLen = Annotated[
@@ -35,28 +33,25 @@ Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).
 Inference = Annotated[bool, typer.Option("--inference", help="Forward passes without gradients; memory only.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
+CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
 @app.command()
-def doctor(json_output: Json = False) -> None:
+def doctor(json_output: Json = False) -> int:
     """What this machine is and can do, what is wrong, and the remedy."""
     from perf_helpers.lab.doctor import diagnose
     from perf_helpers.rehearsal import build
 
     machine, versions = hardware.describe(), hardware.versions()
     findings = [*diagnose(machine, versions), build.finding()]
-    if json_output:
-        found = [dataclasses.asdict(finding) for finding in findings]
-        _print_json({"machine": machine.to_dict(), "versions": versions, "findings": found})
-    else:
-        typer.echo(machine.name)
-        for finding in findings:
-            typer.echo(f"{finding.level:>8}  {finding.subject}: {finding.text}")
-            if finding.remedy:
-                typer.echo(f"          -> {finding.remedy}")
-    if any(finding.level == "error" for finding in findings):
-        raise typer.Exit(1)
+    lines = [machine.name]
+    for finding in findings:
+        lines.append(f"{finding.level:>8}  {finding.subject}: {finding.text}")
+        lines += [f"          -> {finding.remedy}"] if finding.remedy else []
+    found = {"machine": machine.to_dict(), "versions": versions, "findings": [*map(dataclasses.asdict, findings)]}
+    _print(found if json_output else lines)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 @app.command()
@@ -64,21 +59,18 @@ def course(
     lessons: Annotated[list[str] | None, typer.Argument(help="Numbers, names or paths; none: all of them.")] = None,
     profile: Annotated[str, typer.Option(help="Sizes: auto, cpu, t4 or gpu.")] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="A lesson fails at a verdict that is not expected.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")] = Path(
-        "build/course"
-    ),
+    out: CourseFolder = Path("build/course"),
     baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 900,
-) -> None:
+) -> int:
     """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
     from perf_helpers.course import course as module
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
     result = module.run_course(lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout)
-    typer.echo(str(out / "index.html"))
-    if not result.ok:
-        raise typer.Exit(1)
+    _print([str(out / "index.html")])
+    return int(not result.ok)
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -93,14 +85,12 @@ def measure(
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Leave the timing out.")] = False,
     inference: Inference = False,
     json_output: Json = False,
-) -> None:
+) -> int:
     """Train a model for a few steps in a clean process and say what it took.
 
     Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
-    from perf_helpers.lab import Lab, arguments
-
     given = arguments.parse(context.args).given
     task = _task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
@@ -109,17 +99,9 @@ def measure(
     else:
         meters = ("memory",) if memory_only else ("memory", "time")
         run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
-    if json_output:
-        _print_json(_run_json(run))
-    else:
-        from perf_helpers import plots
-
-        typer.echo(repr(plots.table([run], f"{task}, {lab.machine.name}")))
-        if run.memory:
-            _print_breakdown(run.memory)
-    if not run.ok:
-        typer.echo(f"{run.status}: {run.message}", err=True)
-        raise typer.Exit(1)
+    table = repr(plots.table([run], f"{task}, {lab.machine.name}"))
+    _print(_run_json(run) if json_output else [table, *_sizes(run.memory, reserved=False)])
+    return _code(run)
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -141,7 +123,6 @@ def estimate(
     Takes the same training arguments as `measure`.
     """
     from perf_helpers import estimate as room
-    from perf_helpers.lab import arguments
 
     given = arguments.parse(context.args).given
     estimated = room.estimate(
@@ -153,17 +134,15 @@ def estimate(
         training=not inference,
         **given,
     )
-    if json_output:
-        _print_json(_estimate_json(estimated))
-        return
     memory = estimated.memory
-    typer.echo(f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
-    _print_breakdown(memory)
-    if memory.reserved_bytes:
-        typer.echo(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
-    typer.echo(f"{estimated.traced}; {estimated.seconds:.1f} s")
-    for assumption in estimated.assumptions:
-        typer.echo(f"- {assumption}")
+    if json_output:
+        about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
+        sizes = {"peak_kind" if name == "kind" else name: value for name, value in memory.to_dict().items()}
+        _print({"status": "ok"} | about | sizes | {"versions": hardware.versions()})
+        return
+    lines = [f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
+    lines += [*_sizes(memory), f"{estimated.traced}; {estimated.seconds:.1f} s"]
+    _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -182,22 +161,25 @@ def rehearse(
     lessons: Annotated[str | None, typer.Option(help="Rehearse the course: all, core, or numbers as 05,06.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the course's rehearsal.")] = Path("build/rehearsal"),
     json_output: Json = False,
-) -> None:
+) -> int:
     """What a training takes on a GPU that is not here: torch's own CUDA allocator decides, and nothing is computed.
 
     Takes the same training arguments as `measure`. Exit code 1 where it does not fit: with torch's own message.
     After `--`, a command of yours is run on such a GPU instead: perf-helpers rehearse --card t4 -- python train.py
     """
     from perf_helpers import rehearsal
-    from perf_helpers.lab import arguments
+    from perf_helpers.rehearsal.lessons import rehearse_lessons
 
     if lessons is not None:
-        raise typer.Exit(_rehearse_lessons(lessons, out))
+        with _rehearsing():
+            failed = rehearse_lessons(lessons, out)
+        summary = f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}"
+        _print([*failed, summary])
+        return int(bool(failed))
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
         with _rehearsing():
-            code = rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
-        raise typer.Exit(code)
+            return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
     given = arguments.parse(context.args).given
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
@@ -206,19 +188,13 @@ def rehearse(
     with _rehearsing():
         run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
     assumed = f"assumed: a CUDA context of {bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
-    if json_output:
-        _print_json({"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)})
-    else:
-        memory = run.memory
-        typer.echo(f"{function or model} on {on.name}, rehearsed: {run.status}")
-        if memory:
-            typer.echo(f"  allocated at the peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}")
-            _print_breakdown(memory)
-            typer.echo(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
-        typer.echo(f"- {assumed}")
-    if not run.ok:
-        typer.echo(f"{run.status}: {run.message}", err=True)
-        raise typer.Exit(1)
+    lines = [f"{function or model} on {on.name}, rehearsed: {run.status}"]
+    if memory := run.memory:
+        peak = f"  allocated at the peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
+        lines += [peak, *_sizes(memory)]
+    figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)}
+    _print(figures if json_output else [*lines, f"- {assumed}"])
+    return _code(run)
 
 
 @app.command()
@@ -227,10 +203,7 @@ def compare(old: Path, new: Path, json_output: Json = False) -> None:
     from perf_helpers.course import results
 
     changes = results.compare(old, new)
-    if json_output:
-        _print_json(changes.to_dict())
-    else:
-        typer.echo(changes.to_text())
+    _print(changes.to_dict() if json_output else [changes.to_text()])
 
 
 @app.command()
@@ -238,7 +211,7 @@ def report(directory: Path) -> None:
     """Make the pages of a course run again from its results.json and executed notebooks."""
     from perf_helpers.course import report as pages
 
-    typer.echo(str(pages.report(directory)))
+    _print([str(pages.report(directory))])
 
 
 @app.command()
@@ -261,7 +234,6 @@ def advise(
     Exit code 0 also where nothing fits: it says by how much, and what would.
     """
     from perf_helpers import advise as room
-    from perf_helpers.lab import arguments
 
     advice = room.advise(
         _task(model, seq_len, 512, architecture),
@@ -275,16 +247,12 @@ def advise(
     )
     verification = room.verify(advice) if verify and advice.recipes else None
     if json_output:
-        _print_json(advice.to_dict() | {"verification": verification and verification.to_dict()})
-        return
-    typer.echo(repr(advice))
-    if verification:
-        typer.echo(f"Verified: {verification!r}")
+        _print(advice.to_dict() | {"verification": verification and verification.to_dict()})
+    else:
+        _print([repr(advice), *([f"Verified: {verification!r}"] if verification else [])])
 
 
-def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> "Task":
-    from perf_helpers.lab import Task
-
+def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> Task:
     task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
     task.family()  # so that a model nobody knows is refused before anything runs
     task.length()
@@ -300,23 +268,10 @@ def _rehearsing() -> Iterator[None]:
         raise ValueError(f"cannot be rehearsed: {error}") from error
 
 
-def _rehearse_lessons(lessons: str, out: Path) -> int:
-    from perf_helpers.rehearsal.lessons import rehearse_lessons
-
-    with _rehearsing():
-        failed = rehearse_lessons(lessons, out)
-    for line in failed:
-        typer.echo(line)
-    typer.echo(f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}")
-    return bool(failed)
-
-
-def _function(text: str) -> Callable[["Task"], Any]:
+def _function(text: str) -> Callable[[Task], Any]:
     """The function that "file.py:name" names."""
-    import runpy
-
-    file, colon, name = text.rpartition(":")
-    if not colon or not Path(file).is_file():
+    file, _, name = text.rpartition(":")
+    if not Path(file).is_file():
         raise ValueError(f"--function {text}: write it as file.py:name, of a file that is there")
     found = runpy.run_path(file).get(name)
     if not callable(found):
@@ -334,38 +289,36 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _print_breakdown(memory: "Memory") -> None:
-    for category, size in (memory.breakdown or {}).items():
-        if size:
-            typer.echo(f"  {name_text(category):<18} {bytes_text(size):>12}")
+def _sizes(memory: Memory | None, reserved: bool = True) -> list[str]:
+    """The parts of a peak, where they are known, and what the allocator reserved."""
+    parts = (memory and memory.breakdown) or {}
+    lines = [f"  {name_text(category):<18} {bytes_text(size):>12}" for category, size in parts.items() if size]
+    shown = memory and memory.reserved_bytes and reserved
+    return [*lines, f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}"] if shown else lines
 
 
-def _estimate_json(estimated: "MemoryEstimate") -> dict[str, Any]:
-    """The JSON of `estimate`: its figures and all of its memory's side by side, in bytes; null where not known."""
-    figures, memory = estimated.to_dict(), estimated.memory.to_dict()
-    del figures["name"], figures["memory"]
-    kind = memory.pop("kind")
-    return {"status": "ok", **figures, **memory, "peak_kind": kind, "versions": hardware.versions()}
-
-
-def _run_json(run: "Run") -> dict[str, Any]:
-    """The JSON of `measure`: a run's figures side by side, in bytes and seconds; null where not measured."""
+def _run_json(run: Run) -> dict[str, Any]:
+    """A run's figures side by side, in bytes and seconds; null where not measured."""
     record = run.to_dict()  # which has null for what is unknown
     memory, timing = record["memory"] or {}, record["timing"] or {}
     about = ("status", "message", "arguments", "task", "processes", "losses", "machine", "versions", "date")
     sizes = ("peak_bytes", "peak_phase", "breakdown", "phases", "parameters")
     sizes += ("reserved_bytes", "device_used_bytes", "context_bytes", "rss_bytes")
-    return {
-        **{name: record[name] for name in about},
-        **{name: memory.get(name) for name in sizes},
-        "peak_kind": memory.get("kind"),
-        **{name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")},
-        "step_seconds_spread": timing.get("spread_seconds"),
-    }
+    figures = {name: record[name] for name in about} | {name: memory.get(name) for name in sizes}
+    figures |= {name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")}
+    return figures | {"peak_kind": memory.get("kind"), "step_seconds_spread": timing.get("spread_seconds")}
 
 
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, default=str) + "\n")
+def _code(run: Run) -> int:
+    """The exit code of a run; why it failed goes to standard error."""
+    if not run.ok:
+        typer.echo(f"{run.status}: {run.message}", err=True)
+    return int(not run.ok)
+
+
+def _print(content: dict[str, Any] | list[str]) -> None:
+    """One JSON object, or lines, on standard output."""
+    typer.echo(json.dumps(content, default=str) if isinstance(content, dict) else "\n".join(content))
 
 
 def main() -> None:
@@ -384,7 +337,7 @@ def main() -> None:
             raise
         message = " ".join((told() if told else str(error)).split())
         if "--json" in sys.argv:
-            _print_json({"status": "invalid", "message": message})
+            _print({"status": "invalid", "message": message})
         print(f"perf-helpers: {message}", file=sys.stderr)
         sys.exit(2)
 
