@@ -163,20 +163,21 @@ class Knowledge:
     def ask(
         self, function: Callable[..., Answer], *arguments, model: str, timeout: float, on_percent: Tell | None = None
     ) -> Answer:
-        """What `function(*arguments, learned, tell=...)`, such as `prediction.predict`, answers in a clean process,
-        within `timeout` seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
+        """What a function such as `prediction.predict` answers to these arguments in a clean process, within `timeout`
+        seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
 
         Raises:
             ValueError: the function raised `Invalid`, or its process failed or took too long.
         """
+        job = prediction.with_known, function, arguments, [*self._learned]
         try:
-            answer = processes.call(function, *arguments, [*self._learned], timeout=timeout, on_percent=on_percent)
+            answer, learned = processes.call(*job, timeout=timeout, on_percent=on_percent)
         except processes.Failed as failed:
             if failed.outcome.status == "timed out":
                 raise ValueError(f"{model} was given up, {failed}: give it more time with timeout=") from None
             raise ValueError(f"{model} cannot be followed on fake tensors: {failed}") from None
-        if answer.learned:
-            self._learned.append(answer.learned)
+        if learned:
+            self._learned.append(learned)
         while sum(map(len, self._learned)) > self._most_bytes:
             self._learned.popleft()
         return answer

@@ -45,15 +45,6 @@ class Surface:
     apart: int = 0  # bytes added to every total, such as a workspace
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What a clean process says of one recipe."""
-
-    surface: Surface
-    memories: list[Memory]  # at the points that were traced, without timelines
-    learned: bytes  # see `Known.news`
-
-
 def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
     """What an operation's bytes are a sum of: (terms,), scaled to be near 1."""
     size, length = micro_batch / 64, (seq_len or 0) / 1024
@@ -62,28 +53,31 @@ def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
 
 
 def fit(
-    experiments: Sequence[Experiment], device: Device, points: list[Point], offered: list[Point], learned, tell: Tell
-) -> Fit:
-    """The surface through some trainings of one recipe. To be called in a clean process.
+    experiments: Sequence[Experiment],
+    device: Device,
+    points: Sequence[Point],
+    offered: Sequence[Point],
+    known: Known,
+    tell: Tell,
+) -> tuple[Surface, list[Memory]]:
+    """The surface through some trainings of one recipe, and their memories, without timelines. To be called by
+    `prediction.with_known`.
 
     Args:
         experiments: one at each of `points`: as many as there are `terms`. A single one is not fitted: its update is
             the same wherever it is, and is carried over as it was traced.
         offered: points at which answers will be asked for.
-        learned: what earlier clean processes learnt.
 
     Raises:
         Invalid: a training cannot be followed, or their operations differ too much from one point to another.
     """
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)  # nobody waits for it, and others may be measuring
-    with Known(learned) as known:
-        followed = follow_all(experiments, device, False, known, tell)
-        pairs = zip(followed, experiments, strict=True)
-        memories = [replace(memory_of(each, experiment, device)[0], timeline=None) for each, experiment in pairs]
-        apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
-        surface = replace(_surface(followed, device, points, offered, known), apart=apart)
-        return Fit(surface, memories, known.news())
+    followed = follow_all(experiments, device, False, known, tell)
+    pairs = zip(followed, experiments, strict=True)
+    memories = [replace(memory_of(each, experiment, device)[0], timeline=None) for each, experiment in pairs]
+    apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
+    return replace(_surface(followed, device, points, offered, known), apart=apart), memories
 
 
 def _surface(

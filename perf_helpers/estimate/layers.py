@@ -197,7 +197,7 @@ def _phases(trace: Trace) -> list[range]:
     return [range(*edges) for edges in itertools.pairwise([0, *ends, len(trace.phases)])]
 
 
-def _align(partners: np.ndarray, keys, figures, here: range, there: range) -> None:
+def _align(partners: np.ndarray, keys: list[list], figures: Sequence[np.ndarray], here: range, there: range) -> None:
     """Set the partners of the operations in a stretch, from where the ranges of two corresponding ones begin.
 
     Alignment starts at an unambiguous pair and goes on one by one, while keys are equal and the extra layer adds the

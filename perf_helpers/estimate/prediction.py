@@ -54,28 +54,26 @@ class Prediction:
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
     traced: str  # in words, which layers were followed
     own_bytes: int | None  # peak memory of the clean process
-    learned: bytes  # see `Known.news`
 
 
-def predict(
-    experiment: Experiment, device: Device, every_layer: bool, learned: Sequence[bytes], tell: Tell
-) -> Prediction:
-    """Predict the memory of one experiment. To be called in a clean process: it replaces parts of torch.
-
-    Args:
-        every_layer: follow every layer instead of extrapolating from few.
-        learned: what earlier clean processes learnt, each as its `Known.news`.
+def predict(experiment: Experiment, device: Device, every_layer: bool, known: "Known", tell: Tell) -> Prediction:
+    """Predict the memory of one experiment. To be called by `with_known`: it replaces parts of torch.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
     """
     from perf_helpers.lab import meters
 
+    (followed,) = follow_all([experiment], device, every_layer, known, tell)
+    memory, of_device = memory_of(followed, experiment, device)
+    return Prediction(memory, (*followed.assumptions, *of_device), followed.traced, meters.peak_rss_bytes())
+
+
+def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
+    """What `function(*arguments, known, tell)` returns in this clean process, and what was learnt by it, see
+    `Known.news`. `learned`: the news of earlier clean processes."""
     with Known(learned) as known:
-        (followed,) = follow_all([experiment], device, every_layer, known, tell)
-        memory, of_device = memory_of(followed, experiment, device)
-        assumptions = (*followed.assumptions, *of_device)
-        return Prediction(memory, assumptions, followed.traced, meters.peak_rss_bytes(), known.news())
+        return function(*arguments, known, tell), known.news()
 
 
 class Known(contextlib.AbstractContextManager):

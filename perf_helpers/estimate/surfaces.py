@@ -243,11 +243,9 @@ class Surfaces:
         experiments = [self._training(choice, *point) for point in points]
         offered = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
         job = fitting.fit, experiments, target(**self._options), points, offered
-        fit = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
-        self._exact |= {
-            choice.at(*point): Answer.traced(each) for point, each in zip(points, fit.memories, strict=True)
-        }
-        return fit.surface
+        surface, memories = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
+        self._exact |= {choice.at(*point): Answer.traced(each) for point, each in zip(points, memories, strict=True)}
+        return surface
 
     # ---- the file
 

@@ -1,7 +1,6 @@
 """The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -167,11 +166,11 @@ def calls(monkeypatch):
     """What each clean process was given as learnt; it learns what it is asked."""
     given = []
 
-    def call(function, question, learned, timeout, on_percent):
+    def call(with_known, function, arguments, learned, timeout, on_percent):
         given.append(learned)
-        if isinstance(question, Exception):
-            raise question
-        return SimpleNamespace(learned=question)
+        if isinstance(arguments[0], Exception):
+            raise arguments[0]
+        return function, arguments[0]
 
     monkeypatch.setattr(processes, "call", call)
     return given
