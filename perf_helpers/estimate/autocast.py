@@ -48,7 +48,7 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
     clear = torch.clear_autocast_cache
 
     def clear_all():
-        casts.clear()
+        casts.kept.clear()
         clear()
 
     # `torch.autocast` calls it when the outermost context ends.
@@ -56,14 +56,14 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
         try:
             yield
         finally:
-            casts.clear()
+            casts.kept.clear()
 
 
 class _Casts:
     """The rules that cast operands, and the casts of weights: each is made once and kept until autocast ends."""
 
     def __init__(self):
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a weight: the weight and its cast
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a weight: the weight and its cast
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
         """For each operator that CUDA's lists name, what its rule makes of the operator's name and arguments."""
@@ -75,9 +75,6 @@ class _Casts:
         }
         rules = {name: rule for which, rule in lists.items() for name in _LISTS[which].split()}
         return rules | dict.fromkeys(_NORMS, _fp32_norm) | {"binary_cross_entropy": _banned}
-
-    def clear(self) -> None:
-        self._kept.clear()
 
     def _lower(self, _, args, kwargs) -> Arguments:
         return self._cast((args, kwargs), torch.get_autocast_dtype("cpu"))
@@ -99,9 +96,9 @@ class _Casts:
         is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         if not is_weight or dtype is not torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        if id(tensor) not in self._kept:
-            self._kept[id(tensor)] = (tensor, tensor.to(dtype))
-        return self._kept[id(tensor)][1]
+        if id(tensor) not in self.kept:
+            self.kept[id(tensor)] = (tensor, tensor.to(dtype))
+        return self.kept[id(tensor)][1]
 
 
 def _is_cast(leaf: Any) -> bool:

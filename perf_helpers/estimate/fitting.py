@@ -20,6 +20,7 @@ from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, Phase
 from perf_helpers.lab.training import Experiment
 
 Point = tuple[int, int | None]  # (micro-batch, length); None for images
+Points = Sequence[Point]
 
 STATES = TENSOR_CATEGORIES.index(Category.OPTIMIZER_STATES)
 TOTAL = len(TENSOR_CATEGORIES)  # the column after the categories that are followed: the total
@@ -53,12 +54,7 @@ def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
 
 
 def fit(
-    experiments: Sequence[Experiment],
-    device: Device,
-    points: Sequence[Point],
-    offered: Sequence[Point],
-    known: Known,
-    tell: Tell,
+    experiments: Sequence[Experiment], device: Device, points: Points, offered: Points, known: Known, tell: Tell
 ) -> tuple[Surface, list[Memory]]:
     """The surface through some trainings of one recipe, and their memories, without timelines. To be called by
     `prediction.with_known`.
@@ -80,14 +76,11 @@ def fit(
     return replace(_surface(followed, device, points, offered, known), apart=apart), memories
 
 
-def _surface(
-    followed: Sequence[Followed], device: Device, points: Sequence[Point], offered: Sequence[Point], known: Known
-) -> Surface:
+def _surface(followed: Sequence[Followed], device: Device, points: Points, offered: Points, known: Known) -> Surface:
     is_fitted = len(points) > 1
-    traced_at, wanted_at = (
-        np.stack([terms(*point) for point in each]) if is_fitted else np.ones((len(each), 1))
-        for each in (points, offered)
-    )  # (points, terms)
+    # (points, terms); what is not fitted has one term
+    both = ([terms(*point) if is_fitted else np.ones(1) for point in each] for each in (points, offered))
+    traced_at, wanted_at = map(np.stack, both)
     trace, indices = followed[0].trace, aligned([each.trace for each in followed])
     tables = [_table(each, here, with_hidden=not is_fitted) for each, here in zip(followed, indices, strict=True)]
     coefficients = _solved(traced_at, tables)

@@ -86,10 +86,7 @@ class Probe:
 
     def __getitem__(self, operation: Operation) -> Hidden:
         """Raises KeyError where it was never asked for."""
-        return self.known[self._key(operation)]
-
-    def _key(self, operation: Operation) -> tuple:
-        return self.threads, operation.signature
+        return self.known[self.threads, operation.signature]
 
     def run(self, operations: Sequence[Operation]) -> None:
         """Find out what each of these operations hides, where it is not known yet.
@@ -99,7 +96,7 @@ class Probe:
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
-            key = self._key(operation)
+            key = self.threads, operation.signature
             if operation.is_view or operation.name.startswith("profiler."):
                 self.known[key] = Hidden(0, "measured")
             elif key not in self.known:
