@@ -45,10 +45,8 @@ def reserved_peak(log: Iterable[tuple[Hashable, int, int]]) -> int:
     enough for the allocator never to do so itself.
 
     Args:
-        log: (key, bytes, +1 at birth or -1 at death) in order, from the loading of the model on.
-
-    Raises:
-        ValueError: a key is born twice.
+        log: (key, bytes, +1 at birth or -1 at death) in order, from the loading of the model on. ValueError is raised
+            where a key is born twice.
     """
     allocator = CachingAllocator()
     for key, size, sign in log:

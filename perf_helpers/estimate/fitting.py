@@ -30,10 +30,8 @@ _LEAST_COMMON = 0.95  # share of the operations that all traces must have
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """The operations of one recipe that hold the peak somewhere.
-
-    Columns are the categories that are followed, and the total, in bytes. The names are those of the file.
-    """
+    """The operations of one recipe that hold the peak somewhere. Columns are the categories that are followed, and the
+    total, in bytes. The names are those of the file."""
 
     phases: list[str]  # of each operation
     operations: list[str]  # their names

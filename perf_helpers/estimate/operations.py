@@ -128,11 +128,8 @@ def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1).
-    All figures are bytes.
-
-    The index of an operation is its position in this trace, from the first forward on.
-    """
+    """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1), in
+    bytes. The index of an operation is its position in this trace, from the first forward on."""
 
     operations: list[Operation]
     phases: list[Phase]  # in which each runs

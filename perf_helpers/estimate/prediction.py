@@ -70,8 +70,8 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, known: "K
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
-    """What `function(*arguments, known, tell)` returns in this clean process, and what was learnt by it, see
-    `Known.news`. `learned`: the news of earlier clean processes."""
+    """What `function(*arguments, known, tell)` returns in this clean process, and the news of what it learnt (see
+    `Known`). `learned`: the news of earlier clean processes."""
     with Known(learned) as known:
         return function(*arguments, known, tell), known.news()
 

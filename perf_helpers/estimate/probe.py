@@ -89,10 +89,8 @@ class Probe:
         return self.known[self.threads, operation.signature]
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Find out what each of these operations hides, where it is not known yet.
-
-        Time to run large ones at their own size is limited: the first ones matter most.
-        """
+        """Find out what each of these operations hides, where it is not known yet. Time to run large ones at their own
+        size is limited: the first ones matter most."""
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
@@ -173,9 +171,7 @@ def _is_sizeless(operation: Operation) -> bool:
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
     """The operation at three sizes of at most `limit` bytes, the largest first; [] where no lengths are left to cut.
-
-    The same lengths are cut in all three, so that what grows with only some of them lies on no line.
-    """
+    The same lengths are cut in all three, so that what grows with only some of them lies on no line."""
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
         longest = [n for n in operation.lengths if n // (2 * factors.get(n, 1)) >= _SHORTEST * _FACTORS[-1]]

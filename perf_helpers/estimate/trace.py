@@ -271,11 +271,8 @@ class OperationCache:
         self.known: dict[tuple, Made] = dict(known or {})
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """What the operation makes of fake tensors, with `ask` where it is not known yet.
-
-        Args:
-            tensors: all tensors among the arguments.
-        """
+        """What the operation makes of fake tensors, with `ask` where it is not known yet. `tensors`: all its arguments
+        that are one."""
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         key = *operation.signature, operation.structure, offset  # all that the result depends on
         if key not in self.known:
