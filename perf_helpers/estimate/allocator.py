@@ -73,7 +73,7 @@ class CachingAllocator:
         # The other edge of each free block, by either edge: its first address, or the one behind its last. There is an
         # address between two segments, so that blocks of both never touch.
         self._edges: dict[int, int] = {}
-        self._behind = 0  # all segments: the next one's first address
+        self._next = 0  # first address of the next segment
 
     def allocate(self, key: Hashable, size: int) -> None:
         """Place `size` bytes under the name `key`. Raises ValueError where it is in use."""
@@ -107,8 +107,9 @@ class CachingAllocator:
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         segment = SEGMENT_BYTES if size <= MIB else 20 * MIB if size < 10 * MIB else in_segments(size)
-        first, end = self._behind, self._behind + segment
-        self.reserved_bytes, self._behind = self.reserved_bytes + segment, end + 1
+        first, end = self._next, self._next + segment
+        self.reserved_bytes += segment
+        self._next = end + 1
         return first, end
 
     def _put(self, pool: list, first: int, end: int) -> None:
