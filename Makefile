@@ -39,7 +39,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
-	$(BIN)/python -m pytest -q tests/test_repo.py
+	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
 # Lessons are run by themselves: they measure time. In the browser they only have to run: small ones, two at once.
 test: check build/ipywidgets7

@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from perf_helpers import plots
+from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
@@ -44,11 +45,15 @@ def record(course: Path) -> Path:
     """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs.
 
     Raises:
-        ValueError: no results, or those of a rehearsal.
+        ValueError: no results, those of a rehearsal, or of some lessons only: the newest record of a machine stands for
+            all of them.
     """
     data = load_results(course)
     if data["machine"].get("rehearsed"):
         raise ValueError(f"{course} was rehearsed, not measured: keep it by results/rehearse.py --course")
+    run = {lesson["name"] for lesson in data["lessons"]}
+    if missing := sorted({path.stem for path in find_lessons()} - run):
+        raise ValueError(f"{course} lacks {', '.join(missing)}: record a run of the whole course, by make course")
     for run in data["runs"]:
         if run.get("memory"):
             run["memory"]["timeline"] = None

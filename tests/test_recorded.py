@@ -163,6 +163,15 @@ def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
         build.record(tmp_path)
 
 
+def test_a_run_of_some_lessons_is_not_recorded(build, monkeypatch, tmp_path):
+    """It would take the place of the machine's newest whole run, with the claims of all other lessons."""
+    course(tmp_path / "results.json", rehearsed=False)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    with pytest.raises(ValueError, match=r"lacks .*05_gradient_accumulation"):
+        build.record(tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / "results.json"]
+
+
 def test_what_does_not_say_that_it_was_rehearsed_is_no_rehearsal(build, monkeypatch, tmp_path):
     course(tmp_path / "rehearsed" / "a100" / "2026-11-22.json", rehearsed=False)
     monkeypatch.setattr(build, "HERE", tmp_path)

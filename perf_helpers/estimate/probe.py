@@ -135,7 +135,7 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
             "operands that it took at smaller sizes: these lie on no line, and its own takes too long or too much"
             for name, size in assumed.items()
         ),
-        *(f"what {name} allocates inside itself was not found out and is left out: 0 bytes" for name in unknown),
+        *(f"what {name} allocates inside itself was not found out and is counted as 0 bytes" for name in unknown),
     ]
 
 

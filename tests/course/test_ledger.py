@@ -192,12 +192,14 @@ MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
 
 
 def rejected(rows):
-    """The claims on which a ledger contradicts the guides: the oracle for directions and thresholds."""
+    """The claims on which a ledger contradicts the guides: the oracle for directions and thresholds. That every claim
+    has its values is a test of its own."""
     true = FIGURES | TRUE
     return [
         claim.id
         for claim in rows.values()
         if claim.where != "text"
+        and claim.id in true.keys() & FALSE.keys()
         and (decide(claim, true[claim.id], True) is not HOLDS or decide(claim, FALSE[claim.id], True) is not REFUTED)
     ]
 

@@ -221,7 +221,7 @@ def test_an_operation_that_needs_its_data_is_unknown_and_told():
     asked.run([gone])
     assert asked[gone] == Hidden(None, "unknown")
     assert probe.assumptions([gone], asked) == [
-        "what aten.embedding.default allocates inside itself was not found out and is left out: 0 bytes"
+        "what aten.embedding.default allocates inside itself was not found out and is counted as 0 bytes"
     ]
 
 
