@@ -143,6 +143,25 @@ def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, m
     assert told in wrong_imports(tmp_path)
 
 
+def shape_problems(modules):
+    """Modules of {name: source} that are too long for one job, and rooms whose door does not say what they leave out."""
+    lines = {name: source.count("\n") for name, source in some(modules.items(), "modules")}
+    long = [f"{name} has {count} lines, 450 are enough" for name, count in lines.items() if count > 450]
+    rooms = {name.rpartition(".")[0] for name in modules if "." in name} & modules.keys()
+    doors = {room: ast.get_docstring(ast.parse(modules[room])) or "" for room in sorted(rooms)}
+    return long + [f"{room}: what is not covered?" for room, told in doors.items() if "ot covered" not in told]
+
+
+def test_modules_are_short_and_doors_say_what_is_behind_them():
+    assert shape_problems(modules()) == []
+
+
+def test_a_long_module_and_a_silent_door_are_reported():
+    silent = {"lab": '"""Experiments."""', "lab.task": "\n" * 451}
+    assert len(shape_problems(silent)) == 2
+    assert shape_problems({"lab": '"""Experiments. Not covered: lessons."""', "lab.task": "\n" * 450}) == []
+
+
 def test_modules_are_nouns():
     assert {path.stem for path in repository_files() if path.suffix == ".py"} & BANNED_NAMES == set()
 
