@@ -144,7 +144,7 @@ def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, m
 
 
 def shape_problems(modules):
-    """Modules of {name: source} that are too long for one job, and rooms whose door does not say what they leave out."""
+    """Modules of {name: source} that are too long for one job; rooms whose door does not say what they leave out."""
     lines = {name: source.count("\n") for name, source in some(modules.items(), "modules")}
     long = [f"{name} has {count} lines, 450 are enough" for name, count in lines.items() if count > 450]
     rooms = {name.rpartition(".")[0] for name in modules if "." in name} & modules.keys()
