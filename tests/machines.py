@@ -1,12 +1,22 @@
-"""What tests bring along: machines, an NVML for their GPUs, and a task that takes no time."""
+"""What tests bring along: machines, an NVML for their GPUs, a task that takes no time, and what a run of one yields."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
+from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
 from perf_helpers.lab.task import Task
 
 TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
+RUN = Run(
+    name="vanilla",
+    status="ok",
+    arguments={"bf16": True},
+    memory=Memory(peak_bytes=10, kind="counted", breakdown=dict.fromkeys(CATEGORIES, 1), phases={"step": 3}),
+    timing=Timing(0.5, 0.1, 2, 1, 8.0, (0.4, 0.6)),
+    losses=(1.0, 0.5),
+    value=[1, 2],
+)
 
 T4 = Gpu(0, "GPU-aaaa", "Tesla T4", 16_000_000_000, (7, 5), "580.1", 15_000_000_000)
 H200 = Gpu(1, "GPU-bbbb", "NVIDIA H200", 150_000_000_000, (9, 0), "580.1", 147_000_000_000)

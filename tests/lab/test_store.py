@@ -3,18 +3,9 @@
 import multiprocessing
 
 import pytest
+from machines import RUN
 
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
 from perf_helpers.lab.store import Store
-
-RUN = Run(
-    name="vanilla",
-    status="ok",
-    arguments={"bf16": True},
-    memory=Memory(peak_bytes=10, kind="counted", breakdown=dict.fromkeys(CATEGORIES, 1), phases={"step": 3}),
-    timing=Timing(0.5, 0.1, 2, 1, 8.0, (0.4, 0.6)),
-    losses=(1.0, 0.5),
-)
 
 
 def test_a_run_comes_back_as_it_was(tmp_path):
