@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from fake_leaves import fakes, leaf  # noqa: F401, the fixture is used by being here
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,16 +22,6 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten._to_copy.default
         return function(*args, **kwargs or {})
-
-
-@pytest.fixture(autouse=True)
-def fakes():
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def leaf(*shape, dtype=F32):
-    return torch.empty(*shape, dtype=dtype, requires_grad=True)
 
 
 def test_the_rules_of_autocast_are_those_that_this_torch_registers_for_cuda():

@@ -4,7 +4,8 @@ import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from fake_leaves import fakes, leaf  # noqa: F401, the fixture is used by being here
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,16 +40,6 @@ class Seen(TorchDispatchMode):
             self.live -= size
 
         return gone
-
-
-@pytest.fixture(autouse=True)
-def fakes():
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def leaf(*shape, dtype=F32):
-    return torch.empty(*shape, dtype=dtype, requires_grad=True)
 
 
 def saved(tensor):
