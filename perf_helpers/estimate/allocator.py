@@ -1,26 +1,27 @@
 """What a GPU's memory holds besides tensors: the segments of the caching allocator, cuBLAS' workspaces, the context.
 
-Covers how torch's CUDA allocator turns the births and deaths of tensors into segments taken from the device. Nothing
-here needs torch or a GPU. Each figure names the source that it was read in: see also `cuda.PARTS`.
+Covers how torch's CUDA allocator turns the births and deaths of tensors into segments taken from the device, with
+every option of PYTORCH_CUDA_ALLOC_CONF that decides about the device's memory. Nothing here needs torch or a GPU. Each
+figure names the source that it was read in: see also `cuda.PARTS`. Not covered: several streams, private pools (CUDA
+graphs), the allocator `backend:cudaMallocAsync`.
 """
 
 import bisect
 from collections.abc import Hashable, Iterable
 
-KIB, MIB = 1024, 1024**2
+from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, in_segments, shown
+
+KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
-SEGMENT_BYTES = 2 * MIB  # the smallest segment, and what larger ones are multiples of
 DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
+UNLIMITED = 1 << 62
+FIRST_ADDRESS = 0x7F0000000000  # of the first segment, as drivers give them
 
 
 def rounded(size: int) -> int:
     """Bytes of the block that holds `size` bytes: the next multiple of 512; 0 takes none."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def in_segments(size: int) -> int:
-    """Bytes of the segments that hold `size` bytes and nothing else: the next multiple of 2 MiB."""
-    return -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
 def workspace_bytes(compute_capability: tuple[int, int], training: bool = True) -> int:
@@ -57,67 +58,318 @@ def reserved_peak(log: Iterable[tuple[Hashable, int, int]]) -> int:
     return allocator.reserved_bytes
 
 
-class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator for one stream, with its default settings.
+class OutOfMemory(MemoryError):
+    """The card, or what is allowed of it, does not hold the bytes asked for, whatever is freed of the cache.
 
-    Follows c10/cuda/CUDACachingAllocator.cpp: malloc, get_free_block, should_split, free_block. Of two equally large
-    free blocks it takes the one at the lower address; a new segment is taken to have the highest address.
+    Attributes:
+        requested: bytes that were asked for.
+        allocated: bytes of the blocks in use.
+        reserved: bytes of the segments, once the cache was freed.
     """
 
-    def __init__(self):
-        self.reserved_bytes = 0  # of all segments taken
-        self.allocated_bytes = 0  # of all blocks in use
-        self._used: dict[Hashable, tuple[int, int, list]] = {}  # (first address, address behind the last, its pool)
-        self._small: list[tuple[int, int]] = []  # the pools: free blocks as (bytes, first address), sorted
-        self._large: list[tuple[int, int]] = []
-        # The other edge of each free block, by either edge: its first address, or the one behind its last. There is an
-        # address between two segments, so that blocks of both never touch.
-        self._edges: dict[int, int] = {}
-        self._next = 0  # first address of the next segment
+    def __init__(self, requested: int, allocated: int, reserved: int):
+        super().__init__(requested, allocated, reserved)
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+
+    def __str__(self) -> str:
+        return f"no room for {self.requested} bytes: {self.allocated} are allocated and {self.reserved} reserved"
+
+
+class CachingAllocator:
+    """The segments and blocks of torch's CUDA allocator for one stream.
+
+    Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
+    free_block, release_available_cached_blocks, release_cached_blocks, garbage_collect_cached_blocks and the expandable
+    segments. `results/measure_allocator.py` compares every count and every block with torch's own.
+
+    Of free blocks of one size torch 2.13 takes the one in the oldest segment, then the one at the lowest address, so
+    where the driver puts segments does not matter; before pull request 183591 the address alone decided. Here each lies
+    above all before. Only of two expandable segments of one pool the one at the lower address grows first, and which
+    that is no source says. The younger one is assumed, as in a rehearsal: Linux gives addresses from the top down.
+
+    Args:
+        settings: as torch reads them at its start; they stay.
+        capacity: bytes that the device has for segments: its memory less the context and whatever else holds of it.
+            None: the card's, else no limit.
+        card_bytes: bytes of the card, `total_memory` in torch: `per_process_memory_fraction` is a share of them, and
+            an expandable segment has 9/8 of them in addresses. ValueError where a fraction is set without them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        capacity: int | None = None,
+        card_bytes: int | None = None,
+    ):
+        settings = settings or Settings()
+        fraction = settings.per_process_memory_fraction
+        refuses = settings.throw_on_cudamalloc_oom and fraction == 1  # a smaller share is what torch looks at first
+        if card_bytes is None and (refuses or fraction < 1):
+            raise ValueError("per_process_memory_fraction is a share of the card's memory: give card_bytes")
+        self.settings = settings
+        self.requested_bytes = self.peak_requested_bytes = 0  # as asked for
+        self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
+        self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
+        self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
+        large_segment = settings.large_segment_size_mb * MIB
+        self._small, self._large = Pool(True, SEGMENT_BYTES), Pool(False, large_segment)
+        self._used: dict[Hashable, Part] = {}
+        self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
+        self._order, self._next = 0, FIRST_ADDRESS  # how many segments were taken; where the next one lies
+        self._spaces = Addresses(FIRST_ADDRESS)
+        self._device_bytes = 0  # taken of the device: segments in its pages
+        self._capacity = capacity if capacity is not None else card_bytes if card_bytes is not None else UNLIMITED
+        self._allowed = int(fraction * card_bytes) if fraction < 1 else UNLIMITED
+        self._refused_above = card_bytes if refuses else UNLIMITED
+        self._collects = settings.garbage_collection_threshold > 0 and fraction < 1
+        self._expands = settings.expandable_segments
+        self._divides = max(settings.roundup_power2_divisions) > 1
+        self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
+        self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
+        space = 4096 * GIB if card_bytes is None else card_bytes + card_bytes // 8
+        self._space = {pool.page: -(-space // pool.page) * pool.page for pool in (self._small, self._large)}
+
+    @property
+    def small_segments(self) -> int:
+        """Number of segments for blocks of up to 1 MiB. Expandable ones are not counted, as torch does not."""
+        return self._small.segments
+
+    @property
+    def large_segments(self) -> int:
+        """Number of segments for larger blocks. Expandable ones are not counted, as torch does not."""
+        return self._large.segments
 
     def allocate(self, key: Hashable, size: int) -> None:
-        """Place `size` bytes under the name `key`. Raises ValueError where it is in use."""
+        """Place `size` bytes under the name `key`.
+
+        Raises:
+            ValueError: the key is in use.
+            OutOfMemory: there is no room, whatever is freed of the cache.
+        """
         if key in self._used:
             raise ValueError(f"key={key!r} is born twice: give each block a key of its own while it lives")
-        size = rounded(size)
         if not size:
             return
-        is_small = size <= MIB
-        pool = self._small if is_small else self._large
-        smallest = bisect.bisect_left(pool, (size,))  # the smallest free block that holds it
-        first, end = self._taken(pool, smallest) if smallest < len(pool) else self._new_segment(size)
-        rest = end - first - size
-        if rest >= BLOCK_BYTES if is_small else rest > MIB:
-            self._put(pool, first + size, end)
-            end = first + size
-        self.allocated_bytes += end - first
-        self._used[key] = first, end, pool
+        requested, size = size, self._divided(size) if self._divides else -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        pool = self._small if size <= MIB else self._large
+        block = self._cached(pool, size) or self._new(pool, size, requested)
+        rest = block.size - size
+        if rest >= BLOCK_BYTES if pool.is_small or self._expands else rest > MIB and size < self._max_split:
+            pool.add(block.cut(size))
+        block.is_free = False
+        block.requested, block.key = requested, key
+        self._used[key] = block
+        self.requested_bytes += requested
+        self.allocated_bytes += block.size
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
 
     def free(self, key: Hashable) -> None:
         """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
-        if key not in self._used:
+        block = self._used.pop(key, None)
+        if block is None:
             return
-        first, end, pool = self._used.pop(key)
-        self.allocated_bytes -= end - first
-        if (other := self._edges.get(first)) is not None:
-            first, _ = self._taken(pool, bisect.bisect_left(pool, (first - other, other)))
-        if (other := self._edges.get(end)) is not None:
-            _, end = self._taken(pool, bisect.bisect_left(pool, (other - end, end)))
-        self._put(pool, first, end)
+        self.requested_bytes -= block.requested
+        self.allocated_bytes -= block.size
+        block.is_free = True
+        block.requested, block.key = 0, None
+        block.pool.join(block)
 
-    def _new_segment(self, size: int) -> tuple[int, int]:
-        segment = SEGMENT_BYTES if size <= MIB else 20 * MIB if size < 10 * MIB else in_segments(size)
-        first, end = self._next, self._next + segment
-        self.reserved_bytes += segment
-        self._next = end + 1
-        return first, end
+    def empty_cache(self) -> None:
+        """Give segments without a block in use back to the device, and such pages of expandable ones."""
+        for pool in (self._large, self._small):
+            for *_, block in list(pool.free):
+                if self._expands:
+                    self._unmap(block)
+                elif block.is_whole:
+                    self._release(block)
 
-    def _put(self, pool: list, first: int, end: int) -> None:
-        bisect.insort(pool, (end - first, first))
-        self._edges |= {first: end, end: first}
+    def reset_peaks(self) -> None:
+        """Peaks count from what there is now."""
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
-    def _taken(self, pool: list, index: int) -> tuple[int, int]:
-        """The edges of a free block, which is free no more."""
-        size, first = pool.pop(index)
-        del self._edges[first], self._edges[first + size]
-        return first, first + size
+    def segments(self) -> list[Segment]:
+        """Every segment with its blocks, by address."""
+        heads = sorted(self._heads.items())
+        return [segment for _, head in heads for segment in shown(head, self._expands)]
+
+    def _divided(self, size: int) -> int:
+        """Bytes of a block where sizes are rounded to steps between powers of two (roundup_power2_next_division)."""
+        steps = self.settings.roundup_power2_divisions[min(max(size.bit_length() - 21, 0), 15)]
+        if steps <= 1 or size <= BLOCK_BYTES * steps:
+            return rounded(size)
+        step = (1 << (size.bit_length() - 1)) // steps
+        return -(-size // step) * step
+
+    def _cached(self, pool: Pool, size: int) -> Part | None:
+        """The smallest free block that holds so much, no longer in its pool (get_free_block)."""
+        if self._collects:
+            pool.searches += 1
+        free = pool.free
+        index = bisect.bisect_left(free, (size,))
+        if index == len(free):
+            return None
+        if self._expands:  # a block counts with the addresses behind it, into which it can grow
+            while index + 1 < len(free) and free[index + 1][-1].reach() < free[index][-1].reach():
+                index += 1
+        found = free[index][0]
+        if found >= (self._max_split if size < self._max_split else size + self._max_rounding):
+            return None
+        return free.pop(index)[-1]
+
+    def _new(self, pool: Pool, size: int, requested: int) -> Part:
+        """A block of memory that is taken now (the rest of malloc)."""
+        if self._collects:
+            self._collect_garbage()
+        if self.reserved_bytes + self._segment_bytes(size) > self._refused_above:
+            raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
+        block = self._taken(pool, size)
+        if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
+            block = self._taken(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = self._taken(pool, size)
+        if block is None:
+            raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
+        return block
+
+    def _segment_bytes(self, size: int) -> int:
+        return SEGMENT_BYTES if size <= MIB else self._large.page if size < 10 * MIB else in_segments(size)
+
+    def _taken(self, pool: Pool, size: int) -> Part | None:
+        """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
+        segment = self._segment_bytes(size)
+        if self.reserved_bytes + segment > self._allowed:
+            return None
+        if self._expands:
+            return self._expanded(pool, size)
+        if self._device_bytes + in_segments(segment) > self._capacity:
+            return None
+        pool.segments += 1
+        self._reserve(segment, in_segments(segment))
+        return self._new_segment(pool, segment)
+
+    def _new_segment(self, pool: Pool, size: int) -> Part:
+        address = self._spaces.take(size) if self._expands else self._next
+        self._next += in_segments(size)
+        self._order += 1
+        block = self._heads[address] = Part(pool, address, size, address, self._order)
+        return block
+
+    def _reserve(self, size: int, device_bytes: int) -> None:
+        self.reserved_bytes += size
+        self._device_bytes += device_bytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
+
+    def _release(self, block: Part) -> None:
+        """Give a segment back that is one free block."""
+        pool = block.pool
+        pool.remove(block)
+        del self._heads[block.address]
+        pool.segments -= 1
+        self._reserve(-block.size, -in_segments(block.size))
+
+    def _released_enough(self, pool: Pool, size: int) -> bool:
+        """Give one block back that is too large to be split and holds so much, or several, the largest first; whether
+        that was enough (release_available_cached_blocks)."""
+        wanted, released = max(size, self._max_split), 0
+        index = bisect.bisect_left(pool.free, (wanted,))
+        if self._expands:
+            return False
+        if index < len(pool.free):
+            self._release(pool.free[index][-1])
+            return True
+        while released < wanted and pool.free and pool.free[-1][0] >= self._max_split:
+            released += pool.free[-1][0]
+            self._release(pool.free[-1][-1])
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Give unused large segments back that have been free for longer than the average, until less than the
+        threshold is reserved (garbage_collect_cached_blocks)."""
+        surplus = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._allowed)
+        if surplus <= 0:
+            return
+        pool, freed = self._large, True
+        whole = [block for *_, block in pool.free if block.is_whole]
+        total_age = sum(pool.searches - block.since for block in whole)
+        while surplus > 0 and freed and whole:
+            average, kept = total_age / len(whole), []
+            for block in whole:
+                age = pool.searches - block.since
+                if age >= average and not self._expands:
+                    surplus -= block.size
+                    total_age -= age
+                    self._release(block)
+                else:
+                    kept.append(block)
+            freed, whole = len(kept) < len(whole), kept
+
+    # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
+
+    def _expanded(self, pool: Pool, size: int) -> Part | None:
+        """A free block that has grown to hold so much (try_allocate_expandable_block)."""
+        block = self._expandable(pool, size)
+        if not block.is_mapped:
+            block = self._map(block, min(block.size, size))
+        while block is not None and block.size < size:
+            block = self._map(block.next, min(size - block.size, block.next.size)) if block.next is not None else None
+        if block is not None:
+            block.pool.remove(block)
+        return block
+
+    def _expandable(self, pool: Pool, size: int) -> Part:
+        """The lowest block that can grow to so much (find_expandable_block)."""
+        for _, block in pool.unmapped:
+            if block.previous is not None and block.previous.is_free:
+                block = block.previous
+            reach, part = 0, block
+            while reach < size and part is not None and part.is_free:
+                reach += part.size
+                part = part.next
+            if reach >= size:
+                return block
+        block = self._new_segment(pool, self._space[pool.page])
+        block.is_mapped = False
+        pool.add(block)
+        return block
+
+    def _map(self, block: Part, size: int) -> Part | None:
+        """Map memory to the first addresses of an unmapped block; the free block that holds it (map_block)."""
+        page = block.pool.page
+        size = -(-size // page) * page
+        if self._device_bytes + size > self._capacity:
+            return None
+        block.pool.remove(block)
+        if size < block.size:
+            block.pool.add(block.cut(size))
+        block.is_mapped = True
+        self._reserve(size, size)
+        return block.pool.join(block)
+
+    def _unmap(self, block: Part) -> None:
+        """Give the whole pages of a free block back, and its segment where nothing is left of it (unmap_block)."""
+        page = block.pool.page
+        begin = -(-(block.address - block.base) // page) * page + block.base
+        end = (block.address + block.size - block.base) // page * page + block.base
+        if begin >= end:
+            return
+        block.pool.remove(block)
+        if block.address < begin:
+            before, block = block, block.cut(begin - block.address)
+            block.pool.add(before)
+        if end < block.address + block.size:
+            block.pool.add(block.cut(end - block.address))
+        block.is_mapped = False
+        self._reserve(begin - end, begin - end)
+        block = block.pool.join(block)
+        if block.is_whole:
+            block.pool.remove(block)
+            del self._heads[block.address]
+            self._spaces.give(block.address)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
@@ -87,7 +87,10 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        return tree_map(lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf, arguments)
+        leaves, structure = tree_flatten(arguments)
+        # The last argument first: so a C++ compiler evaluates the arguments of a call.
+        cast = [self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf for leaf in reversed(leaves)]
+        return tree_unflatten(cast[::-1], structure)
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""
@@ -147,21 +150,19 @@ def _no_rule(name, *_):
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Accelerate, and with it the Trainer, autocasts fp16=True on a GPU only: here it does too."""
+    """Accelerate, and with it the Trainer, autocasts fp16=True and scales its loss on a GPU only: here it does too."""
     from accelerate import Accelerator
 
-    prepare = Accelerator.prepare_model
+    prepare = Accelerator.__init__
 
     @functools.wraps(prepare)
     def preparing(self, *args, **kwargs):
-        before = self.native_amp
-        self.native_amp = before or self.mixed_precision == "fp16"
-        try:
-            return prepare(self, *args, **kwargs)
-        finally:
-            self.native_amp = before  # else it looks for a GradScaler, of which nothing could be read here
+        prepare(self, *args, **kwargs)
+        if self.mixed_precision == "fp16" and self.scaler is None:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", **options)
 
-    return patch.object(Accelerator, "prepare_model", preparing)
+    return patch.object(Accelerator, "__init__", preparing)
 
 
 # ---- torch's private names and its operators

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from perf_helpers.estimate import autocast
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
-from perf_helpers.estimate.autocast import overload, private
+from perf_helpers.estimate.autocast import private
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -50,19 +50,15 @@ def emulated(
     parts: Collection[str] = tuple(PARTS),
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
-    sent: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[None]:
-    """A training on fake "cpu" tensors inside this context behaves as it would on CUDA.
+    """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
 
-    Fake tensors are on the device. Real ones, such as a batch, are on the host until `sent` reports them; whoever
-    counts the device's memory follows the fake ones and those reported. The operators of the whole process are replaced
-    meanwhile, so that C++ and Python callers alike get them.
+    The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
+    counts the device's memory follows it with `device.DeviceTracker`.
 
     Args:
         parts: names from `PARTS`; those that concern no tensor ("segments", ...) change nothing here.
         compute_capability: of the GPU; decides on the attention kernels.
-        sent: called with each tensor of a batch when accelerate's data loader sends it to the device. It stays real, so
-            that what a model reads from its data is right.
 
     Raises:
         ValueError: there is no such part.
@@ -79,17 +75,12 @@ def emulated(
             replacements["dropout"] = _dropout
         if "softmax" in parts:
             replacements |= {f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")}
-        if "scratch" in parts:
-            for name, needed in _SCRATCH.items():
-                replacements[name] = functools.partial(_with_scratch, overload(name), needed)
         for name, replacement in replacements.items():
             library.impl(name, replacement, "AutogradCPU")
         if "autocast" in parts:
             stack.enter_context(autocast.emulated(library))
         if "foreach" in parts:
             stack.enter_context(_foreach_allowed())
-        if "host_data" in parts and sent:
-            stack.enter_context(_sending_told(sent))
         yield
 
 
@@ -124,23 +115,6 @@ def _foreach_allowed() -> Iterator[None]:
         yield
 
 
-def _sending_told(sent: Callable[[torch.Tensor], None]) -> contextlib.AbstractContextManager:
-    """`sent` is called with every tensor that accelerate's data loader sends to the device."""
-    from accelerate import data_loader
-    from accelerate.utils import recursively_apply
-
-    send = data_loader.send_to_device
-
-    def tell(tensor):
-        sent(tensor)
-        return tensor
-
-    def telling(*args, **kwargs):
-        return recursively_apply(tell, send(*args, **kwargs))
-
-    return patch.object(data_loader, "send_to_device", telling)
-
-
 # ---- attention
 
 
@@ -151,7 +125,9 @@ def _attention(
     flash where it can be used."""
     aten = torch.ops.aten
     kernel = _attention_kernel(capability, cudnn, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if kernel == "math" or not isinstance(query, FakeTensor):
+    if kernel == "math" and isinstance(query, FakeTensor):
+        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not isinstance(query, FakeTensor):
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -162,15 +138,42 @@ def _attention(
         output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output if output.shape[-1] == size else output[..., :size]
     keep_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if attn_mask is not None and attn_mask.dtype is torch.bool:  # becomes 0 where it is true, else minus infinity
-        zero = attn_mask.new_zeros((), dtype=query.dtype)
-        attn_mask = torch.where(attn_mask.logical_not(), -math.inf, zero)
+    attn_mask = _additive(attn_mask, query.dtype)
     if kernel == "efficient" and attn_mask is not None:
-        if any(stride % 16 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
-            attn_mask = _padded(attn_mask, 16)[..., : attn_mask.shape[-1]]
+        if any(stride % 8 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
+            attn_mask = _padded(attn_mask, 8)[..., : attn_mask.shape[-1]]
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
     return run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
+
+
+def _additive(mask, dtype):
+    """The mask as it is added to scores: of a boolean one 0 where it is true, else minus infinity."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
+
+
+def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
+    """`_scaled_dot_product_attention_math` as for tensors that are no subclass: there the mask is added in place."""
+    dtype = query.dtype
+    mask = _additive(mask, dtype)
+    if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    wide = query, key, value  # noqa: F841, they live until the end
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    query = query * root
+    if causal:
+        mask = _additive(query.new_ones((query.shape[-2], key.shape[-2]), dtype=torch.bool).tril(), query.dtype)
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    weights = torch.matmul(query, key.transpose(-2, -1) * root)
+    weights = torch.softmax(weights, -1) if mask is None else torch.ops.aten._safe_softmax(weights.add_(mask), -1)
+    if dropout:
+        weights = torch.dropout(weights, dropout, True)
+    second = weights.to(dtype)  # noqa: F841, the kernel's other result, which the caller drops
+    return torch.matmul(weights, value).to(dtype)
 
 
 def _attention_kernel(capability, cudnn, query, key, value, mask, dropout, causal, enable_gqa) -> str:
@@ -193,6 +196,7 @@ def _attention_kernel(capability, cudnn, query, key, value, mask, dropout, causa
         and not dropout * 16 % 1
         and key.shape[2] > 1
         and not (dropout and query.shape[2] == 1)
+        and not (mask is not None and mask.requires_grad)
     ):
         return "cudnn"
     trains = any(tensor.requires_grad for tensor in inputs)
@@ -224,59 +228,3 @@ def _padded(tensor, multiple):
     """The tensor with zeros behind its last dimension, up to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-
-
-# ---- memory that an operation takes for itself while it runs: bytes, from the arguments of the operator
-
-
-def _with_scratch(function, needed, *args, **kwargs):
-    """The operator, with as many bytes as it takes for itself held while it runs."""
-    tensor = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-    scratch = tensor.new_empty(size, dtype=torch.uint8) if (size := needed(*args, **kwargs)) else None
-    with private("torch._C._AutoDispatchBelowAutograd")():
-        result = function(*args, **kwargs)
-    del scratch
-    return result
-
-
-def _flash_backward_bytes(_, query, key, value, *__, **___) -> int:
-    """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head."""
-    batch, heads, length, head = query.shape
-    rows = batch * heads * (-(-length // 128) * 128)
-    wide = -(-head // 32) * 32 if head <= 192 else 256
-    grouped = 0 if heads == key.shape[1] else 2 * batch * key.shape[2] * heads * head * query.element_size()
-    return 4 * rows * (wide + 1) + grouped
-
-
-def _efficient_backward_bytes(_, query, key, value, *__, **___) -> int:
-    """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each; in fp32 a product comes before the tiles."""
-    batch, heads, length, head = query.shape
-    side = 64 if head <= 64 else 128
-    tiles = -(-length // side) * -(-head // side)
-    rows = 4 * batch * heads * length
-    product = 0 if query.dtype in HALF else rows * (value.shape[-1] + 2)
-    return max(product, rows + batch * heads * tiles * (16 + 4 * side * side))
-
-
-def _embedding_backward_bytes(gradient, indices, weights, padding, scale_by_frequency, **_) -> int:
-    """Indices sorted, and a sum in fp32 for each run of up to 10 equal ones; few indices need neither."""
-    count = indices.numel()
-    if count <= 3072 and not scale_by_frequency:
-        return 0
-    runs = min(count, weights)
-    sums = count // 10 + runs
-    return indices.element_size() * (3 * count + 2 * runs + sums) + sums * gradient.shape[-1] * 4
-
-
-def _norm_bytes(tensors, *_, **__) -> int:
-    """A partial norm for each chunk of 65,536 elements, for all tensors as many as for the largest."""
-    return 4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // 65536)
-
-
-_SCRATCH: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_backward": _flash_backward_bytes,
-    "_scaled_dot_product_cudnn_attention_backward": _flash_backward_bytes,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward_bytes,
-    "embedding_dense_backward": _embedding_backward_bytes,
-    "_foreach_norm.Scalar": _norm_bytes,
-}

@@ -68,8 +68,7 @@ def fit(
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)  # nobody waits for it, and others may be measuring
     followed = follow_all(experiments, device, False, known, tell)
-    pairs = zip(followed, experiments, strict=True)
-    memories = [replace(memory_of(each, experiment, device)[0], timeline=None) for each, experiment in pairs]
+    memories = [replace(memory_of(each), timeline=None) for each in followed]
     apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
     return replace(_surface(followed, device, points, offered, known), apart=apart), memories
 

@@ -42,6 +42,11 @@ def depths(config) -> dict[str, int]:
     return {}
 
 
+def numberless(module: str) -> str:
+    """The name of a module with "*" for each number in it: the same in every layer."""
+    return _LAYER_NUMBER.sub(".*", module)
+
+
 def few_layers(depth: dict[str, int]) -> list[dict[str, int]]:
     """The depths that `extrapolated` needs: two layers of each kind and, kind by kind, the same with an extra layer."""
     base = dict.fromkeys(depth, _FOLLOWED)
@@ -77,13 +82,13 @@ def extrapolated(base: Trace, deeper: Sequence[Trace], depth: dict[str, int]) ->
     return base.replace(
         operations=[trace.operations[index] for trace, index in where],
         phases=[trace.phases[index] for trace, index in where],
-        modules=[_LAYER_NUMBER.sub(".*", trace.modules[index]) for trace, index in where],  # which layer is not known
+        modules=[numberless(trace.modules[index]) for trace, index in where],  # which layer is not known
         live=figures[:, _LIVE],
         before=figures[:, _BEFORE],
         high=figures[:, _HIGH],
         marks={label: grow(at, [other.marks[label] for other in deeper]) for label, at in base.marks.items()},
         parameters=grow(base.parameters, [other.parameters for other in deeper]),
-        reserved_bytes=None,  # how blocks fall into segments does not lie on a line
+        begins=None,
     )
 
 

@@ -18,6 +18,8 @@ from perf_helpers.lab.runs import Phase
 if TYPE_CHECKING:
     import torch
 
+    from perf_helpers.estimate.deepening import Log
+
 
 class Spec(NamedTuple):
     """A tensor among the arguments of an operation, without its content."""
@@ -140,8 +142,8 @@ class Trace:
     marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
     parameters: int  # numbers in the model's weights
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
-    reserved_bytes: int | None = None  # of the CUDA allocator, where it was replayed
-    log: Sequence[tuple[int, int, int]] = ()  # (key of a block, its bytes, +1 born or -1 dead), from the loading on
+    begins: np.ndarray | None = None  # (operations + 1,): events of the log before each; None where it is extrapolated
+    log: "Log | None" = None  # of births and deaths, where a device's memory is followed
 
     def replace(self, **changes) -> "Trace":
         return dataclasses.replace(self, **changes)

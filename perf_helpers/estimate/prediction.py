@@ -13,14 +13,14 @@ import itertools
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator, layers
+from perf_helpers.estimate import allocator, deepening, layers, replay
 from perf_helpers.estimate.operations import Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
@@ -44,6 +44,8 @@ class Device:
     kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
     compute_capability: tuple[int, int] = allocator.DEFAULT_CAPABILITY  # of the GPU
     parts: tuple[str, ...] = ()  # names of `cuda.PARTS` that are modelled
+    settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
+    memory_bytes: int | None = None  # that the card has for segments; None: enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Prediction:
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
     traced: str  # in words, which layers were followed
     own_bytes: int | None  # peak memory of the clean process
+    is_too_large: bool = False  # for the card whose memory was given
 
 
 def predict(experiment: Experiment, device: Device, every_layer: bool, known: "Known", tell: Tell) -> Prediction:
@@ -64,9 +67,10 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, known: "K
     """
     from perf_helpers.lab import meters
 
+    if device.kind == "cuda":
+        return _on_cuda(experiment, device, every_layer, known, tell)
     (followed,) = follow_all([experiment], device, every_layer, known, tell)
-    memory, of_device = memory_of(followed, experiment, device)
-    return Prediction(memory, (*followed.assumptions, *of_device), followed.traced, meters.peak_rss_bytes())
+    return Prediction(memory_of(followed), followed.assumptions, followed.traced, meters.peak_rss_bytes())
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -224,18 +228,19 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
     import torch
 
     from perf_helpers.estimate import cuda, trace
+    from perf_helpers.estimate.device import DeviceTracker
 
     torch.set_num_threads(1)
     device, cache = _fork["device"], _fork["cache"]
     if device.kind == "cpu":
         before = set(cache.known)
         followed = trace.follow(experiment, trace.FakeTracker(cache=cache))
-        return followed.replace(log=()), {key: cache.known[key] for key in cache.known.keys() - before}
-    granularity = allocator.BLOCK_BYTES if "rounding" in device.parts else 1
-    tracker = trace.FakeTracker(granularity, follow_host="host_data" not in device.parts)
-    with cuda.emulated(device.parts, compute_capability=device.compute_capability, sent=tracker.sent):
+        return followed, {key: cache.known[key] for key in cache.known.keys() - before}
+    tracker = DeviceTracker(device.compute_capability, device.parts)
+    paged = str(experiment.arguments.get("optim", "")).startswith("paged")
+    with cuda.emulated(device.parts, compute_capability=device.compute_capability), tracker.emulated(paged):
         followed = trace.follow(experiment, tracker)
-    return followed.replace(log=(), reserved_bytes=allocator.reserved_peak(followed.log)), {}
+    return followed.replace(log=deepening.recorded(tracker)), {}
 
 
 def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], device: Device, probe: "Probe") -> Followed:
@@ -246,17 +251,23 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
         trace, assumption = _sharded(trace, experiment.processes, divided, sum(depth.values()))
         assumptions.append(assumption)
     elif experiment.processes > 1:
-        assumptions.append(
-            "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
-        )
+        assumptions.append(_OF_REPLICAS)
     totals = trace.high
     if device.kind == "cpu":
         totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
         assumptions += unsure
-    traced = "every layer followed"
-    if depth:
-        traced = f"2 and 3 layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
-    return Followed(trace, totals, tuple(assumptions), traced, bool(depth))
+    told = _layers_told(depth, layers.few_layers(depth))
+    return Followed(trace, totals, tuple(assumptions), told, bool(depth))
+
+
+_OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
+
+
+def _layers_told(depth: dict[str, int], few: Sequence[dict[str, int]]) -> str:
+    if not depth:
+        return "every layer followed"
+    followed = " and ".join(map(str, sorted({count for each in few for count in each.values()})))
+    return f"{followed} layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
 
 
 def _sharded(trace: Trace, ranks: int, divided: tuple[Category, ...], layer_count: int) -> tuple[Trace, str]:
@@ -269,14 +280,20 @@ def _sharded(trace: Trace, ranks: int, divided: tuple[Category, ...], layer_coun
     spared = trace.live[:, columns].sum(axis=1) * (ranks - 1) // ranks
     live = trace.live.copy()
     live[:, columns] //= ranks
-    gathered = 0
-    if Category.WEIGHTS in divided:
-        weights = trace.live[:, TENSOR_CATEGORIES.index(Category.WEIGHTS)].max()
-        gathered = int(2 * weights // max(layer_count, 2))
-        live[:, TENSOR_CATEGORIES.index(Category.WEIGHT_COPIES)] += gathered
+    weights = int(trace.live[:, TENSOR_CATEGORIES.index(Category.WEIGHTS)].max())
+    gathered = _gathered(weights, divided, layer_count)
+    live[:, TENSOR_CATEGORIES.index(Category.WEIGHT_COPIES)] += gathered
     before, high = (total - spared + gathered for total in (trace.before, trace.high))
-    told = f"sharding: {', '.join(divided)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
-    return trace.replace(live=live, before=before, high=high), told
+    return trace.replace(live=live, before=before, high=high), _of_shards(ranks, divided, gathered)
+
+
+def _gathered(weights: int, divided: Collection[str], layer_count: int) -> int:
+    """Bytes of the two gathered layers that a rank holds besides its share."""
+    return 2 * weights // max(layer_count, 2) if Category.WEIGHTS in divided else 0
+
+
+def _of_shards(ranks: int, divided: Collection[str], gathered: int) -> str:
+    return f"sharding: {', '.join(divided)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
 
 
 def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
@@ -302,12 +319,12 @@ def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
 # ---- the memory
 
 
-def memory_of(followed: Followed, experiment: Experiment, device: Device) -> tuple[Memory, list[str]]:
-    """The memory of a training that was followed, and what was assumed of the device."""
+def memory_of(followed: Followed) -> Memory:
+    """The memory of a training that was followed; on CUDA before it is laid out in segments."""
     trace, totals = followed.trace, followed.totals
     peak = int(totals.argmax())  # the index of the operation
     marks = {label: _by_category(live) for label, live in trace.marks.items()}
-    memory = Memory(
+    return Memory(
         peak_bytes=int(totals[peak]),
         kind="estimated",
         peak_phase=trace.phases[peak].shown,
@@ -319,7 +336,6 @@ def memory_of(followed: Followed, experiment: Experiment, device: Device) -> tup
         timeline=None if followed.is_extrapolated else _timeline(trace, totals),
         parameters=trace.parameters,
     )
-    return _on_cuda(memory, trace, device, experiment.training) if device.kind == "cuda" else (memory, [])
 
 
 def _by_category(live: np.ndarray) -> dict[str, int]:
@@ -335,25 +351,51 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
     return meters.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())
 
 
-def _on_cuda(memory: Memory, trace: Trace, device: Device, training: bool) -> tuple[Memory, list[str]]:
-    """The memory with what no tensor shows on a GPU: workspaces, segments, the context."""
-    from perf_helpers.estimate import cuda
+# ---- on CUDA
 
-    parts, capability = device.parts, device.compute_capability
-    workspace = allocator.workspace_bytes(capability, training) if "cublas_workspace" in parts else 0
-    context = allocator.context_bytes(capability) if "context" in parts else None
-    told, reserved = cuda.assumptions(parts), None
-    if trace.reserved_bytes is None:
-        told.append("reserved: not predicted from a few layers; with every layer followed it is.")
-    elif "segments" in parts:
-        reserved = trace.reserved_bytes + allocator.in_segments(workspace)
-    peak = memory.peak_bytes + workspace
-    changed = replace(
+_DEEPEST = max(max(each.values()) for each in deepening.shallow({"layers": 0}))  # of the shallow models
+
+
+def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: Known, tell: Tell) -> Prediction:
+    """A training on CUDA: its births and deaths, those of few layers repeated where layers are alike, are replayed on
+    the allocator."""
+    from perf_helpers.estimate import cuda
+    from perf_helpers.lab import meters
+
+    plain = _plain(experiment)
+    depth = {} if every_layer or plain.function else _repeated(plain)
+    if max(depth.values(), default=0) <= _DEEPEST:
+        depth = {}
+    few = deepening.shallow(depth) if depth else [{}]
+    traces = _traces([plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.cache, tell)
+    log, parameters = traces[0].log, traces[0].parameters
+    if depth:
+        log = deepening.deepened([trace.log for trace in traces], depth)
+        each = [trace.parameters - parameters for trace in traces[1:]]
+        grown = zip(depth.values(), each, strict=True)
+        parameters += sum((count - deepening.FEW) * more for count, more in grown) // (_DEEPEST - deepening.FEW)
+        if log is None or parameters != known.parameters_of(experiment.task):
+            return _on_cuda(experiment, device, True, known, tell)
+    assumptions = []
+    if divided := _shards(experiment.arguments):
+        weights = sum(size for size, label in log.blocks if label.category == Category.WEIGHTS)
+        gathered = _gathered(weights, divided, sum(depth.values()))
+        log = replay.sharded(log, experiment.processes, divided, gathered)
+        assumptions.append(_of_shards(experiment.processes, divided, gathered))
+    elif experiment.processes > 1:
+        assumptions.append(_OF_REPLICAS)
+    if "segments" in device.parts:
+        found = replay.replayed(log, device.settings, device.memory_bytes)
+    else:
+        found = replay.summed(log, allocator.BLOCK_BYTES if "rounding" in device.parts else 1)
+    memory = found.memory()
+    context = allocator.context_bytes(device.compute_capability) if "context" in device.parts else None
+    memory = replace(
         memory,
-        peak_bytes=peak,
-        breakdown=explain(memory.breakdown, peak),
-        reserved_bytes=reserved,
+        parameters=parameters,
+        timeline=None if depth else _timeline(traces[0], found.highest(traces[0].begins)),
         context_bytes=context,
-        device_used_bytes=reserved + context if reserved and context else None,
+        device_used_bytes=memory.reserved_bytes + context if memory.reserved_bytes and context else None,
     )
-    return changed, told
+    told = (*assumptions, *cuda.assumptions(device.parts))
+    return Prediction(memory, told, _layers_told(depth, few), meters.peak_rss_bytes(), found.is_too_large)

@@ -30,7 +30,7 @@ from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
+from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Phase
 from perf_helpers.lab.tracker import Tracker, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
 
@@ -52,7 +52,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-"))
         # Modules stay where they are: fake weights cannot be exchanged for others.
-        stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))
+        if not tracker.places_modules:
+            stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
@@ -75,16 +76,15 @@ class FakeTracker(Tracker):
 
     Args:
         granularity: bytes that the size of each block is a multiple of.
-        follow_host: False: real tensors lie on the host, and only those count that operations on the device use or that
-            `sent` reports.
         cache: what is known of operations; None: nothing is to be kept, as where operations are emulated.
     """
 
-    def __init__(self, granularity: int = 1, follow_host: bool = True, cache: "OperationCache | None" = None):
+    places_modules = False  # whether a module that is sent to a device is to be noticed there
+
+    def __init__(self, granularity: int = 1, cache: "OperationCache | None" = None):
         super().__init__(granularity)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache
-        self.follow_host = follow_host
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
         self._any_uniform = False  # whether any fake tensor has a value that is known, see `_uniform_value`
 
@@ -102,10 +102,6 @@ class FakeTracker(Tracker):
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if any_fake and not self.follow_host:
-            for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
-                if not isinstance(tensor, FakeTensor) and tensor.dim():
-                    self.sent(tensor)
         operation = _operation(function, args, leaves, structure)
         self.begun.append((len(self.log), operation))
         if any_fake and function is aten._local_scalar_dense.default:
@@ -117,7 +113,9 @@ class FakeTracker(Tracker):
             result = self.cache.result(operation, function, args, tensors, self.fake, ask)
         else:
             result = self._fake_result(function, args, kwargs, operation)
-        if self._any_uniform and function._schema.is_mutable:
+        if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
+        elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
@@ -125,12 +123,6 @@ class FakeTracker(Tracker):
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
-
-    def sent(self, tensor: torch.Tensor) -> None:
-        """A real tensor goes to the device."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._blocks:
-            self._follow(storage, Category.INPUTS, "copy to the device")
 
     def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
@@ -147,16 +139,16 @@ class FakeTracker(Tracker):
         """What torch says an operation makes of fake tensors."""
         try:
             with self.fake:
-                return _as_kernels_do(function, args, kwargs)
+                return self.as_kernels_do(function, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise Invalid(
                 f"what {operation.name} makes in {self.modules.here() or 'the training'} depends on the values of its "
                 "operands, and an estimate has none: it can only be measured"
             ) from None
 
-    def _see(self, tensor, function, args, kwargs):
-        if self.follow_host or isinstance(tensor, FakeTensor):
-            super()._see(tensor, function, args, kwargs)
+    def as_kernels_do(self, function, args, kwargs):
+        """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
+        return _as_kernels_do(function, args, kwargs)
 
     def _storage(self, tensor):
         try:
@@ -234,7 +226,7 @@ def _as_kernels_do(function, args, kwargs):
         args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         return function(*args, **kwargs).to(dtype)
     result = function(*args, **kwargs)
-    weight = args[_WEIGHT_OF_NORM[function]] if function in _WEIGHT_OF_NORM else None
+    weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
     if weight is not None:
         # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
         out, *statistics = result
@@ -245,7 +237,7 @@ def _as_kernels_do(function, args, kwargs):
     return result
 
 
-_WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
+WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
 
 
 # ---- what operations make of fake tensors
@@ -399,12 +391,12 @@ class _Replica(torch.nn.parallel.DistributedDataParallel):
 
 def _traced(tracker: FakeTracker, parameters: int) -> Trace:
     """What the tracker saw from the first forward on, as arrays."""
-    column = {category: number for number, category in enumerate(TENSOR_CATEGORIES)}
+    column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
     for number, (block, sign) in enumerate(tracker.log, 1):
         changes[number, column[block.category]] = sign * block.bytes
     live = changes.cumsum(axis=0)  # row n: after n entries of the log
-    total = live.sum(axis=1)
+    total, live = live.sum(axis=1), live[:, : len(TENSOR_CATEGORIES)]
     births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
     begins = np.array([begin for begin, _ in tracker.begun[first:]] + [len(tracker.log)])
@@ -421,7 +413,7 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
         parameters=parameters,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
-        log=[(id(block), block.bytes, sign) for block, sign in tracker.log],
+        begins=begins,
     )
 
 

@@ -41,6 +41,7 @@ _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
 _FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
 _FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
+_OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
@@ -91,7 +92,7 @@ class Values(TorchFunctionMode):
         """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
-            known = tensor.is_cuda and _is_small(tensor) and (copied or (name in _FACTORIES and not given))
+            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
             if known and _compute(function, args, kwargs, [tensor]):
                 self._mark(True, tensor)
 
@@ -110,7 +111,8 @@ class Values(TorchFunctionMode):
             return  # views
         whole = name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
         sources = [] if name in _FACTORIES else given[1:] if whole else given
-        computable = all(map(self.is_known, sources)) and all(map(_is_small, [*given, *fresh]))
+        small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
+        computable = small and all(map(self.is_known, sources))
         if computable and _compute(function, args, kwargs, fresh):
             return self._mark(True, *fresh, *given[:whole])
         if not all(map(self.is_known, given)):
@@ -169,7 +171,7 @@ class Values(TorchFunctionMode):
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         there = tensor.to(device)
-        if _is_small(there):
+        if _is_small(there, "to"):
             self._fill(there, tensor)
         return there
 
@@ -202,8 +204,9 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
     return True
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (LARGEST if tensor.dtype in EXACT else LARGEST_FLOAT)
+def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
+    """Whether the values of a result are worth computing: a float tensor of one value may become a mask."""
+    return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,6 +284,14 @@ def install() -> None:
                 raise NeedsValues(value.why)
         return assert_close(*args, **kwargs)
 
+    truncated_normal = torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor, *args, **kwargs):
+        """It draws again until all values are inside its bounds: of a large weight there are none."""
+        large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
+        return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)
     # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.

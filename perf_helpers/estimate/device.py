@@ -1,0 +1,189 @@
+"""A training followed as on a GPU: which tensors lie on the device, and in which order its memory is asked for.
+
+All tensors of an estimate say that they are on the "cpu". What lies on the device is told by what happens to it: a
+module or a batch is sent there, and what an operation makes of tensors on the device lies there too.
+"""
+
+import contextlib
+import functools
+import itertools
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from perf_helpers.estimate import kernels
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker
+from perf_helpers.lab.runs import Category, Phase
+from perf_helpers.lab.tracker import Block, name_of
+
+# Functions of torch that make a tensor of no other: on the host, unless they are told where.
+_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
+_FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
+
+_PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
+
+
+class DeviceTracker(FakeTracker):
+    """Follows what lies on a GPU.
+
+    Args:
+        capability: the GPU's compute capability.
+        parts: names of `cuda.PARTS` that are modelled.
+    """
+
+    places_modules = True
+
+    def __init__(self, capability: tuple[int, int], parts: tuple[str, ...]):
+        super().__init__()
+        self._parts, self._kernels = parts, kernels.Kernels(capability)
+        self._holds_host = "host_data" not in parts  # what lies on the host counts too
+        self.is_there = False  # whether anything was sent to the device
+        self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
+        self._told: bool | None = None  # where a factory that runs just now was told to make its tensor
+        self._on_device = False  # whether the present operation runs on the device
+        self._on_host: set[int] = set()  # of its results, those that lie on the host
+        self._threads: set[bool] = set()  # that have multiplied: autograd's (True) and the one that called it
+
+    def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
+        """Whatever sends something to a GPU is noticed inside this context. `paged`: an optimizer
+        of bitsandbytes keeps its large states in memory of the host that the driver pages."""
+        stack = contextlib.ExitStack()
+        if paged:
+            from bitsandbytes.optim.optimizer import Optimizer8bit
+
+            stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
+        stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: self.sent_module(module)))
+        stack.enter_context(_Placing(self))
+        return stack
+
+    def _paged(self, kind: type):
+        plain = kind.get_state_buffer
+
+        @functools.wraps(plain)
+        def get_state_buffer(optimizer, weight, *args, **kwargs):
+            self._is_elsewhere = optimizer.is_paged and weight.numel() >= _PAGED
+            try:
+                return plain(optimizer, weight, *args, **kwargs)
+            finally:
+                self._is_elsewhere = False
+
+        return get_state_buffer
+
+    def sent_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Its parameters and buffers go to the device in the order of `Module._apply`."""
+        self.is_there = True
+        for child in module.children():
+            self.sent_module(child)
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is not None:
+                self.sent(tensor, Category.WEIGHTS)
+        return module
+
+    def sent(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
+        """A tensor goes to the device, unless it is there."""
+        storage = self._storage(tensor)
+        if storage is not None and storage._cdata not in self._blocks:
+            self._follow(storage, category, "copy to the device")
+
+    def told(self, is_device: bool | None) -> None:
+        """Where the tensors of a factory are to lie; None: it was not told."""
+        self._told = is_device
+
+    def lies_on_device(self, tensor: torch.Tensor) -> bool:
+        storage = self._storage(tensor)
+        return storage is not None and storage._cdata in self._blocks
+
+    def execute(self, function, args, kwargs):
+        given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        self._on_device = self._holds_host or (self.is_there and not self._is_elsewhere and self._runs_there(given))
+        if self._on_device and any(isinstance(tensor, FakeTensor) for tensor in given):
+            for tensor in given:  # a real one that meets a fake one was copied; a number stays on the host
+                if not isinstance(tensor, FakeTensor) and tensor.dim():
+                    self.sent(tensor)
+        result = super().execute(function, args, kwargs)
+        if self._on_device:
+            self._allocate(function, args, kwargs, result)
+        return result
+
+    def as_kernels_do(self, function, args, kwargs):
+        result = super().as_kernels_do(function, args, kwargs)
+        if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
+            return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
+        return result
+
+    def _runs_there(self, given: list[torch.Tensor]) -> bool:
+        if given:
+            return any(isinstance(tensor, FakeTensor) or self.lies_on_device(tensor) for tensor in given)
+        if self._told is not None:
+            return self._told
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+
+    def _see(self, tensor, function, args, kwargs):
+        if self._on_device and id(tensor) not in self._on_host:
+            super()._see(tensor, function, args, kwargs)
+
+    def tag(self, tensor, category, keep=()):
+        self.is_there |= category == Category.WEIGHTS  # a model that computes is on the device, however it came there
+        super().tag(tensor, category, keep)
+
+    def born(self, tensor, operation):
+        pass  # random states and numbers that autograd keeps: the host's
+
+    def _allocate(self, function, args, kwargs, result) -> None:
+        """What the operation asks the allocator for, in its order."""
+        held: list[Block] = []
+        self._on_host = set(map(id, kernels.on_host(function, result)))
+        for step in self._kernels.program(function, args, kwargs, result):
+            if isinstance(step, torch.Tensor):
+                self._see(step, function, args, kwargs)
+            elif "scratch" not in self._parts:
+                continue
+            elif isinstance(step, kernels.Free):
+                self.log.append((held.pop(step.index), -1))
+            else:
+                held.append(self._hold(step, name_of(function)))
+        if kernels.multiplies(function) and "cublas_workspace" in self._parts:
+            in_autograd = self.phase == Phase.BACKWARD
+            if in_autograd not in self._threads:
+                self._threads.add(in_autograd)
+                self._hold(self._kernels.workspace_bytes, "cuBLAS workspace")
+        for block in reversed(held):
+            self.log.append((block, -1))
+
+    def _hold(self, size: int, operation: str) -> Block:
+        block = Block(size, Category.INSIDE_OPERATIONS, operation)
+        self.log.append((block, +1))
+        return block
+
+
+class _Placing(TorchFunctionMode):
+    """Notices where Python wants tensors to be."""
+
+    def __init__(self, tracker: DeviceTracker):
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if not self._tracker.is_there:
+            return function(*args, **kwargs)
+        if name == "to":
+            result = function(*args, **kwargs)
+            if any(isinstance(each, torch.device | torch.Tensor) for each in (*args[1:2], *kwargs.values())):
+                self._tracker.sent(result)
+            return result
+        if name not in _FACTORIES:
+            return function(*args, **kwargs)
+        is_device = isinstance(kwargs.get("device"), torch.device)  # "cpu" in so many words is the host
+        self._tracker.told(is_device)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._tracker.told(None)
+        if name in ("tensor", "as_tensor") and is_device:
+            self._tracker.sent(result)
+        return result

@@ -1,0 +1,298 @@
+"""The double of torch's caching allocator against the allocator itself, on random traces of births and deaths.
+
+    python results/measure_allocator.py [--traces 500] [--seed 0] [--out results/allocator.json]
+
+torch's CUDA build runs in a rehearsal, a process for each configuration with its PYTORCH_CUDA_ALLOC_CONF. After every
+event the bytes allocated, reserved and requested, the numbers of small and large segments, the address of the new block
+and whether there was no room are compared; after every trace the peaks, the retries and each block of each segment.
+
+Addresses are compared as segment and place in it: the driver puts segments where it likes, and the double does not.
+"""
+
+import bisect
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import cloudpickle
+import measuring
+
+from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
+from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.segments import MIB
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+
+ROOM = CARDS["a100"]
+FULL = Card("1 GiB", (8, 0), 1524 * MIB)  # what a context takes of it leaves 1 GiB
+BARE = Card("1 GB", (8, 0), 10**9, context_bytes=0)
+CONFIGURATIONS = [
+    (ROOM, ""),
+    (ROOM, "expandable_segments:True"),
+    (ROOM, "max_split_size_mb:20"),
+    (ROOM, "max_split_size_mb:64"),
+    (ROOM, "max_split_size_mb:40,max_non_split_rounding_mb:50,large_segment_size_mb:32"),
+    (ROOM, "large_segment_size_mb:64"),
+    (ROOM, "large_segment_size_mb:11,expandable_segments:False"),
+    (ROOM, "roundup_power2_divisions:4"),
+    (ROOM, "roundup_power2_divisions:[1:2,4:8,16:0,32:1,>:4]"),
+    (ROOM, "roundup_power2_divisions:8,expandable_segments:True"),
+    (FULL, ""),
+    (FULL, "expandable_segments:True"),
+    (FULL, "expandable_segments:True,large_segment_size_mb:32"),
+    (FULL, "max_split_size_mb:20"),
+    (FULL, "max_split_size_mb:32,max_non_split_rounding_mb:100"),
+    (FULL, "per_process_memory_fraction:0.4"),
+    (FULL, "per_process_memory_fraction:0.5,expandable_segments:True"),
+    (FULL, "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6"),
+    (FULL, "per_process_memory_fraction:0.9,garbage_collection_threshold:0.2,max_split_size_mb:32"),
+    (FULL, "per_process_memory_fraction:0.5,garbage_collection_threshold:0.5,expandable_segments:True"),
+    (FULL, "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"),
+    (BARE, "throw_on_cudamalloc_oom:True"),
+    (BARE, "throw_on_cudamalloc_oom:True,expandable_segments:True"),
+    (BARE, ""),
+    (BARE, "expandable_segments:True"),
+    (FULL, "per_process_memory_fraction:0.6,garbage_collection_threshold:0.4,max_split_size_mb:48,"
+           "max_non_split_rounding_mb:64,large_segment_size_mb:26,roundup_power2_divisions:[2:4,>:2]"),
+]  # fmt: skip
+EDGES = [512, 4096, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 32 * MIB, 48 * MIB, 64 * MIB]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Event = tuple[int, int] | None  # (key, bytes), (key, 0) for its death, None: the cache is emptied
+
+
+def at_random(chance: random.Random, least: float, most: float, live_bytes: float) -> list[Event]:
+    """Births of `2**least` to `2**most` bytes, some sizes again and again, and deaths; about so many bytes live."""
+    events, live, sizes, total, emptied = [], {}, [], 0, chance.choice([0, 0, 0.02])
+    for key in range(chance.randint(50, 300)):
+        if live and (total > live_bytes or chance.random() < 0.42):
+            gone = chance.choice([*live]) if chance.random() < 0.6 else [*live][-1]
+            total -= live.pop(gone)
+            events.append((gone, 0))
+        elif chance.random() < emptied:
+            events.append(None)
+        else:
+            size = int(2 ** chance.uniform(least, most))
+            if sizes and chance.random() < 0.5:
+                size = chance.choice(sizes)
+            elif chance.random() < 0.1:
+                size = max(1, min(chance.choice(EDGES), int(2**most)) + chance.choice([-512, -1, 0, 1, 512]))
+            sizes.append(size)
+            live[key] = size
+            total += size
+            events.append((key, size))
+    return events
+
+
+def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
+    """Two or three steps of a transformer: weights, activations layer by layer, gradients against them, states."""
+    hidden, layers, words = (
+        chance.choice([128, 256, 384, 768]),
+        chance.randint(2, 5),
+        chance.choice([1000, 8192, 30522]),
+    )
+    size, count, events = chance.choice([2, 4]), iter(range(10**6)), []
+    free = live_bytes - 16 * (layers * 12 * hidden**2 + words * hidden)
+    rows = max(1, int(free * chance.uniform(0.3, 1.5) / (size * (layers * 30 * hidden + 2 * words))))
+
+    def born(*sizes: int) -> list[int]:
+        keys = [next(count) for _ in sizes]
+        events.extend(zip(keys, sizes, strict=True))
+        return keys
+
+    def dead(keys: list[int]) -> None:
+        events.extend((key, 0) for key in keys)
+
+    shapes = [words * hidden] + layers * [3 * hidden**2, 3 * hidden, hidden**2, hidden, *2 * [4 * hidden**2]]
+    weights = born(*(4 * shape for shape in shapes))
+    for step in range(chance.randint(2, 3)):
+        now = rows if chance.random() < 0.5 else chance.randint(1, rows)
+        saved = [born(8 * now)]
+        for _ in range(layers):
+            qkv, scratch = born(3 * now * hidden * size), born(now * hidden * size, now * hidden * size)
+            saved.append(qkv + born(now * hidden * size, 4 * now, 4 * now * hidden * size))
+            dead(scratch)
+        logits = born(now * words * size, now * words * 4)
+        gradients = []
+        for layer in reversed(saved):
+            flowing = born(now * hidden * size, 4 * now * hidden * size)
+            dead(layer)
+            gradients += born(*(4 * shape for shape in chance.sample(shapes[1:], 2)))
+            dead(flowing)
+        dead(logits)
+        if not step:
+            weights += born(*(4 * shape for shape in shapes), *(4 * shape for shape in shapes))
+        dead(born(*(4 * shape for shape in shapes[:3])))
+        dead(gradients)
+        if chance.random() < 0.2:
+            events.append(None)
+    return events
+
+
+def trace(seed: str, room: int) -> list[Event]:
+    """The events of a trace; `room` are the bytes that there are for it."""
+    chance = random.Random(seed)
+    family = chance.choice(["small", "large", "mixed", "edges", "training", "training"])
+    live = chance.uniform(0.1, 2.5) * room if room < 2048 * MIB else chance.uniform(0.1, 8) * 1024 * MIB
+    if family == "training":
+        return of_a_training(chance, live)
+    least, most = {"small": (0, 20.2), "large": (20, 27), "mixed": (0, 27), "edges": (19, 24)}[family]
+    return at_random(chance, least, most, live)
+
+
+def compare(text: str, seeds: list[str]) -> dict:
+    """Run traces on torch's allocator and on the double, in a process whose torch has these settings.
+
+    Returns the numbers of traces, events, requests that found no room and retries, and the first differences.
+    """
+    import torch
+
+    torch.empty(1, device="cuda")
+    torch.cuda.empty_cache()
+    capacity, card_bytes = torch.cuda.mem_get_info()
+    settings = Settings.parse(text)
+    room = int(settings.per_process_memory_fraction * capacity)
+    found = dict.fromkeys(("traces", "events", "out_of_memory", "retries"), 0) | {"mismatches": []}
+    for seed in seeds:
+        live, places = {}, {}
+        double = CachingAllocator(settings, capacity, card_bytes)
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch._C._cuda_memoryStats(0)["num_alloc_retries"]
+        for number, event in enumerate(trace(seed, room)):
+            there = performed(torch, live, event)
+            here = answered(double, event, places, there[-1])
+            found["events"] += 1
+            found["out_of_memory"] += there[-2]
+            if here != there:
+                found["mismatches"].append((seed, number, event, there, here))
+                break
+        else:
+            there, here = after(torch, retries), double_after(double, places)
+            found["retries"] += there[1]
+            if there != here:
+                found["mismatches"].append((seed, "at the end", there, here))
+        found["traces"] += 1
+        live.clear()
+        torch.cuda.empty_cache()
+    return found
+
+
+def performed(torch, live: dict, event: Event) -> tuple:
+    """What torch counts after an event: bytes, segments, whether there was no room, the new block's address."""
+    full, address = False, 0
+    if event is None:
+        torch.cuda.empty_cache()
+    elif event[1]:
+        try:
+            live[event[0]] = torch.empty(event[1], dtype=torch.uint8, device="cuda")
+            address = live[event[0]].data_ptr()
+        except torch.OutOfMemoryError:
+            full = True
+    else:
+        live.pop(event[0], None)
+    stats = torch._C._cuda_memoryStats(0)
+    counts = (stats[f"{name}_bytes"]["all"]["current"] for name in ("allocated", "reserved", "requested"))
+    return *counts, *(stats["segment"][f"{pool}_pool"]["current"] for pool in ("small", "large")), full, address
+
+
+def answered(double: CachingAllocator, event: Event, places: dict[int, int], there: int) -> tuple:
+    """The same of the double; `places` has torch's addresses of its segments, learned from the first block of each."""
+    full, address = False, 0
+    if event is None:
+        double.empty_cache()
+    elif event[1]:
+        try:
+            double.allocate(*event)
+            part = double._used[event[0]]
+            address = places.setdefault(part.order, there) + part.address - part.base
+        except OutOfMemory:
+            full = True
+    else:
+        double.free(event[0])
+    counts = double.allocated_bytes, double.reserved_bytes, double.requested_bytes
+    return *counts, double.small_segments, double.large_segments, full, address
+
+
+def after(torch, retries: int) -> tuple:
+    """What torch says at the end of a trace: peaks, retries, segments with their blocks."""
+    stats = torch._C._cuda_memoryStats(0)
+    peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved", "requested")]
+    segments = [
+        (
+            *(segment[name] for name in ("address", "total_size", "segment_type", "is_expandable")),
+            [(block["address"], block["size"], block["state"]) for block in segment["blocks"]],
+        )
+        for segment in torch.cuda.memory_snapshot()
+    ]
+    return peaks, stats["num_alloc_retries"] - retries, sorted(segments)
+
+
+def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
+    """The same of the double."""
+    states = {True: "inactive", False: "active_allocated"}
+    bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
+
+    def there(address: int) -> int:
+        return address + bases[bisect.bisect(bases, (address + 1,)) - 1][1]
+
+    segments = [
+        (
+            *(there(segment.address), segment.size, "small" if segment.is_small else "large", segment.is_expandable),
+            [(there(block.address), block.size, states[block.key is None]) for block in segment.blocks],
+        )
+        for segment in double.segments()
+    ]
+    peaks = [double.peak_allocated_bytes, double.peak_reserved_bytes, double.peak_requested_bytes]
+    return peaks, double.retries, sorted(segments)
+
+
+@contextlib.contextmanager
+def in_environment(text: str) -> Iterator[None]:
+    """Processes that begin meanwhile have these settings."""
+    kept = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = text
+    try:
+        yield
+    finally:
+        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+        if kept is not None:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = kept
+
+
+def rehearsed(card: Card, text: str, seeds: list[str]) -> tuple[dict, dict]:
+    """`compare` in a rehearsal with these settings, and the versions that took part."""
+    with in_environment(text), Rehearsal(card) as stage:
+        return stage.submit(compare, text, seeds).result(), stage.versions()
+
+
+def main() -> None:
+    from perf_helpers.lab import hardware
+
+    options = measuring.options(__doc__, traces=500, seed=0)
+    rows = []
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of each request that the device refuses
+    for number, (card, text) in enumerate(CONFIGURATIONS):
+        seeds = [f"{options.seed}-{number}-{index}" for index in range(options.traces)]
+        found, versions = rehearsed(card, text, seeds)
+        for mismatch in found["mismatches"][:3]:
+            print(mismatch, file=sys.stderr)
+        rows.append(
+            {"settings": text, "card_bytes": card.memory_bytes} | found | {"mismatches": len(found["mismatches"])}
+        )
+        print(rows[-1], flush=True)
+    names = ("traces", "events", "out_of_memory", "retries", "mismatches")
+    report = {
+        "what": "torch's caching allocator in a rehearsal against its double, compared after every event",
+        **{name: sum(row[name] for row in rows) for name in names},
+        "configurations": rows,
+        "machine": hardware.describe().name,
+        "versions": versions,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    measuring.keep(report, options.out, leave_out=("configurations",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The double of torch's caching allocator against the allocator itself, in rehearsals: some of what
+results/measure_allocator.py compares."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.rehearsal import Rehearsal, build
+
+if build.problem() or build.interpreter() is None:
+    pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def measure():
+    results = Path(__file__).parents[2] / "results"
+    sys.path.insert(0, str(results))  # for what the measuring scripts share
+    spec = importlib.util.spec_from_file_location("measure_allocator", results / "measure_allocator.py")
+    sys.modules["measure_allocator"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(results))
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_nearly_full_card_is_counted_as_torch_counts_it(measure, expandable):
+    """With several options at once, so that each rule takes part."""
+    text = "per_process_memory_fraction:0.6,garbage_collection_threshold:0.4,roundup_power2_divisions:[2:4,>:2]"
+    text += f",max_split_size_mb:48,large_segment_size_mb:26,expandable_segments:{expandable}"
+    found, _ = measure.rehearsed(measure.FULL, text, [f"test-{number}" for number in range(75)])
+    assert found["traces"] == 75 and found["out_of_memory"] > 5 and found["mismatches"] == []
+
+
+def test_default_settings_are_counted_as_torch_counts_them(measure):
+    found, _ = measure.rehearsed(measure.FULL, "", [f"test-{number}" for number in range(150)])
+    assert found["traces"] == 150 and found["retries"] > 20 and found["mismatches"] == []
+
+
+def test_a_double_with_another_rule_is_found_out(measure):
+    """The comparison can fail: 64 MiB instead of torch's 20 for a large segment."""
+    with measure.in_environment("large_segment_size_mb:64"), Rehearsal(measure.ROOM) as stage:
+        found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
+    assert found["mismatches"]
+
+
+SAID = {
+    "max_split_size_mb:20": True,
+    "max_split_size_mb:19": False,
+    "large_segment_size_mb:32,max_split_size_mb:20": False,
+    "large_segment_size_mb:10": False,
+    "max_non_split_rounding_mb:8": False,
+    "garbage_collection_threshold:1.0": False,
+    "garbage_collection_threshold:0": False,
+    "per_process_memory_fraction:0": True,
+    "per_process_memory_fraction:1.1": False,
+    "roundup_power2_divisions:4": True,
+    "roundup_power2_divisions:3": False,
+    "roundup_power2_divisions:[256:1,512:0,>:8]": True,
+    "roundup_power2_divisions:[3:2]": False,
+    "expandable_segments:true": False,
+    "throw_on_cudamalloc_oom:1": False,
+    "pinned_num_register_threads:8 , backend:native": True,
+    "max_split_size:20": False,
+}
+
+
+def accepted(text):
+    import torch
+
+    try:
+        torch.cuda.memory._set_allocator_settings(text)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def test_settings_are_refused_where_torch_refuses_them(measure):
+    def ours(text):
+        try:
+            return bool(Settings.parse(text))
+        except ValueError:
+            return False
+
+    with Rehearsal(measure.ROOM) as stage:
+        torch_says = stage.submit(lambda: {text: accepted(text) for text in SAID}).result()
+    assert torch_says == SAID
+    assert {text: ours(text) for text in SAID} == SAID
