@@ -32,6 +32,9 @@ DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data se
 Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")]
 Inference = Annotated[bool, typer.Option("--inference", help="Forward passes without gradients; memory only.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")]
+Snapshot = Annotated[
+    Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
+]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
@@ -116,6 +119,7 @@ def estimate(
     compute_capability: Capability = None,
     every_layer: Annotated[bool, typer.Option("--every-layer", help="Extrapolate nothing; gives a timeline.")] = False,
     inference: Inference = False,
+    snapshot: Snapshot = None,
     json_output: Json = False,
 ) -> None:
     """Predict the peak memory of a training without running it; no GPU is needed.
@@ -132,6 +136,7 @@ def estimate(
         processes=processes,
         every_layer=every_layer,
         training=not inference,
+        snapshot=snapshot,
         **given,
     )
     memory = estimated.memory
@@ -158,6 +163,7 @@ def rehearse(
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     inference: Inference = False,
+    snapshot: Snapshot = None,
     lessons: Annotated[str | None, typer.Option(help="Rehearse the course: all, core, or numbers as 05,06.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the course's rehearsal.")] = Path("build/rehearsal"),
     json_output: Json = False,
@@ -178,6 +184,10 @@ def rehearse(
         return int(bool(failed))
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
+        if snapshot is not None:
+            raise ValueError(
+                "--snapshot is for a model or a function; a command can call torch.cuda.memory._dump_snapshot"
+            )
         with _rehearsing():
             return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
     given = arguments.parse(context.args).given
@@ -186,7 +196,8 @@ def rehearse(
     task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
     with _rehearsing():
-        run = rehearsal.rehearse(what, on=on, task=task, processes=processes, inference=inference, **given)
+        settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
+        run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
     assumed = f"assumed: a CUDA context of {bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
     lines = [f"{function or model} on {on.name}, rehearsed: {run.status}"]
     if memory := run.memory:
@@ -226,7 +237,12 @@ def advise(
     processes: Processes = 1,
     device: Device = None,
     compute_capability: Capability = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Train with the first recipe for a few steps.")] = False,
+    context_memory: Annotated[
+        str | None, typer.Option("--context", help="Kept for the CUDA context, e.g. 450MiB; default: 530MiB.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train with the first recipe; without such a GPU it is rehearsed.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """The training arguments that fit a memory, the fastest first, and why not others.
@@ -243,9 +259,11 @@ def advise(
         avoid=avoid or [],
         device=device,
         compute_capability=_capability(compute_capability),
+        context_memory=context_memory,
         processes=processes,
     )
-    verification = room.verify(advice) if verify and advice.recipes else None
+    with _rehearsing():
+        verification = room.verify(advice) if verify and advice.recipes else None
     if json_output:
         _print(advice.to_dict() | {"verification": verification and verification.to_dict()})
     else:

@@ -69,17 +69,17 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
-def parse_bytes(memory: int | float | str) -> int:
+def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 1e6) -> int:
     """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
 
     Raises:
-        ValueError: anything else, and less than 1 MB.
+        ValueError: anything else, and fewer than `least`; it calls the argument by its `name`.
     """
     example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
     if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):
         size = float(text[1]) * _UNITS[text[2]]
     if isinstance(size, bool) or not isinstance(size, int | float) or not math.isfinite(size):
-        raise ValueError(f"memory={memory!r}: {example}")
-    if size < 1e6:
-        raise ValueError(f"memory={memory!r} is {size:g} bytes, in which nothing can be trained: {example}")
+        raise ValueError(f"{name}={memory!r}: {example}")
+    if size < least:
+        raise ValueError(f"{name}={memory!r} is {size:g} bytes, which is too few: {example}")
     return int(size)

@@ -36,6 +36,8 @@ README = HERE.parent / "README.md"
 PAGE = HERE / "README.md"
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
+PUBLISHED = HERE / "published.json"  # by results/published.py
+CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 MIB = 2**20
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
@@ -272,6 +274,49 @@ def _estimate() -> str:
     return "\n\n".join([about, _table(head, rows), told, error_table(on_gpus)])
 
 
+def cuda_tools() -> str:
+    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
+    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
+    head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
+    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
+    rows = []
+    for row in report["table"]:
+        names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
+        cells = [f"{row['tool']} {row['version']}".strip(), row["claims"], f"{row['answered']} of {row['asked']}"]
+        cells += [_share(row[name]) for name in names]
+        rows.append([*cells, f"{row['median_seconds']:.2g}", f"{row['most_own_bytes'] / MIB:.0f} MiB"])
+        rows[-1].append(row["cannot_express"])
+    versions = _versions(report, "torch", "transformers")
+    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
+    told = (
+        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
+        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
+    )
+    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, _table(head, rows), f"{told}."])
+
+
+def _published() -> str:
+    """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
+    report = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    errors = [
+        [kind, str(said["rows"]), *(_share(said[name]) for name in ("median", "percentile_95", "worst"))]
+        for kind, said in report["like_for_like"].items()
+    ]
+    rows = []
+    for row in report["table"]:
+        sizes = [row[name] for name in ("published", "predicted", "older_rules_add", "rehearsed")]
+        cells = ["" if size is None else f"{size:,.2f}" for size in sizes]
+        error = f"{row['error']:+.3%}"
+        rows.append([row["name"], row["quantity"], *cells, error if row["like_for_like"] else f"({error})"])
+    notes = {(row["name"].rsplit(": ", 1)[0], row["reason"]) for row in report["table"] if row["reason"]}
+    head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
+    about = f"{report['what']}. {_versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
+    told = "Sources, versions and set-ups stand in [published.toml](published.toml). In brackets, not like for like:"
+    parts = [about, _table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
+    return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), _table(head, rows)])
+
+
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{value:.2%}"
 
@@ -312,7 +357,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
-    return "\n\n".join([*parts, "## The estimate", _estimate()]) + "\n"
+    parts += ["## The estimate", _estimate(), "## The estimate against published measurements", _published()]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments=None) -> int:

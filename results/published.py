@@ -36,7 +36,7 @@ import published_loops  # noqa: E402
 import published_trainings  # noqa: E402
 
 from perf_helpers.estimate import cuda, estimate  # noqa: E402
-from perf_helpers.lab import Lab, Task, hardware  # noqa: E402
+from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402
 from perf_helpers.lab.runs import Memory  # noqa: E402
 from perf_helpers.lab.store import write_whole  # noqa: E402
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal  # noqa: E402
@@ -163,7 +163,19 @@ def rehearse(found: list[Row], folder: Path) -> Iterator[tuple[Row, Memory | Non
 def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
     """A row of the JSON: its facts, the figure and the prediction in MiB, and the error as a share of the figure."""
     predicted, today = said
-    kept = ("source", "date", "commit", "gpu", "versions", "setup", "quantity", "like_for_like", "reason", "older")
+    kept = (
+        "kind",
+        "source",
+        "date",
+        "commit",
+        "gpu",
+        "versions",
+        "setup",
+        "quantity",
+        "like_for_like",
+        "reason",
+        "older",
+    )
     return {
         "name": row.name,
         **{key: row.facts.get(key) for key in kept},
@@ -175,11 +187,23 @@ def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
     }
 
 
-def summary(made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the errors of rows that are like for like: how many, median, 95th percentile and worst, as shares."""
-    errors = sorted(abs(row["error"]) for row in made if row["like_for_like"])
-    high = errors[-(-95 * len(errors) // 100) - 1]  # one of them, so that it is an error that was made
-    return {"rows": len(errors), "median": statistics.median(errors), "percentile_95": high, "worst": errors[-1]}
+def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of the errors of rows that are like for like, all and by kind: how many, median, 95th percentile and worst."""
+    alike = [row for row in made if row["like_for_like"]]
+    kinds = {"all": alike} | {
+        kind: [row for row in alike if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in alike)
+    }
+    said = {}
+    for kind, chosen in kinds.items():
+        errors = sorted(abs(row["error"]) for row in chosen)
+        high = errors[-(-95 * len(errors) // 100) - 1]  # one of them, so that it is an error that was made
+        said[kind] = {
+            "rows": len(errors),
+            "median": statistics.median(errors),
+            "percentile_95": high,
+            "worst": errors[-1],
+        }
+    return said
 
 
 def main(arguments=None) -> int:
@@ -188,6 +212,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="sets with this in their name; others are kept")
     parser.add_argument("--rehearse", action="store_true", help="run each row on torch's own CUDA allocator too")
     options = parser.parse_args(arguments)
+    Arguments.of({})  # imports transformers, which two threads must not do at once
     everything = rows()
     chosen = [row for row in everything if options.only.lower() in row.name.lower()]
     before = {row["name"]: row for row in json.loads(RESULT.read_text())["table"]} if RESULT.exists() else {}

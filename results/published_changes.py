@@ -87,9 +87,24 @@ def early_cast_logits(model, arguments) -> None:
 
 
 def half_logits(model, arguments) -> None:
-    """The loss of models that never cast their logits, as GPT-BigCode up to transformers 4.48: cross-entropy in the type
-    of the weights, of a copy without the last position."""
+    """The loss of models that never cast their logits, as GPT-BigCode up to transformers 4.48: cross-entropy in 16 bits
+    of a copy without the last position."""
     model.loss_function = lambda logits, labels, vocab_size, **_: _shifted(logits, labels, vocab_size)
+
+
+def kept_keys(model, arguments) -> None:
+    """GPT-BigCode up to transformers 4.48 keeps keys and values for a cache although layers are checkpointed: views of
+    what gave queries too, which live until the model returns."""
+    import torch
+
+    kept = []
+    for name, module in model.named_modules():
+        if name.endswith(".c_attn"):
+            # Gradients are on where a layer is computed again in the backward, which keeps nothing.
+            module.register_forward_hook(
+                lambda module, inputs, output: None if torch.is_grad_enabled() else kept.append(output)
+            )
+    model.register_forward_hook(lambda *_: kept.clear())
 
 
 # ---- torch and transformers of the guides: torch up to 1.10, transformers of early 2022
@@ -145,7 +160,9 @@ def kept_input_of_softmax(model, arguments) -> None:
             result, _ = context.saved_tensors
             return torch._softmax_backward_data(gradient, result, context.dim, result.dtype), None
 
-    functional.softmax = lambda rows, dim, dtype=None, **_: Softmax.apply(rows if dtype is None else rows.to(dtype), dim)
+    functional.softmax = lambda rows, dim, dtype=None, **_: Softmax.apply(
+        rows if dtype is None else rows.to(dtype), dim
+    )
 
 
 def gelu_in_fp32(model, arguments) -> None:
@@ -186,6 +203,7 @@ CHANGES: dict[str, Callable] = {
         copied_logits,
         early_cast_logits,
         half_logits,
+        kept_keys,
         adamw_hf,
         adam_8bit,
         kept_gradients,

@@ -13,7 +13,7 @@ from typing import Any
 
 from perf_helpers.advise.choices import Candidate, Choices, native_precisions
 from perf_helpers.advise.remedies import Change, remedies
-from perf_helpers.advise.search import UNKNOWN_CONTEXT_BYTES, RecipeSearch
+from perf_helpers.advise.search import RecipeSearch
 from perf_helpers.advise.speeds import Evidence, Ranking
 from perf_helpers.estimate import DEFAULT_CAPABILITY, estimate
 from perf_helpers.lab import hardware, progress
@@ -24,13 +24,14 @@ from perf_helpers.lab.runs import Run
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
+from perf_helpers.rehearsal import build, card, rehearse
 from perf_helpers.texts import bytes_text, parse_bytes
 
-_NEEDED = {  # what `needed_bytes` stands for
-    "cpu": "Needed is counted memory: what the interpreter and its libraries hold comes on top.",
-    "cuda": "Needed is what the allocator reserves and the CUDA context; where that is not known, "
-    f"{UNKNOWN_CONTEXT_BYTES / 2**20:.0f} MiB are left for it, the guides' figure for a V100.",
-}
+# What is kept for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
+# out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
+# (results/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
+CONTEXT_BYTES = 530 * 2**20
+_CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Advice:
     effective_batch: int  # samples that an update sees
     processes: int  # ranks, one device each
     device: str  # "cpu" or "cuda"
+    compute_capability: tuple[int, int] | None  # of the GPU; None: a CPU
+    context_bytes: int  # of the memory, kept for the CUDA context; 0 on a CPU
     recipes: tuple[Recipe, ...]  # empty where nothing fits
     smallest: Recipe | None  # where nothing fits: the recipe that needs least
     changes: tuple[Change, ...]  # where nothing fits: what would make the smallest fit
@@ -124,26 +127,31 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The first recipe of an advice, predicted and measured; its run says what kind of bytes both are."""
+    """The peak of an advice's first recipe, predicted and found; its run says what kind of bytes both are."""
 
     recipe: Recipe
-    run: Run
+    run: Run  # measured, or rehearsed on a card as the advice has it
     predicted_bytes: int
-    measured_bytes: int | None  # None where the run failed
-    difference_bytes: int | None  # predicted less measured
+    found_bytes: int | None  # None where the run failed
+    difference_bytes: int | None  # predicted less found
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return bool(self.run.machine.get("rehearsed"))
 
     def to_dict(self) -> dict[str, Any]:
-        figures = {name: getattr(self, name) for name in ("predicted_bytes", "measured_bytes", "difference_bytes")}
-        memory = self.run.memory
-        return {"status": self.run.status, "message": self.run.message, "kind": memory and memory.kind} | figures
+        figures = {name: getattr(self, name) for name in ("predicted_bytes", "found_bytes", "difference_bytes")}
+        about = {"status": self.run.status, "message": self.run.message, "rehearsed": self.is_rehearsed}
+        return about | {"kind": self.run.memory and self.run.memory.kind} | figures
 
     def __repr__(self) -> str:
-        if self.measured_bytes is None:
-            return f"{self.recipe.name}: {self.run.status}, {self.run.message}"
-        share = self.difference_bytes / self.measured_bytes
+        where = f"on a {self.run.machine['name']}" if self.is_rehearsed else "measured"
+        if self.found_bytes is None:
+            return f"{self.recipe.name}, {where}: {self.run.status}, {self.run.message}"
+        share = self.difference_bytes / self.found_bytes
         return (
-            f"{self.recipe.name}: predicted {self.predicted_bytes:,} bytes, {self.run.memory.kind} "
-            f"{self.measured_bytes:,}, difference {self.difference_bytes:+,} ({share:+.2%})"
+            f"{self.recipe.name}, {where}: predicted {self.predicted_bytes:,} bytes, {self.run.memory.kind} "
+            f"{self.found_bytes:,}, difference {self.difference_bytes:+,} ({share:+.2%})"
         )
 
 
@@ -156,6 +164,7 @@ def advise(
     avoid: Iterable[str] = (),
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
+    context_memory: int | float | str | None = None,
     processes: int = 1,
     runs: Sequence[Run] | None = None,
     most: int = 5,
@@ -166,8 +175,10 @@ def advise(
 
     A recipe answers three questions, checkpointing, precision and optimizer, and takes the largest micro-batch that
     then fits; attention is the library's choice. One that only adds costs to a recipe that fits whole is left out.
-    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries; on CUDA what the
-    allocator reserves and the context.
+    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
+    training's births and deaths are followed on the caching allocator of a card of that memory, less the context: it
+    fits if that does not run out. Nothing is kept for fragmentation, which is in the figures; `results/advice.json` has
+    how often such advice kept its word.
 
     Args:
         memory: bytes of one device, or a text such as "16GB".
@@ -176,6 +187,8 @@ def advise(
         avoid: techniques or arguments that are not wanted, e.g. ["checkpointing", "adafactor", "accumulation"].
         device: "cpu" or "cuda"; None: this machine's.
         compute_capability: of the GPU, e.g. (8, 0); None: this machine's, else (9, 0).
+        context_memory: bytes of `memory` that are kept for the CUDA context, or a text such as "450MiB"; 0 where they
+            are off already. None: `CONTEXT_BYTES`, 530 MiB, which published out-of-memory messages suggest.
         processes: ranks of a data-parallel training, one device each.
         runs: measured runs to take speed ratios from; None: those kept in the user's cache.
         most: recipes to propose at most.
@@ -198,14 +211,17 @@ def advise(
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
     capability = tuple(compute_capability or here or DEFAULT_CAPABILITY)
+    context, kept = _kept(context_memory, kind, processes)
     choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     ranking = Ranking(choices, Evidence(machine, kind, capability, task, runs))
-    predict = functools.partial(estimate, device=kind, compute_capability=capability, processes=processes)
+    predict = functools.partial(estimate, device=kind, processes=processes)
+    if kind == "cuda":
+        predict = functools.partial(predict, compute_capability=capability, device_memory=max(limit - context, 0))
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, limit, choices, ranking, on_estimate=bar.update)
+        search = RecipeSearch(task_to_fit, predict, limit, context, choices, ranking, on_estimate=bar.update)
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
         changes = remedies(search, smallest) if smallest else ()
@@ -216,31 +232,65 @@ def advise(
         effective_batch=effective_batch,
         processes=processes,
         device=kind,
+        compute_capability=capability if kind == "cuda" else None,
+        context_bytes=context,
         recipes=tuple(_recipe(candidate, search, max(measured, default=None)) for candidate in fitting),
         smallest=smallest and _recipe(smallest, search, None),
         changes=changes,
-        notes=(_NEEDED[kind], *search.notes),
+        notes=(kept, *search.notes),
         assumptions=tuple(search.assumptions),
         estimates=search.count,
     )
 
 
 def verify(advice: Advice, lab: Lab | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps in a clean process: predicted against measured.
+    """Train with the first recipe of an advice for a few steps in a clean process: predicted against found.
+
+    Where this machine (or the lab's) has no such GPU, the training is rehearsed on a card of that memory, with the same
+    context: see `perf_helpers.rehearsal`, whose first use may take minutes.
 
     Raises:
-        ValueError: the advice has no recipe, or is for a device that this machine does not have.
+        ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.
+        RuntimeError: a rehearsal could not be set up; with the reason.
     """
     if not advice.recipes:
         raise ValueError("nothing fits, so there is no recipe to verify: make one of `advice.changes` first")
-    lab = lab or Lab()
-    if lab.machine.kind != advice.device:
-        raise ValueError(f"the advice is for {advice.device}, this is {lab.machine.name}: verify it where it will run")
-    recipe = advice.recipes[0]
+    recipe, machine = advice.recipes[0], lab.machine if lab else hardware.describe()
     task = _with_enough_data(advice.task, advice.effective_batch)
-    run = lab.train(recipe.name, task=task, measure="memory", processes=advice.processes, **recipe.arguments)
-    predicted, measured = recipe.peak_bytes, run.peak_bytes
-    return Verification(recipe, run, predicted, measured, None if measured is None else predicted - measured)
+    options = {"processes": advice.processes, **recipe.arguments}
+    if _has_device(machine, advice):
+        run = (lab or Lab()).train(recipe.name, task=task, measure="memory", **options)
+    elif advice.device == "cpu" or (why := build.problem()):
+        also = "" if advice.device == "cpu" else f"; {why}"
+        raise ValueError(
+            f"the advice is for {advice.device}, this is {machine.name}: verify it where it will run{also}"
+        )
+    else:
+        like = card(None, advice.compute_capability, advice.memory_bytes, advice.processes)
+        run = rehearse(task, on=dataclasses.replace(like, context_bytes=advice.context_bytes), **options)
+    predicted, found = recipe.peak_bytes, run.peak_bytes
+    return Verification(recipe, run, predicted, found, None if found is None else predicted - found)
+
+
+def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
+    """Whether a machine has the device that an advice is for."""
+    if advice.device != "cuda" or machine.kind != "cuda":
+        return machine.kind == advice.device
+    return any(gpu.capability in (None, advice.compute_capability) for gpu in machine.gpus)
+
+
+def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
+    """Bytes that are kept for the CUDA context, and what is said of them."""
+    if kind == "cpu":
+        if given is not None:
+            raise ValueError(f"context_memory={given!r}: a CPU has no CUDA context, leave it out")
+        return 0, "Needed is counted memory: what the interpreter and its libraries hold comes on top."
+    context, source = CONTEXT_BYTES, _CONTEXT_SOURCE
+    if given is not None:
+        context, source = parse_bytes(given, "context_memory", 0), "as you said"
+    told = f"Needed is what the allocator reserves, and {context / 2**20:,.0f} MiB that are kept for the CUDA context "
+    told += f"({source}). Nothing is kept for fragmentation: it is in the figures."
+    return context, told + (" NCCL's buffers come on top." if processes > 1 else "")
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from perf_helpers.advise.choices import Candidate
-from perf_helpers.advise.search import UNKNOWN_CONTEXT_BYTES, RecipeSearch, Search
+from perf_helpers.advise.search import RecipeSearch, Search
 from perf_helpers.texts import bytes_text
 
 _SHARDED = ("weights", "gradients", "optimizer_states")
@@ -44,7 +44,7 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     arguments, lengths = search.choices.arguments(smallest), range(_STEP, task.length(), _STEP)
 
     def needed(length: int) -> int:
-        return search.estimate(arguments, seq_len=length).needed_bytes(UNKNOWN_CONTEXT_BYTES)
+        return search.needed_by(search.estimate(arguments, seq_len=length))
 
     shorter = Search(lengths, needed, search.limit)
     if not (length := shorter.run()):

@@ -4,6 +4,10 @@ The peak of a training is the highest of its operations, and what is alive at ea
 micro-batch. So the peak is a maximum of linear functions of the micro-batch, which is convex: the straight line through
 two estimates bounds it from above between the two, and from below beyond them. A few estimates find the largest
 micro-batch that fits, and what is proposed was always estimated itself.
+
+On CUDA what the allocator reserves decides. It is no such function: near the end of the card cached segments are given
+back, and what does not fit is told as on a card without limit. So the lines are drawn through what is allocated, which
+no card can do without, and whether a size between them fits is asked.
 """
 
 import math
@@ -15,15 +19,13 @@ from typing import Any
 from perf_helpers.advise.choices import Candidate, Choices, Family
 from perf_helpers.advise.speeds import Ranking
 from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.estimate.allocator import context_bytes
 from perf_helpers.lab.processes import seconds_left
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.techniques import QUESTIONS
 
-UNKNOWN_CONTEXT_BYTES = context_bytes((7, 0))  # of a V100: left for the context of a GPU that nobody measured it on
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
 _FAR = 1.2  # a guess that is beyond the limit by this factor is believed
-_STEPS = 0.03  # a bound beyond the limit by less is not believed: the CUDA allocator's segments make the line a stair
+_STEPS = 0.03  # a bound beyond the limit by less is not believed: CUDA's blocks, not always split, make a stair of it
 
 
 @dataclass
@@ -33,6 +35,7 @@ class RecipeSearch:
     task: Task
     predict: Callable[..., MemoryEstimate]  # of a task with training arguments, for the device that is meant
     limit: int  # bytes that there are
+    context: int  # bytes of them that the CUDA context takes; 0 on a CPU
     choices: Choices
     ranking: Ranking
     on_estimate: Callable[[], Any]  # called after each estimate
@@ -90,10 +93,15 @@ class RecipeSearch:
         """The bytes that a recipe needs, estimated once."""
         if candidate not in self.estimates:
             self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
-        needed = self.estimates[candidate].needed_bytes(UNKNOWN_CONTEXT_BYTES)
+        needed = self.needed_by(self.estimates[candidate])
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
+
+    def needed_by(self, estimated: MemoryEstimate) -> int:
+        """The bytes that an estimate asks for: what the allocator reserves, on a CPU what is alive, and the context.
+        More than the limit just where the estimate says that it is too large for the card."""
+        return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
         """A new estimate for training arguments, of the task with these changes."""
@@ -119,6 +127,7 @@ class RecipeSearch:
             lambda size: self.needed(Candidate(family, size)),
             self.limit,
             model=next((search for search in related.values() if search.slope() is not None), None),
+            least=lambda size: self.estimates[Candidate(family, size)].peak_bytes + self.context,
             peak=lambda size: self._peak(Candidate(family, size)),
             outlier=self._whole,
         )
@@ -149,7 +158,8 @@ class RecipeSearch:
     def _whole_may_fit(self, family: Family, search: "Search") -> bool:
         """Whether all samples at once may fit where several micro-batches do not, whose gradients wait meanwhile."""
         waiting = max(self._gradients(Candidate(family, size)) for size in search.known)
-        return (search.line(self._whole) or max(search.known.values())) - waiting <= self.limit
+        line = search.line(self._whole, least=True)
+        return (line or max(map(search.least, search.known))) - waiting <= self.limit
 
     def _gradients(self, candidate: Candidate) -> int:
         return self.estimates[candidate].memory.breakdown["gradients"]
@@ -161,19 +171,24 @@ class RecipeSearch:
 
 @dataclass
 class Search:
-    """The largest of some sizes that fits, by few looks at what they need: a convex function of the size.
+    """The largest of some sizes that fits, by few looks at what they need: a convex function of the size, or more.
 
-    Between two known sizes their line is an upper bound: what fits by it does fit. Beyond them it is a lower bound:
-    what does not fit by it does not fit. Each look is taken between the two answers, until they are the same.
+    Between two known sizes their line is an upper bound: what fits by it does fit, or likely, where more is needed.
+    Beyond them that of the convex function is a lower bound: what does not fit by it does not fit. Each look is taken
+    between the two answers, until they are the same.
     """
 
     sizes: Sequence[int]  # ascending, above 0
     needed: Callable[[int], int]  # size -> bytes
     limit: int  # bytes that there are
+    least: Callable[[int], int] | None = None  # what is convex, of a size that was looked at; None: `needed`
     model: "Search | None" = None  # another search, whose slope is taken until this one has its own
     peak: Callable[[int], Any] = lambda size: None  # what decides at a size; where it is the model's, so is the slope
     outlier: int | None = None  # a size that lies on no line with the others
     known: dict[int, int] = field(default_factory=dict)  # size: bytes, of every size that was looked at
+
+    def __post_init__(self):
+        self.least = self.least or self.at
 
     def run(self, low: int = 0, first: int | None = None) -> int:
         """The largest size that fits; `low` where no larger one does.
@@ -198,26 +213,27 @@ class Search:
             self.known[size] = self.needed(size)
         return self.known[size]
 
-    def slope(self) -> float | None:
-        """The bytes that one more in size adds, over all known sizes; None where there are fewer than two."""
+    def slope(self, least: bool = False) -> float | None:
+        """The bytes that one more in size adds, over all known sizes; None where there are fewer than two. `least`: of
+        what is convex, here and below."""
         sizes = self._on_line()
-        return self._rise(sizes[0], sizes[-1]) if len(sizes) > 1 else None
+        return self._rise(sizes[0], sizes[-1], least) if len(sizes) > 1 else None
 
-    def line(self, size: int) -> float | None:
+    def line(self, size: int, least: bool = False) -> float | None:
         """The bytes of a size by the line through the two known ones nearest to it, or through one with the model's
         slope; None where there is no line."""
         sizes = self._on_line()
         if len(sizes) == 1 and self.model:
-            return self.known[sizes[0]] + self.model.slope() * (size - sizes[0])
+            return self._bytes(sizes[0], least) + self.model.slope(least) * (size - sizes[0])
         if len(sizes) < 2 and len(sizes := sorted(self.known)) < 2:
             return None
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
-        return self._through(sizes[right - 1], sizes[right], size)
+        return self._through(sizes[right - 1], sizes[right], size, least)
 
     def _next(self, low: int, open_to: list[int]) -> int | None:
         """The size to look at next; None where the bounds prove that none fits."""
-        if not (low or self.model):
-            return open_to[0]
+        if not (low or self.model):  # the largest first: where it fits no more are asked
+            return open_to[0] if self.known else open_to[-1]
         if self.line(open_to[-1]) is None:
             return open_to[-1]
         bounds = [self._lower_bound(size) for size in open_to]
@@ -234,19 +250,22 @@ class Search:
         sizes = self._on_line()
         place = bisect_left(sizes, size)
         before, after = sizes[:place][-2:], sizes[place:][:2]
-        bounds = [self._through(*pair, size) for pair in (before, after) if len(pair) == 2]
+        bounds = [self._through(*pair, size, least=True) for pair in (before, after) if len(pair) == 2]
         alone = len(before) == len(sizes) == 1 and self.model
         if alone and self.peak(before[0]) == self.model.peak(self.model._on_line()[-1]):
-            bounds.append(self.line(size))  # by convexity, the model's slope holds beyond
+            bounds.append(self.line(size, least=True))  # by convexity, the model's slope holds beyond
         return max(bounds, default=None)
 
     def _on_line(self) -> list[int]:
         """The known sizes without the outlier, ascending."""
         return sorted(self.known.keys() - {self.outlier})
 
-    def _through(self, one: int, other: int, size: int) -> float:
+    def _through(self, one: int, other: int, size: int, least: bool) -> float:
         """The bytes of a size by the line through two known ones."""
-        return self.known[one] + self._rise(one, other) * (size - one)
+        return self._bytes(one, least) + self._rise(one, other, least) * (size - one)
 
-    def _rise(self, one: int, other: int) -> float:
-        return (self.known[other] - self.known[one]) / (other - one)
+    def _rise(self, one: int, other: int, least: bool) -> float:
+        return (self._bytes(other, least) - self._bytes(one, least)) / (other - one)
+
+    def _bytes(self, size: int, least: bool) -> int:
+        return self.least(size) if least else self.known[size]

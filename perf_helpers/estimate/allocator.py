@@ -7,7 +7,8 @@ graphs), the allocator `backend:cudaMallocAsync`.
 """
 
 import bisect
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, in_segments, shown
@@ -93,6 +94,9 @@ class CachingAllocator:
             None: the card's, else no limit.
         card_bytes: bytes of the card, `total_memory` in torch: `per_process_memory_fraction` is a share of them, and
             an expandable segment has 9/8 of them in addresses. ValueError where a fraction is set without them.
+        on_event: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
+            that were asked for, and what torch's snapshots call "segment_alloc", "segment_free", "segment_map" and
+            "segment_unmap"; of "oom" it is told the bytes that the device has left instead of an address.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class CachingAllocator:
         settings: Settings | None = None,
         capacity: int | None = None,
         card_bytes: int | None = None,
+        on_event: Callable[[str, int, int], Any] | None = None,
     ):
         settings = settings or Settings()
         fraction = settings.per_process_memory_fraction
@@ -112,6 +117,7 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
         large_segment = settings.large_segment_size_mb * MIB
+        self._tell = on_event
         self._small, self._large = Pool(True, SEGMENT_BYTES), Pool(False, large_segment)
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
@@ -165,12 +171,16 @@ class CachingAllocator:
             self.peak_requested_bytes = self.requested_bytes
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
+        if self._tell:
+            self._tell("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
         """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
         block = self._used.pop(key, None)
         if block is None:
             return
+        if self._tell:
+            self._tell("free", block.address, block.requested)
         self.requested_bytes -= block.requested
         self.allocated_bytes -= block.size
         block.is_free = True
@@ -235,6 +245,8 @@ class CachingAllocator:
             self.retries += 1
             block = self._taken(pool, size)
         if block is None:
+            if self._tell:
+                self._tell("oom", self._capacity - self._device_bytes, size)
             raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
         return block
 
@@ -252,7 +264,10 @@ class CachingAllocator:
             return None
         pool.segments += 1
         self._reserve(segment, in_segments(segment))
-        return self._new_segment(pool, segment)
+        block = self._new_segment(pool, segment)
+        if self._tell:
+            self._tell("segment_alloc", block.address, segment)
+        return block
 
     def _new_segment(self, pool: Pool, size: int) -> Part:
         address = self._spaces.take(size) if self._expands else self._next
@@ -274,6 +289,8 @@ class CachingAllocator:
         del self._heads[block.address]
         pool.segments -= 1
         self._reserve(-block.size, -in_segments(block.size))
+        if self._tell:
+            self._tell("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
         """Give one block back that is too large to be split and holds so much, or several, the largest first; whether
@@ -351,6 +368,8 @@ class CachingAllocator:
             block.pool.add(block.cut(size))
         block.is_mapped = True
         self._reserve(size, size)
+        if self._tell:
+            self._tell("segment_map", block.address, size)
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
@@ -368,6 +387,8 @@ class CachingAllocator:
             block.pool.add(block.cut(end - block.address))
         block.is_mapped = False
         self._reserve(begin - end, begin - end)
+        if self._tell:
+            self._tell("segment_unmap", begin, end - begin)
         block = block.pool.join(block)
         if block.is_whole:
             block.pool.remove(block)

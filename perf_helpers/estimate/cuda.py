@@ -66,6 +66,7 @@ def emulated(
     """
     parts = known_parts(parts)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
         library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
         replacements: dict[str, Callable] = {}
         if "attention" in parts:
@@ -169,7 +170,7 @@ def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     weights = torch.matmul(query, key.transpose(-2, -1) * root)
-    weights = torch.softmax(weights, -1) if mask is None else torch.ops.aten._safe_softmax(weights.add_(mask), -1)
+    weights = torch.ops.aten._safe_softmax(weights if mask is None else weights.add_(mask), -1)
     if dropout:
         weights = torch.dropout(weights, dropout, True)
     second = weights.to(dtype)  # noqa: F841, the kernel's other result, which the caller drops

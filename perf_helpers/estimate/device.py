@@ -12,10 +12,11 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from perf_helpers.estimate import kernels
-from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
 from perf_helpers.lab.runs import Category, Phase
 from perf_helpers.lab.tracker import Block, name_of
 
@@ -32,17 +33,27 @@ class DeviceTracker(FakeTracker):
     Args:
         capability: the GPU's compute capability.
         parts: names of `cuda.PARTS` that are modelled.
+        is_function: a user's loop is followed, whose fake tensors are on the device from the start.
+        cache: what is known of operations on a GPU.
     """
 
     places_modules = True
 
-    def __init__(self, capability: tuple[int, int], parts: tuple[str, ...]):
-        super().__init__()
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        parts: tuple[str, ...],
+        is_function: bool = False,
+        cache: OperationCache | None = None,
+    ):
+        super().__init__(cache=cache)
+        self._is_function = is_function
         self._parts, self._kernels = parts, kernels.Kernels(capability)
         self._holds_host = "host_data" not in parts  # what lies on the host counts too
-        self.is_there = False  # whether anything was sent to the device
+        self.is_there = is_function  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self._told: bool | None = None  # where a factory that runs just now was told to make its tensor
+        self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
         self._on_host: set[int] = set()  # of its results, those that lie on the host
         self._threads: set[bool] = set()  # that have multiplied: autograd's (True) and the one that called it
@@ -84,7 +95,7 @@ class DeviceTracker(FakeTracker):
 
     def sent(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """A tensor goes to the device, unless it is there."""
-        storage = self._storage(tensor)
+        storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if storage is not None and storage._cdata not in self._blocks:
             self._follow(storage, category, "copy to the device")
 
@@ -104,6 +115,8 @@ class DeviceTracker(FakeTracker):
                 if not isinstance(tensor, FakeTensor) and tensor.dim():
                     self.sent(tensor)
         result = super().execute(function, args, kwargs)
+        if self._on_device and function.overloadpacket is torch.ops.aten.set_:
+            self.sent(result)  # another storage than it had
         if self._on_device:
             self._allocate(function, args, kwargs, result)
         return result
@@ -115,14 +128,18 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _runs_there(self, given: list[torch.Tensor]) -> bool:
+        self._given_there = bool(given)
         if given:
             return any(isinstance(tensor, FakeTensor) or self.lies_on_device(tensor) for tensor in given)
+        if self._is_function:
+            return True
         if self._told is not None:
             return self._told
         return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
     def _see(self, tensor, function, args, kwargs):
-        if self._on_device and id(tensor) not in self._on_host:
+        is_there = isinstance(tensor, FakeTensor) or not self._is_function or self._given_there
+        if self._on_device and is_there and id(tensor) not in self._on_host:
             super()._see(tensor, function, args, kwargs)
 
     def tag(self, tensor, category, keep=()):

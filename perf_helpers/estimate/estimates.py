@@ -6,6 +6,7 @@ learn of operations is kept for the next ones (`Knowledge`).
 """
 
 import dataclasses
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 
 from perf_helpers.estimate import prediction
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
+from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.prediction import Device, Tell
+from perf_helpers.estimate.snapshot import place, save
 from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import Memory
@@ -39,6 +42,7 @@ class MemoryEstimate:
     seconds: float  # that the prediction took
     own_bytes: int | None  # peak memory of the process that made it
     processes: int = 1  # ranks of the training; the figures are those of one rank
+    is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
 
     @property
     def peak_bytes(self) -> int:
@@ -63,12 +67,15 @@ def estimate(
     name: str = "",
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
+    device_memory: int | None = None,
+    allocator_settings: str = "",
     parts: Collection[str] | None = None,
     training: bool = True,
     optimizer: Callable | None = None,
     function: Callable[[Task], Any] | None = None,
     processes: int = 1,
     every_layer: bool = False,
+    snapshot: str | os.PathLike | None = None,
     timeout: float = 300,
     **arguments,
 ) -> MemoryEstimate:
@@ -81,12 +88,17 @@ def estimate(
         name: what the estimate is called in tables and pictures.
         device: "cpu" or "cuda"; None: this machine's.
         compute_capability: of the GPU, e.g. (9, 0) for an H100; None: this machine's, else (9, 0).
+        device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
+            given back, and what does not fit is told by `is_too_large`. None: enough for anything.
+        allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
         parts: names from `cuda.PARTS` that are modelled; None: all.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
         processes: ranks of a data-parallel training; the figures are those of one rank.
         every_layer: follow every layer instead of extrapolating from a few.
+        snapshot: a file to which the allocator's memory is written, and all that led to it from the loading of the
+            model on, for the viewer of torch's memory snapshots; on "cuda" only. It ends where there is no room.
         timeout: seconds that the prediction may take.
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
@@ -105,10 +117,15 @@ def estimate(
         training=training,
         processes=processes,
     )
-    whose = target(device, compute_capability, parts)
+    whose = target(device, compute_capability, parts, device_memory, allocator_settings)
     key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
-    if not (made := KNOWLEDGE.estimates.get(key)):
-        began, job = time.perf_counter(), (prediction.predict, experiment, whose, every_layer)
+    made, file = KNOWLEDGE.estimates.get(key), None
+    if snapshot is not None:
+        file = place(snapshot)
+        if "segments" not in whose.parts:
+            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda', with the part 'segments'")
+    if not made or file:
+        began, job = time.perf_counter(), (prediction.predict, experiment, whose, every_layer, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             said = KNOWLEDGE.ask(*job, model=task.model, timeout=timeout, on_percent=lambda at: bar.update(at - bar.n))
         made = MemoryEstimate(
@@ -122,7 +139,10 @@ def estimate(
             seconds=time.perf_counter() - began,
             own_bytes=said.own_bytes,
             processes=processes,
+            is_too_large=said.is_too_large,
         )
+        if file:
+            save(file, said.log, whose.settings, whose.memory_bytes)
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 
@@ -136,6 +156,8 @@ def target(
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
     parts: Collection[str] | None = None,
+    device_memory: int | None = None,
+    allocator_settings: str = "",
 ) -> Device:
     """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
     machine = hardware.describe()
@@ -147,7 +169,9 @@ def target(
     from perf_helpers.estimate import cuda
 
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), DEFAULT_CAPABILITY)
-    return Device(kind, tuple(compute_capability or here), cuda.known_parts(parts))
+    Settings.parse(allocator_settings)  # says what is wrong with them
+    known = cuda.known_parts(parts)
+    return Device(kind, tuple(compute_capability or here), known, allocator_settings, device_memory)
 
 
 class Knowledge:

@@ -70,9 +70,12 @@ class Kernels:
         tiles = -(-length // side) * -(-head // side)
         rows = 4 * batch * heads * length
         tiled = batch * heads * tiles * (16 + 4 * side * side)
+        copies = _contiguous(gradient.transpose(1, 2))
+        first = len(copies)
         if query.dtype in HALF:
-            return [*made, rows, tiled, Free(0), Free(0)]
-        return [*made, rows * value.shape[-1], rows, rows, Free(1), Free(0), tiled, Free(0)]
+            return [*copies, *made, rows, tiled, Free(first), Free(first)]
+        sums = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
+        return [*copies, *made, *sums, tiled, Free(first)]
 
     def _flash_forward(self, made, query, key, value, dropout_p=0.0, *_, **__):
         return [*made, 16] if dropout_p else made
@@ -116,6 +119,11 @@ class Kernels:
         parts = [runs * WORD, runs * WORD, _scan_bytes(runs), Free(first + 6)]
         return [*copies, *ordered, *made, *unique, *parts, WORD, sums * WORD, sums * gradient.shape[-1] * 4]
 
+    def _index(self, made, tensor, indices, *_, **__):
+        """Indices of 32 bits are widened (TensorAdvancedIndexing.cpp: make_info)."""
+        narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
+        return [*(index.numel() * WORD for index in narrow), *made]
+
     def _put(self, made, tensor, indices, values, accumulate=False, *_, **__):
         """Values that are added are sorted by their index first (cuda/Indexing.cu: index_put_with_sort_kernel)."""
         positions = [index for index in indices if index is not None]
@@ -158,6 +166,11 @@ class Kernels:
     def _softmax_backward(self, made, gradient, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
         return [*made, gradient.numel() * gradient.element_size()]
+
+    def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
+        """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
+        each, group = 4 * size * channels, 4 * size * groups
+        return [*made, each, each, group, group, each]
 
     def _convolution_backward(self, made, gradient, *_, **__):
         copies, bias = _contiguous(gradient), []
@@ -205,6 +218,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
     aten.embedding: Kernels._embedding,
     aten.embedding_dense_backward: Kernels._embedding_backward,
+    aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,
     aten.index_put_: Kernels._put,
     aten.index_put: Kernels._put,
@@ -214,6 +228,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._safe_softmax: Kernels._safe_softmax,
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution_backward: Kernels._convolution_backward,
+    aten.native_group_norm_backward: Kernels._group_norm_backward,
     aten.cumsum: Kernels._scan,
     aten._foreach_norm: Kernels._norms,
     aten._scaled_dot_product_flash_attention: Kernels._flash_forward,

@@ -57,9 +57,12 @@ class Prediction:
     traced: str  # in words, which layers were followed
     own_bytes: int | None  # peak memory of the clean process
     is_too_large: bool = False  # for the card whose memory was given
+    log: deepening.Log | None = None  # on CUDA: what it was predicted from
 
 
-def predict(experiment: Experiment, device: Device, every_layer: bool, known: "Known", tell: Tell) -> Prediction:
+def predict(
+    experiment: Experiment, device: Device, every_layer: bool, with_log: bool, known: "Known", tell: Tell
+) -> Prediction:
     """Predict the memory of one experiment. To be called by `with_known`: it replaces parts of torch.
 
     Raises:
@@ -68,7 +71,8 @@ def predict(experiment: Experiment, device: Device, every_layer: bool, known: "K
     from perf_helpers.lab import meters
 
     if device.kind == "cuda":
-        return _on_cuda(experiment, device, every_layer, known, tell)
+        said = _on_cuda(experiment, device, every_layer, known, tell)
+        return said if with_log else replace(said, log=None)  # it would travel with every estimate
     (followed,) = follow_all([experiment], device, every_layer, known, tell)
     return Prediction(memory_of(followed), followed.assumptions, followed.traced, meters.peak_rss_bytes())
 
@@ -88,10 +92,10 @@ class Known(contextlib.AbstractContextManager):
         from perf_helpers.estimate.probe import Probe
         from perf_helpers.estimate.trace import OperationCache
 
-        self.cache = OperationCache()  # what operations make
+        self.caches = {"cpu": OperationCache(), "cuda": OperationCache()}  # what operations make, by the device
         self.probe = Probe()  # what operations hide
         self.parameters: dict[str, int] = {}  # of models, by their task's identity
-        self._all = self.cache.known, self.probe.known, self.parameters
+        self._all = *(cache.known for cache in self.caches.values()), self.probe.known, self.parameters
         for news in learned:
             for known, more in zip(self._all, pickle.loads(news), strict=True):
                 known.update(more)
@@ -140,7 +144,7 @@ def follow_all(
         for each, depth in zip(plain, depths, strict=True)
         for few in layers.few_layers(depth)
     ]
-    traces = iter(_traces(shallow, device, known.cache, tell))
+    traces = iter(_traces(shallow, device, known.caches[device.kind], tell))
     followed: list[Followed | None] = []
     for experiment, depth in zip(experiments, depths, strict=True):
         base, *deeper = itertools.islice(traces, 1 + len(depth))
@@ -227,20 +231,30 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
     """The trace of an experiment, and what was learnt of operations."""
     import torch
 
-    from perf_helpers.estimate import cuda, trace
-    from perf_helpers.estimate.device import DeviceTracker
+    from perf_helpers.estimate import trace
 
     torch.set_num_threads(1)
     device, cache = _fork["device"], _fork["cache"]
-    if device.kind == "cpu":
-        before = set(cache.known)
+    before = set(cache.known)
+    if device.kind == "cuda":
+        followed = trace_of(experiment, device, cache)
+    else:
         followed = trace.follow(experiment, trace.FakeTracker(cache=cache))
-        return followed, {key: cache.known[key] for key in cache.known.keys() - before}
-    tracker = DeviceTracker(device.compute_capability, device.parts)
+    return followed, {key: cache.known[key] for key in cache.known.keys() - before}
+
+
+def trace_of(experiment: Experiment, device: Device, cache: "OperationCache | None" = None) -> Trace:
+    """The trace of an experiment on CUDA, every layer followed, with the log of its births and deaths. To be called in
+    a clean process: it replaces parts of torch."""
+    from perf_helpers.estimate import cuda, trace
+    from perf_helpers.estimate.device import DeviceTracker
+
+    is_function = experiment.function is not None
+    tracker = DeviceTracker(device.compute_capability, device.parts, is_function, cache)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.parts, compute_capability=device.compute_capability), tracker.emulated(paged):
         followed = trace.follow(experiment, tracker)
-    return followed.replace(log=deepening.recorded(tracker)), {}
+    return followed.replace(log=deepening.recorded(tracker))
 
 
 def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], device: Device, probe: "Probe") -> Followed:
@@ -367,7 +381,7 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
     if max(depth.values(), default=0) <= _DEEPEST:
         depth = {}
     few = deepening.shallow(depth) if depth else [{}]
-    traces = _traces([plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.cache, tell)
+    traces = _traces([plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.caches[device.kind], tell)
     log, parameters = traces[0].log, traces[0].parameters
     if depth:
         log = deepening.deepened([trace.log for trace in traces], depth)
@@ -398,4 +412,4 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
         device_used_bytes=memory.reserved_bytes + context if memory.reserved_bytes and context else None,
     )
     told = (*assumptions, *cuda.assumptions(device.parts))
-    return Prediction(memory, told, _layers_told(depth, few), meters.peak_rss_bytes(), found.is_too_large)
+    return Prediction(memory, told, _layers_told(depth, few), meters.peak_rss_bytes(), found.is_too_large, log)

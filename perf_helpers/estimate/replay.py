@@ -36,8 +36,8 @@ class Replay:
     def memory(self) -> Memory:
         """As a lab measures it."""
         positions = {label: position for label, position in self.log.marks if label != "start"}
-        last = self.log.events[self.peak - 1]
-        label = self.log.blocks[last if last >= 0 else ~last][1]
+        events = self.log.events[: self.peak] or [0]
+        label = self.log.blocks[events[-1] if events[-1] >= 0 else ~events[-1]][1]
         return Memory(
             peak_bytes=int(self.allocated[self.peak]),
             kind="estimated",

@@ -76,7 +76,7 @@ class FakeTracker(Tracker):
 
     Args:
         granularity: bytes that the size of each block is a multiple of.
-        cache: what is known of operations; None: nothing is to be kept, as where operations are emulated.
+        cache: what is known of operations; None: nothing is kept.
     """
 
     places_modules = False  # whether a module that is sent to a device is to be noticed there
@@ -95,6 +95,8 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
             return args[0].fake_device
+        if any(not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a tensor made of tensors: what it does with them is what is followed
         return self.watch(function, args, kwargs)
 
     def execute(self, function, args, kwargs):
@@ -129,6 +131,8 @@ class FakeTracker(Tracker):
         right for whoever looks at them."""
         if tensors:
             return all(tensor.numel() < _LARGE for tensor in tensors)
+        if function is aten.empty.memory_format and not math.prod(args[0]):
+            return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) < _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 
@@ -277,9 +278,22 @@ def serve(descriptor: int) -> None:
 
 def _preload() -> None:
     """Import what jobs need; a module that this version of a library lacks is left out."""
-    for name in PRELOAD + (() if hardware.describe().gpus else ("bitsandbytes",)):
+    has_gpus = bool(hardware.describe().gpus)
+    if has_gpus:
+        _import_torchao()
+    for name in PRELOAD + (() if has_gpus else ("bitsandbytes",)):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def _import_torchao() -> None:
+    """transformers imports torchao where it is installed, which asks a GPU what it can do: no fork could use the GPU
+    afterwards. Here it finds none to ask."""
+    import torch
+
+    with patch.object(torch.cuda, "is_available", lambda: False), contextlib.suppress(ImportError):
+        importlib.import_module("torchao.quantization")
+        importlib.import_module("torchao.prototype.safetensors.safetensors_support")
 
 
 # ------------------------------------------------------------------------------------------------ the clean process

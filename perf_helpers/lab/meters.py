@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import dataclasses
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -122,11 +123,13 @@ class MemoryMeter:
 
     def __enter__(self):
         self._context_bytes = _context_cost() if self._cuda else None
+        self._stack = contextlib.ExitStack()
         if self._cuda:
             self._tracker = _CudaTracker()
+            if file := os.environ.get("REHEARSAL_SNAPSHOT"):
+                self._stack.enter_context(_recorded(file))
         else:
             self._tracker = _CpuTracker() if self._categories else _CpuWatcher()
-        self._stack = contextlib.ExitStack()
         if not self._cuda:
             self._profile = self._stack.enter_context(
                 torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
@@ -225,6 +228,20 @@ class _Account:
     peak_operation: int  # index of the operation it fell in; -1: before the first
     at_marks: list[int]  # the total at each mark
     at_operations: list[int]  # the highest total during each operation
+
+
+@contextlib.contextmanager
+def _recorded(file: str):
+    """Torch's own memory snapshot of what its allocator does meanwhile; of several ranks the first one writes it."""
+    memory = torch.cuda.memory
+    memory._set_memory_metadata("rehearsed by perf-helpers: nothing was computed")
+    memory._record_memory_history(stacks="python")
+    try:
+        yield
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            memory._dump_snapshot(file)
+        memory._record_memory_history(None)
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:

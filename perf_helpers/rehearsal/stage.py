@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from perf_helpers.estimate.snapshot import place
 from perf_helpers.lab import Lab, Task, hardware
 from perf_helpers.lab.runs import Run
 from perf_helpers.rehearsal import build
@@ -29,6 +30,7 @@ def rehearse(
     task: Task | None = None,
     processes: int = 1,
     inference: bool = False,
+    snapshot: str | os.PathLike | None = None,
     timeout: float = 600,
     **arguments,
 ) -> Run:
@@ -39,6 +41,7 @@ def rehearse(
         on: a card or its name; or say `compute_capability` and `device_memory`, in bytes or as "16GB".
         processes: ranks, each on a device of its own.
         inference: forward passes without gradients.
+        snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
         timeout: seconds.
         arguments: training arguments, as `Lab.train` takes them.
 
@@ -51,7 +54,7 @@ def rehearse(
         RuntimeError: no rehearsal is possible here; with what is missing.
     """
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
-    with Rehearsal(replace(chosen, devices=max(chosen.devices, processes))) as stage:
+    with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
         lab = Lab("gpu", executor=stage, timeout=timeout)
         if not isinstance(what, Task):
             return lab.run(what, task=task, measure="memory", processes=processes)
@@ -112,11 +115,18 @@ class Rehearsal(ThreadPoolExecutor):
 
     Use as a context manager, or `shutdown` it: the process behind it ends with it, and with this process.
 
+    Args:
+        on: the card.
+        snapshot: a file to which torch writes what its allocator did, for the viewer of its memory snapshots, whenever
+            an experiment's memory has been rehearsed, also where there was no room. Of several ranks it is the first's.
+
     Raises:
+        ValueError: no file can be made there.
         RuntimeError: no rehearsal is possible here; with what is missing.
     """
 
-    def __init__(self, on: Card):
+    def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
+        variables = {"REHEARSAL_SNAPSHOT": str(place(snapshot))} if snapshot is not None else {}
         super().__init__(1)  # one request at a time
         self._open = contextlib.ExitStack()
         python, environment = self._open.enter_context(command(on))
@@ -125,7 +135,7 @@ class Rehearsal(ThreadPoolExecutor):
             code = f"from perf_helpers.rehearsal import stage; stage.serve({theirs.fileno()})"
             # Its standard output is the caller's standard error: what is printed there is no result.
             files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
-            self._process = subprocess.Popen([python, "-c", code], env=environment, **files)
+            self._process = subprocess.Popen([python, "-c", code], env=environment | variables, **files)
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
         return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))

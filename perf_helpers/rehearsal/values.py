@@ -291,6 +291,7 @@ def install() -> None:
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
 
+    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
     torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)

@@ -13,7 +13,7 @@ from perf_helpers.lab.runs import Memory, Run, Timing
 MB = 10**6
 
 
-def synthetic(task, *, device="cpu", processes=1, compute_capability=None, **arguments):
+def synthetic(task, *, device="cpu", processes=1, compute_capability=None, device_memory=None, **arguments):
     """An estimate by formula: weights and gradients of 100 MB each, states by optimizer, activations by tokens."""
     states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
     size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))

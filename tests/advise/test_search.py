@@ -1,10 +1,13 @@
 """The search: the largest size that fits, by few looks, and what it makes of a family without looking."""
 
+import itertools
 import random
 
 import pytest
 
 from perf_helpers.advise import search
+from perf_helpers.estimate import replay
+from perf_helpers.estimate.deepening import Label, Log
 
 MB = 10**6
 
@@ -54,6 +57,42 @@ def test_on_any_convex_curve_the_search_finds_the_largest_size_that_fits():
         assert found == sum(peak <= limit for peak in needed)
 
 
+def test_what_is_reserved_decides_though_it_is_no_convex_function():
+    """Up to a third more than is allocated is needed, and what does not fit is told with up to a half more."""
+    rng = random.Random(2)
+    for _ in range(300):
+        lines = [(rng.uniform(0, 50), rng.uniform(0, 5000)) for _ in range(5)]
+        sizes = range(1, rng.randrange(2, 300))
+        least = [max(slope * size + rest for slope, rest in lines) for size in sizes]
+        enough = [*itertools.accumulate((each * rng.uniform(1, 1.3) for each in least), max)]
+        limit = rng.randrange(round(min(least)) - 100, round(max(least)) + 100)
+        told = [min(limit, each * 1.1) if each <= limit else each * rng.uniform(1, 1.5) for each in enough]
+        asked = search.Search(sizes, lambda n, told=told: told[n - 1], limit, lambda n, least=least: least[n - 1])
+        assert asked.run() == sum(each <= limit for each in enough)
+        assert len(asked.known) <= 12
+
+
+def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
+    """So what is needed is more than there is just where the estimate says that it does not fit."""
+    rng, label, outcomes = random.Random(3), Label("op", "activations", "forward", ""), set()
+    for _ in range(300):
+        alive, events, blocks = [], [], []
+        for _ in range(rng.randrange(5, 80)):
+            if alive and rng.random() < 0.45:
+                events.append(~alive.pop(rng.randrange(len(alive))))
+            else:
+                alive.append(len(blocks))
+                events.append(len(blocks))
+                blocks.append((round(2 ** rng.uniform(5, 25)), label))
+        log = Log(blocks, events, [("start", rng.randrange(len(events)))])
+        free = replay.replayed(log).reserved_peak
+        card = rng.randrange(free // 2, free + 2**22)
+        found = replay.replayed(log, capacity=card)
+        assert found.is_too_large == (found.reserved_peak > card)
+        outcomes.add((found.is_too_large, found.reserved_peak < free))
+    assert outcomes == {(True, False), (False, False), (False, True)}, "some fit because the cache is given back"
+
+
 def test_the_search_ends_whatever_it_is_told():
     rng = random.Random(0)
     for _ in range(500):
@@ -65,7 +104,7 @@ def test_the_search_ends_whatever_it_is_told():
 
         slope, outlier = rng.choice([None, 0, -3, 5]), rng.choice([None, sizes[-1]])
         model = None if slope is None else search.Search(sizes, anything, 0, known={1: 0, 2: slope})
-        tried = search.Search(sizes, anything, rng.randrange(1000), model, outlier=outlier)
+        tried = search.Search(sizes, anything, rng.randrange(1000), model=model, outlier=outlier)
         found = tried.run(low=rng.choice([0, 0, 1]), first=rng.choice([None, 1]))
         assert 0 <= found <= len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
 

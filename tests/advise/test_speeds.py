@@ -75,7 +75,7 @@ def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
     sources = {source for recipe in advice.recipes for source in recipe.speed_source}
     assert sources and not any("recorded on" in source for source in sources)
     assert any("fp16-faster of the 2023 guide, V100-SXM2 16 GB" in source for source in sources)
-    free = 4 * 10**9 - 1341 * 2**20
+    free = 4 * 10**9 - 530 * 2**20
     assert all(recipe.peak_bytes + recipe.headroom_bytes == free for recipe in advice.recipes)
 
 
@@ -84,7 +84,7 @@ def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
 
 def test_a_recipe_that_only_adds_costs_is_left_out(ask, followed):
     (plain,) = ask(memory="64GB").recipes
-    assert plain.costs == () and plain.arguments["per_device_train_batch_size"] == 64 and len(followed) == 2
+    assert plain.costs == () and plain.arguments["per_device_train_batch_size"] == 64 and len(followed) == 1
 
 
 def test_measured_comes_before_not_measured_and_the_faster_first(ask, pairs):

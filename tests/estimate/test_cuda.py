@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from fake_leaves import fakes, leaf  # noqa: F401, the fixture is used by being here
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,11 +84,11 @@ def test_memory_efficient_attention_rounds_its_rows_up_to_32():
     assert kept["log_sumexp"] == 2 * 4 * 128 * 4
 
 
-def test_a_boolean_mask_becomes_an_additive_one_padded_to_16_columns():
+def test_a_boolean_mask_becomes_an_additive_one_padded_to_8_columns():
     mask = torch.ones(2, 1, 100, 100, dtype=torch.bool)
     output = attend(BF16, mask)
     assert kernel(output) == "efficient"
-    assert saved(output)["attn_bias"] == 2 * 100 * 112 * 2
+    assert saved(output)["attn_bias"] == 2 * 100 * 104 * 2
 
 
 @pytest.mark.parametrize(
@@ -128,27 +128,6 @@ def test_attention_gives_gradients_of_its_inputs_shape_and_type(dtype, head):
     assert {tensor.grad.dtype for tensor in (query, key, value)} == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "heads", "expected"),
-    [
-        (BF16, 4, 4 * 2 * 4 * 128 * (64 + 1)),
-        (BF16, 2, 4 * 2 * 4 * 128 * (64 + 1) + 2 * (2 * 100 * 4 * 64 * 2)),
-        (F32, 4, 2 * 4 * 100 * 4 + 2 * 4 * 2 * (16 + 4 * 64 * 64)),
-    ],
-)
-def test_the_backward_of_attention_needs_scratch_memory(dtype, heads, expected):
-    used = []
-    for parts in (cuda.PARTS, cuda.PARTS.keys() - {"scratch"}):
-        query, key, value = (leaf(2, count, 100, 64, dtype=dtype) for count in (4, heads, heads))
-        with cuda.emulated(parts, compute_capability=(8, 0)):
-            output = functional.scaled_dot_product_attention(query, key, value, enable_gqa=heads != 4)
-            gradient = torch.empty_like(output)
-            with Seen() as seen:
-                output.backward(gradient)
-        used.append(next(size for name, size in seen.at_end.items() if "attention_backward" in name))
-    assert used[0] - used[1] == expected
-
-
 # ---- other operators
 
 
@@ -171,27 +150,6 @@ def test_softmax_of_fp16_into_fp32_copies_nothing_else():
     assert tensor.grad.dtype == F16
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(3072, 0), (3073, 8 * (3 * 3073 + 2 * 50 + 357) + 357 * 16 * 4)])
-def test_the_backward_of_an_embedding_sorts_many_indices(tokens, expected):
-    used = []
-    for parts in ((), ("scratch",)):
-        with cuda.emulated(parts):
-            weight, gradient = leaf(50, 16), torch.empty(tokens, 16)
-            output = functional.embedding(torch.zeros(tokens, dtype=torch.long), weight)
-            with Seen() as seen:
-                output.backward(gradient)
-        used.append(seen.at_end["embedding_dense_backward"])
-    assert used[1] - used[0] == expected
-
-
-def test_the_norm_of_many_tensors_needs_a_number_for_each_chunk_of_the_largest():
-    tensors = [torch.empty(65_536 * 3 + 1), torch.empty(1)]
-    with cuda.emulated(), Seen() as seen:
-        torch._foreach_norm(tensors)
-    assert seen.at_end["_foreach_norm.Scalar"] == 2 * 4 * 4 + 2 * 4
-    assert seen.live == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "operator"), [(torch.optim.AdamW, "_foreach_addcdiv_"), (torch.optim.SGD, "_foreach_add_")]
 )
@@ -207,18 +165,6 @@ def test_an_optimizer_takes_its_foreach_form(kind, operator):
     assert any(name.startswith(operator) for name in seen["foreach",].names)
     assert not any(name.startswith(operator) for name in seen[()].names)
     assert any(name.startswith("_foreach_norm") for name in seen["foreach",].names)
-
-
-def test_a_batch_is_told_when_it_is_sent_and_the_next_one_waits_on_the_host():
-    from accelerate.data_loader import DataLoaderShard
-
-    sent = []
-    with unset_fake_temporarily():
-        rows = [{"ids": torch.tensor([row, row])} for row in range(4)]
-        with cuda.emulated(sent=sent.append):
-            for number, batch in enumerate(DataLoaderShard(rows, batch_size=2, device=torch.device("cpu")), 1):
-                assert sent[-1] is batch["ids"] and len(sent) == number
-    assert sent[1].tolist() == [[2, 2], [3, 3]]
 
 
 # ---- as a whole

@@ -80,13 +80,13 @@ def learn_twice(tell):
     told, memories = [], []
     with Known() as first:
         (followed,) = follow_all([experiment()], Device("cpu"), False, first, told.append)
-        memories.append(memory_of(followed, experiment(), Device("cpu")))
+        memories.append(memory_of(followed))
         parameters = first.parameters_of(TINY)
         news = first.news()
-    has_learnt = bool(first.cache.known and first.probe.known)
+    has_learnt = bool(first.caches["cpu"].known and first.probe.known)
     with Known([news]) as second:
         (followed,) = follow_all([experiment()], Device("cpu"), False, second, told.append)
-        memories.append(memory_of(followed, experiment(), Device("cpu")))
+        memories.append(memory_of(followed))
         Task.parameters = None  # this process ends here
         same = second.parameters_of(TINY.replace(seq_len=99)) == parameters
         return memories, told, has_learnt, same, second.news()

@@ -102,22 +102,6 @@ def test_what_depends_on_values_is_refused_with_its_operation(tracker):
         fake(3).nonzero()
 
 
-def test_host_data_count_from_when_they_are_sent():
-    tracker = FakeTracker(follow_host=False)
-
-    def sent():
-        return [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "copy to the device"]
-
-    with tracker:
-        weight, batch, number = fake(4, 4), torch.arange(16).view(4, 4), torch.tensor(2)
-        assert [block.bytes for block, _ in tracker.log] == [64]
-        weight * number
-        assert sent() == [], "a number stays on the host"
-        weight * batch
-        tracker.sent(batch)
-    assert sent() == [128], "once"
-
-
 def test_what_was_replaced_to_follow_a_training_is_back_after_it():
     def state():
         from transformers import Trainer

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from perf_helpers import hardware, rehearsal
+from perf_helpers import cli, hardware, rehearsal
 from perf_helpers.rehearsal import build, lessons, notebook
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -36,6 +36,14 @@ def test_a_card_by_name_by_its_figures_and_by_both():
     assert (own.capability, own.memory_bytes, own.devices) == ((8, 0), 16_000_000_000, 2)
     assert "8.0, 16 GB" in own.name
     assert rehearsal.card("a100", device_memory="20GiB").memory_bytes == 20 * 2**30
+
+
+def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_path):
+    words = ["rehearse", "--card", "t4", "--snapshot", str(tmp_path / "file"), "--", "python", "train.py"]
+    monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "for a model or a function" in capsys.readouterr().err
 
 
 def test_the_stand_in_reads_every_variable_of_a_card():

@@ -1,0 +1,234 @@
+"""Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
+`perf_helpers.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
+
+    .venv-cuda/bin/python results/measure_advice.py [--count 44] [--seed 1] [--out results/advice.json]
+    .venv-cuda/bin/python results/measure_advice.py --only NUMBER ...
+
+Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. By a line
+through two estimates the memory of the former, and the effective batch, are chosen so that the memory ends somewhere
+within the batch. A pair that is not decided all the same, because the whole batch fits, nothing does, or the training
+is impossible, is kept with the reason, and does not count. Advice and rehearsal take the same CUDA context: how large
+it is on a real card, no rehearsal tells.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from measure_cuda import ARCHITECTURES, CAPABILITIES, rehearsed
+
+from perf_helpers.advise import advise
+from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Lab, Task, hardware
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.store import write_whole
+from perf_helpers.lab.training import Experiment
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
+from perf_helpers.rehearsal.cards import CONTEXT_BYTES
+from perf_helpers.unknown import NeedsValues
+
+LENGTHS = (128, 256, 384, 512, 1024)
+BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # samples that an update sees
+ENDS = (1.5, 2.5, 3.5, 5, 7, 10, 14, 20)  # samples of a micro-batch at which the memory of a small card ends
+MOST_SAMPLES = 60  # of a micro-batch
+OPTIMIZERS = ({}, {}, *({"optim": name} for name in ("adafactor", "adamw_bnb_8bit", "adamw_torch", "sgd")))
+TECHNIQUES = ({}, {}, {"fp16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
+TECHNIQUES += ({"attn_implementation": "eager"}, {"gradient_checkpointing": True, "max_grad_norm": 0.0})
+
+
+def _sizes(width, inner, layers, heads, **more):
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads, "max_position_embeddings": 4200} | more
+
+
+LARGE = {  # sizes of models that people train on the cards that are sold
+    "BERT-large": {"model_type": "bert"} | _sizes(1024, 4096, 24, 16),
+    "RoBERTa-base": {"model_type": "roberta", "vocab_size": 50265} | _sizes(768, 3072, 12, 12),
+    "GPT-2 medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 4200},
+    "Pythia-410m": {"model_type": "gpt_neox", "vocab_size": 50304} | _sizes(1024, 4096, 24, 16),
+    "Llama 1B": {"model_type": "llama", "vocab_size": 128256} | _sizes(2048, 8192, 16, 32, num_key_value_heads=8),
+    "Qwen2 0.5B": {"model_type": "qwen2", "vocab_size": 151936} | _sizes(896, 4864, 24, 14, num_key_value_heads=2),
+    "ViT-large": {"model_type": "vit", "image_size": 224} | _sizes(1024, 4096, 24, 16),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model on a card."""
+
+    number: int
+    architecture: str
+    config: dict
+    seq_len: int | None  # None for images
+    card: Card | None  # None: of the memory that `ends` says
+    capability: tuple[int, int]
+    ends: float
+    must: dict  # training arguments that the advice is to keep
+
+    def task(self, folder: Path) -> Task:
+        path = folder / f"{self.number}.json"
+        path.write_text(json.dumps(self.config))
+        return Task(str(path), seq_len=self.seq_len)
+
+    def to_dict(self) -> dict:
+        return {name: getattr(self, name) for name in ("number", "architecture", "config", "seq_len", "must")}
+
+
+def pair(number: int, seed: int) -> Pair:
+    """The pair of that number in the set of that seed: of three, two are small. Architectures and cards take turns."""
+    draw = random.Random(f"{seed} {number}")
+    turn, kind = divmod(number, 3)
+    on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
+    if kind == 2:
+        architecture, on = [*LARGE][turn % len(LARGE)], [*CARDS.values()][(turn + turn // len(LARGE)) % len(CARDS)]
+        config, capability = LARGE[architecture], on.capability
+        lengths = (512, 1024) if on.memory_bytes < 20e9 else (1024, 2048) if on.memory_bytes < 50e9 else (2048, 4096)
+    else:
+        architecture = [*ARCHITECTURES][(2 * turn + kind) % len(ARCHITECTURES)]
+        config = ARCHITECTURES[architecture](draw)
+    vision = "image_size" in config or config["model_type"] == "swin"
+    length, must = None if vision else draw.choice(lengths), draw.choice(OPTIMIZERS) | draw.choice(TECHNIQUES)
+    return Pair(number, architecture, config, length, on, capability, draw.choice(ENDS), must)
+
+
+class Undecided(Exception):
+    """A pair says nothing, and why."""
+
+
+def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
+    """The pair's card, and samples an update of which it holds only some at once, by a line through two estimates.
+    Raises Undecided where there is no such number."""
+    precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
+    arguments = {"optim": "adamw_torch_fused", ACCUMULATION_STEPS: 2} | precision | one.must
+    whose = {"device": "cuda", "compute_capability": one.capability}
+    few, more = (estimate(task, **whose, **arguments | {MICRO_BATCH: size}).memory.reserved_bytes for size in (2, 6))
+    slope = max((more - few) / 4, 1)
+    on = one.card
+    if on is None:
+        needed = CONTEXT_BYTES + few + slope * (one.ends - 2)
+        on = card(None, one.capability, round(needed / 1e7) * 10**7)
+    largest = 2 + int((on.memory_bytes - on.context_bytes - few) / slope)
+    fitting = [batch for batch in BATCHES if batch >= 1.5 * largest]
+    if not 1 <= largest <= MOST_SAMPLES or not fitting:
+        raise Undecided(f"the memory ends at some {largest} samples")
+    return on, random.Random(one.number).choice(fitting[:3])
+
+
+def decide(one: Pair, folder: Path) -> dict:
+    """What is kept of a pair: the best recipe, and how it and the next larger micro-batch end in the rehearsal."""
+    row, task = one.to_dict(), one.task(folder)
+    try:
+        on, batch = card_and_batch(one, task)
+        row["card"] = {"name": on.name, "capability": on.capability, "memory_bytes": on.memory_bytes}
+        advice = advise(
+            task,
+            memory=on.memory_bytes,
+            effective_batch=batch,
+            must=one.must,
+            device="cuda",
+            compute_capability=on.capability,
+            context_memory=on.context_bytes,
+            runs=[],
+            most=1,
+        )
+        if not advice.recipes:
+            raise Undecided("nothing fits")
+        recipe = advice.recipes[0]
+        row |= {"effective_batch": batch, "estimates": advice.estimates, "recipe": recipe.name}
+        row |= {"arguments": recipe.arguments, "why_not_next": recipe.why_not_next}
+        size = recipe.arguments[MICRO_BATCH]
+        if size == batch:
+            raise Undecided("the whole batch fits")
+        larger = next(more for more in range(size + 1, batch + 1) if batch % more == 0)
+        if f", {larger} x {batch // larger} needs" not in recipe.why_not_next:
+            raise Undecided("the advice does not speak of the next micro-batch")
+        ends = {}
+        with Rehearsal(on) as stage:
+            lab = Lab("gpu", executor=stage, out=folder / "lab")
+            for name, samples in (("best", size), ("next", larger)):
+                given = recipe.arguments | {MICRO_BATCH: samples, ACCUMULATION_STEPS: batch // samples}
+                run = lab.run(rehearsed(Experiment(name, task=task, arguments=Arguments.of(given))), measure="none")
+                if run.status not in ("ok", "out of memory"):
+                    raise Undecided(f"cannot be trained: {run.message[-200:]}")
+                ends[name] = {"micro_batch": samples, "status": run.status} | (run.value or {"message": run.message})
+        ends["best"] |= {
+            "said_allocated": recipe.peak_bytes,
+            "said_reserved": recipe.needed_bytes - advice.context_bytes,
+        }
+    except (Undecided, NeedsValues, ValueError) as error:
+        return row | {"left_out": str(error)[:300]}
+    keeps = {"best": ends["best"]["status"] == "ok", "next": ends["next"]["status"] == "out of memory"}
+    return row | ends | {"keeps_its_word": all(keeps.values())}
+
+
+def summary(rows: list[dict]) -> dict:
+    """How often advice kept its word."""
+    decided = [row for row in rows if "keeps_its_word" in row]
+    kept = sum(row["keeps_its_word"] for row in decided)
+    return {
+        "decided": len(decided),
+        "left_out": len(rows) - len(decided),
+        "best_fits": sum(row["best"]["status"] == "ok" for row in decided),
+        "next_does_not": sum(row["next"]["status"] == "out of memory" for row in decided),
+        "keeps_its_word": kept,
+        "keeps_its_word_share": kept / len(decided) if decided else None,
+        "architectures": len({row["architecture"] for row in decided}),
+        "capabilities": sorted({tuple(row["card"]["capability"]) for row in decided}),
+        "micro_batches": sorted({row["best"]["micro_batch"] for row in decided}),
+        "estimates_median": statistics.median(row["estimates"] for row in decided) if decided else None,
+        "estimates": sum(row["estimates"] for row in decided),
+    }
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=44, help="pairs that are decided")
+    parser.add_argument("--seed", type=int, default=1, help="of the set")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of pairs; nothing is written")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("advice.json"))
+    options = parser.parse_args(arguments)
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as name:
+        for number in options.only or range(4 * options.count):
+            rows.append(decide(pair(number, options.seed), Path(name)))
+            print(_line(rows[-1]), file=sys.stderr, flush=True)
+            report = {
+                "what": "the best recipe of an advice and the next larger micro-batch, rehearsed on such a card; bytes",
+                "assumed_context_bytes": CONTEXT_BYTES,
+                "seed": options.seed,
+                "machine": hardware.describe().name,
+                "versions": hardware.versions(),
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "summary": summary(rows),
+                "rows": rows,
+            }
+            if not options.only:
+                write_whole(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+            if report["summary"]["decided"] == options.count:
+                break
+    print(json.dumps(report["summary"], indent=1))
+    return 0
+
+
+def _line(row: dict) -> str:
+    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['must']} on {row.get('card', {}).get('name')}"
+    told += f" | {row['recipe']}, {row['estimates']} estimates" if "recipe" in row else ""
+    if "left_out" in row:
+        return f"{told} | left out: {row['left_out']}"
+    best, more = row["best"], row["next"]
+    if best["status"] == "ok":
+        told += (
+            f" | {best['said_allocated'] - best['allocated']:+,d} B, {best['said_reserved'] - best['reserved']:+,d} B"
+        )
+    return f"{told} | {best['status']}, {more['micro_batch']}: {more['status']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

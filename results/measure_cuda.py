@@ -1,0 +1,408 @@
+"""The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
+`perf_helpers.rehearsal`): what both say is allocated, reserved, and for what.
+
+    python results/measure_cuda.py [--count 160] [--seed 1] [--out results/cuda.json]
+    python results/measure_cuda.py --only NUMBER      # of a training: where its births and deaths differ first
+
+Another seed is another set. Nothing is left out of it but what cannot be trained: a model that refuses a recipe, or one
+whose forward asks for values that a rehearsal does not compute.
+"""
+
+import argparse
+import collections
+import difflib
+import json
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from perf_helpers.estimate import deepening, estimate
+from perf_helpers.estimate.prediction import Device, Known, trace_of
+from perf_helpers.lab import Lab, Task, hardware, processes
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.store import write_whole
+from perf_helpers.lab.training import Experiment, train
+from perf_helpers.rehearsal import Rehearsal, card
+from perf_helpers.unknown import NeedsValues
+
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
+MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
+LENGTHS = (64, 128, 200, 256, 333, 512, 768, 1024, 1500, 2048, 4096)
+MOST_TOKENS = 12288  # of a micro-batch
+
+
+def _encoder(kind, **more):
+    def config(draw):
+        heads = draw.choice((2, 4, 8))
+        width = heads * draw.choice((32, 64))
+        sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": draw.randint(2, 6)}
+        sizes |= {"intermediate_size": 4 * width, "vocab_size": draw.choice((2000, 9000, 30522, 50265))}
+        return {"model_type": kind, "max_position_embeddings": 4200} | sizes | more
+
+    return config
+
+
+def _decoder(kind, grouped=True, **more):
+    def config(draw):
+        heads = draw.choice((4, 8, 16))
+        width = heads * 64
+        sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": draw.randint(2, 6)}
+        sizes |= {"intermediate_size": 8 * width // 3 // 64 * 64, "vocab_size": draw.choice((4000, 32000, 50304))}
+        sizes |= {"num_key_value_heads": heads // draw.choice((1, 2, 4))} if grouped else {}
+        return {"model_type": kind, "max_position_embeddings": 4200} | sizes | more
+
+    return config
+
+
+def _both(kind, names, **more):
+    def config(draw):
+        heads, count = draw.choice((4, 8)), draw.randint(2, 4)
+        sizes = {"d_model": heads * 64, "vocab_size": draw.choice((5000, 32128))}
+        sizes |= {name: count for name in names[:2]} | {name: heads for name in names[2:4]}
+        return {"model_type": kind, "max_position_embeddings": 4200} | sizes | dict.fromkeys(names[4:], 1024) | more
+
+    return config
+
+
+def _gpt2(draw):
+    heads = draw.choice((4, 8))
+    sizes = {"n_embd": heads * 64, "n_head": heads, "n_layer": draw.randint(2, 6)}
+    return {"model_type": "gpt2", "n_positions": 4200, "vocab_size": draw.choice((8000, 50257))} | sizes
+
+
+def _distilbert(draw):
+    sizes = {"dim": 256, "n_heads": 4, "n_layers": draw.randint(2, 5), "hidden_dim": 1024}
+    return {"model_type": "distilbert", "max_position_embeddings": 4200} | sizes
+
+
+def _vision(kind, **more):
+    def config(draw):
+        heads = draw.choice((3, 4, 6))
+        sizes = {"hidden_size": heads * 64, "num_attention_heads": heads, "num_hidden_layers": draw.randint(2, 5)}
+        return {"model_type": kind, "intermediate_size": heads * 256, "image_size": 224} | sizes | more
+
+    return config
+
+
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+_EXPERTS |= {"shared_expert_intermediate_size": 512}
+_BART = ("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim")
+ARCHITECTURES = {
+    "BERT": _encoder("bert"),
+    "BERT, masked": _encoder("bert", architectures=["BertForMaskedLM"]),
+    "RoBERTa": _encoder("roberta"),
+    "DistilBERT": _distilbert,
+    "ELECTRA": _encoder("electra", embedding_size=128),
+    "ALBERT": _encoder("albert", embedding_size=128),
+    "DeBERTa": _encoder("deberta-v2", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "MPNet": _encoder("mpnet"),
+    "ModernBERT": _encoder(
+        "modernbert", pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    ),
+    "GPT-2": _gpt2,
+    "GPT-NeoX": _decoder("gpt_neox", grouped=False),
+    "OPT": lambda draw: (
+        {"model_type": "opt", "hidden_size": 256, "num_attention_heads": 4, "ffn_dim": 1024}
+        | {"num_hidden_layers": draw.randint(2, 5), "word_embed_proj_dim": 256, "max_position_embeddings": 4200}
+        | {"vocab_size": draw.choice((8000, 50272))}
+    ),
+    "BLOOM": lambda draw: (
+        {"model_type": "bloom", "hidden_size": 256, "n_head": 4, "n_layer": draw.randint(2, 5)}
+        | {"vocab_size": draw.choice((8000, 60000))}
+    ),
+    "Falcon": lambda draw: (
+        {"model_type": "falcon", "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 20000}
+        | {"num_hidden_layers": draw.randint(2, 5), "max_position_embeddings": 4200}
+    ),
+    "Phi": _decoder("phi", grouped=False),
+    "Llama": _decoder("llama"),
+    "Mistral": _decoder("mistral"),
+    "Qwen2": _decoder("qwen2"),
+    "Qwen3": _decoder("qwen3", head_dim=64),
+    "Gemma": _decoder("gemma", head_dim=64),
+    "Gemma 2": _decoder("gemma2", head_dim=64),
+    "Granite": _decoder("granite"),
+    "StableLM": _decoder("stablelm"),
+    "OLMo 2": _decoder("olmo2"),
+    "Mixtral": _decoder("mixtral", **_EXPERTS),
+    "Qwen2-MoE": _decoder("qwen2_moe", **_EXPERTS),
+    "OLMoE": _decoder("olmoe", **_EXPERTS),
+    "T5": _both("t5", ("num_layers", "num_decoder_layers", "num_heads", "num_heads", "d_ff"), d_kv=64),
+    "BART": _both("bart", (*_BART, "decoder_ffn_dim"), architectures=["BartForConditionalGeneration"]),
+    "Pegasus": _both("pegasus", (*_BART, "decoder_ffn_dim"), architectures=["PegasusForConditionalGeneration"]),
+    "ViT": _vision("vit"),
+    "DeiT": _vision("deit"),
+    "BEiT": _vision("beit"),
+    "DINOv2": _vision("dinov2"),
+    "Swin": lambda draw: {"model_type": "swin", "embed_dim": 48, "depths": [2, 2, 2], "num_heads": [3, 6, 12]},
+}
+PRECISIONS = ({}, {}, {"fp16": True}, {"fp16": True}, {"bf16": True}, {"bf16": True}, {"dtype": "bfloat16"})
+PRECISIONS += ({"dtype": "float16"},)
+CHECKPOINTS = ({}, {}, {}, {"gradient_checkpointing": True})
+CHECKPOINTS += ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},)
+OPTIMIZERS = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "sgd",
+    "adafactor",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "lion_32bit",
+)
+OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit", "adamw_torch_4bit")
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of the set."""
+
+    number: int
+    architecture: str
+    config: dict
+    seq_len: int | None  # None for images
+    arguments: dict
+    capability: tuple[int, int]
+    processes: int
+
+    def task(self, folder: Path) -> Task:
+        path = folder / f"{self.number}.json"
+        path.write_text(json.dumps(self.config))
+        return Task(str(path), seq_len=self.seq_len)
+
+    def experiment(self, folder: Path) -> Experiment:
+        given = Arguments.of(self.arguments)
+        return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
+
+
+def training(number: int, seed: int) -> Training:
+    """The training of that number in the set of that seed; each architecture has its turn."""
+    draw = random.Random(f"{seed} {number}")
+    architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
+    config = ARCHITECTURES[architecture](draw)
+    vision = "image_size" in config or config["model_type"] == "swin"
+    length = None if vision else draw.choice(LENGTHS)
+    size = draw.choice([size for size in (1, 2, 3, 4, 8) if size * (length or 256) <= MOST_TOKENS])
+    arguments = {"per_device_train_batch_size": size, "optim": draw.choice(OPTIMIZERS)}
+    arguments |= draw.choice(PRECISIONS) | draw.choice(CHECKPOINTS)
+    arguments |= {"attn_implementation": "eager"} if draw.random() < 0.2 else {}
+    arguments |= {"gradient_accumulation_steps": draw.choice((2, 4))} if draw.random() < 0.25 else {}
+    arguments |= {"max_grad_norm": 0.0} if draw.random() < 0.1 else {}
+    ranks = 2 if draw.random() < 0.08 else 1
+    return Training(number, architecture, config, length, arguments, draw.choice(CAPABILITIES), ranks)
+
+
+# ---- the truth
+
+
+def rehearsed(experiment: Experiment, events: Path | None = None):
+    """A function for a clean process of a rehearsal: trains as a user would, with nothing watching, and returns what
+    torch's allocator says from the first forward on. `events`: where every birth and death is written."""
+
+    def work(_):
+        import torch
+
+        peaks = []
+
+        def first(*_):
+            if not peaks:
+                peaks.append(torch.cuda.memory_allocated())
+                torch.cuda.reset_peak_memory_stats()
+
+        torch.nn.modules.module.register_module_forward_pre_hook(first)
+        if events:
+            torch.cuda.memory._record_memory_history(max_entries=10**8, stacks="python", context="alloc")
+        with tempfile.TemporaryDirectory() as folder:
+            train(experiment, folder, steps=2, keep_losses=False)
+        stats = torch.cuda.memory_stats()
+        if events:
+            events.write_text(json.dumps(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]))
+        names = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "requested": "requested_bytes"}
+        return {name: stats[f"{key}.all.peak"] for name, key in names.items()}
+
+    return work
+
+
+def compare(lab: Lab, one: Training, folder: Path) -> dict:
+    """What is kept of a training."""
+    experiment = one.experiment(folder)
+    row = {"number": one.number, "architecture": one.architecture, "config": one.config, "seq_len": one.seq_len}
+    row |= {"arguments": one.arguments, "capability": one.capability, "processes": one.processes}
+    try:
+        run = lab.run(rehearsed(experiment), measure="none", processes=one.processes)
+        watched = lab.train(
+            str(one.number), task=experiment.task, measure="memory", processes=one.processes, **one.arguments
+        )
+    except NeedsValues as error:
+        return row | {"left_out": f"cannot be rehearsed: {error}"}
+    if not (run.ok and watched.ok):
+        return row | {"left_out": f"cannot be trained: {(run.message or watched.message)[-200:]}"}
+    truth = run.ranks[0]["value"] if run.ranks else run.value
+    row["rehearsed"] = truth | {"breakdown": watched.memory.breakdown}
+    for name, every_layer in (("extrapolated", False), ("estimated", True)):
+        if every_layer and "every layer" in row["extrapolated"].get("traced", ""):
+            row[name] = row["extrapolated"]
+            continue
+        options = {"device": "cuda", "compute_capability": one.capability, "every_layer": every_layer}
+        try:
+            found = estimate(experiment.task, processes=one.processes, **options, **one.arguments)
+        except ValueError as error:
+            row[name] = {"refused": str(error)[:300]}
+            continue
+        row[name] = {"allocated": found.peak_bytes, "reserved": found.memory.reserved_bytes, "traced": found.traced}
+        row[name] |= {"seconds": found.seconds, "breakdown": found.memory.breakdown}
+    return row
+
+
+# ---- what is concluded
+
+
+def summary(rows: list[dict]) -> dict:
+    """Errors over all that were compared, as shares."""
+    kept = [row for row in rows if "rehearsed" in row]
+    found = {"compared": len(kept), "left_out": len(rows) - len(kept)}
+    for name in ("estimated", "extrapolated"):
+        answered = [
+            row
+            for row in kept
+            if "allocated" in row[name] and (name == "estimated" or "every" not in row[name]["traced"])
+        ]
+        errors = {
+            what: [abs(row[name][what] / row["rehearsed"][what] - 1) for row in answered]
+            for what in ("allocated", "reserved")
+        }
+        apart = [
+            max(abs(row[name]["breakdown"][part] - size) for part, size in row["rehearsed"]["breakdown"].items())
+            / row["rehearsed"]["allocated"]
+            for row in answered
+        ]
+        found[name] = {"answered": len(answered), "refused": sum("refused" in row[name] for row in kept)}
+        if answered:
+            equal = sum(row[name]["allocated"] == row["rehearsed"]["allocated"] for row in answered)
+            found[name] |= {
+                "allocated_equal": equal,
+                "allocated_equal_share": equal / len(answered),
+                "allocated_worst": max(errors["allocated"]),
+                "reserved_median": statistics.median(errors["reserved"]),
+                "reserved_worst": max(errors["reserved"]),
+                "category_worst": max(apart),
+            }
+    return found
+
+
+# ---- where a training differs
+
+
+def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
+    """Print the first births and deaths in which the estimate and torch's allocator differ."""
+    events, experiment = folder / "events.json", one.experiment(folder)
+    lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
+    live, real = {}, []
+    for entry in json.loads(events.read_text()):
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry["size"]
+            where = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in entry.get("frames", [])[1:5]]
+            real.append((entry["size"], " < ".join(where)))
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            real.append((-live.pop(entry["addr"]), ""))
+    log = processes.call(_log, experiment, one.capability, timeout=300)
+    ours = []
+    for event in log.events:
+        size, label = log.blocks[event if event >= 0 else ~event]
+        ours.append((size if event >= 0 else -size, f"{label.phase} {label.module} {label.operation}"))
+    real, ours = _ordered(real), _ordered(ours)
+    matcher = difflib.SequenceMatcher(None, [size for size, _ in real], [size for size, _ in ours], autojunk=False)
+    for tag, *edges in matcher.get_opcodes():
+        if tag == "equal" or most <= 0:
+            continue
+        most -= 1
+        for who, entries in (("torch", real[edges[0] : edges[1]]), ("estimate", ours[edges[2] : edges[3]])):
+            for size, where in entries[:6]:
+                print(f"{who:>9} {size:+14,d}  {where}")
+        print()
+
+
+def _ordered(entries: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Deaths that follow one another in the order of their sizes: an allocator is in the same state after them."""
+    ordered, deaths = [], []
+    for entry in [*entries, (1, "")]:
+        if entry[0] < 0:
+            deaths.append(entry)
+        else:
+            ordered += [*sorted(deaths), entry]
+            deaths = []
+    return ordered[:-1]
+
+
+def _log(experiment: Experiment, capability: tuple[int, int], tell) -> deepening.Log:
+    from perf_helpers.estimate import cuda
+
+    with Known():
+        return trace_of(experiment, Device("cuda", capability, cuda.known_parts())).log
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=160, help="trainings that are compared")
+    parser.add_argument("--seed", type=int, default=1, help="of the set")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of trainings whose differences are shown")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("cuda.json"))
+    options = parser.parse_args(arguments)
+    rows: list[dict] = []
+    kinds = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as name:
+        folder, number = Path(name), 0
+        wanted = options.only or range(4 * options.count)
+        for number in wanted:
+            one = training(number, options.seed)
+            kinds[one.capability, one.processes].append(one)
+        done = 0
+        for (capability, count), trainings in sorted(kinds.items()):
+            with Rehearsal(card(None, capability, MEMORY, devices=count)) as stage:
+                lab = Lab("gpu", executor=stage, out=folder / "lab")
+                versions = stage.submit(hardware.versions).result()
+                for one in trainings:
+                    if not options.only and one.number >= options.count:
+                        continue
+                    row = compare(lab, one, folder)
+                    rows.append(row)
+                    done += 1
+                    print(f"{done} {_line(row)}", file=sys.stderr, flush=True)
+                    if options.only:
+                        difference(lab, one, folder)
+    rows.sort(key=lambda row: row["number"])
+    if options.only:
+        return 0
+    report = {
+        "what": "the estimate for CUDA beside torch's own allocator in a rehearsal; bytes, from the first forward on",
+        "seed": options.seed,
+        "machine": hardware.describe().name,
+        "versions": versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    write_whole(options.out, json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"], indent=1))
+    return 0
+
+
+def _line(row: dict) -> str:
+    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['arguments']} {row['capability']}"
+    if "left_out" in row:
+        return f"{told}: {row['left_out']}"
+    truth = row["rehearsed"]
+    for name in ("estimated", "extrapolated"):
+        found = row[name]
+        if "refused" in found:
+            told += f" | {found['refused']}"
+            continue
+        told += f" | {found['allocated'] - truth['allocated']:+,d} B, {found['reserved'] / truth['reserved'] - 1:+.2%}"
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

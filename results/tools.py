@@ -1,0 +1,123 @@
+"""Other tools that tell the memory of a training: how each is asked, and what is concluded of its answers.
+
+Of `measure_estimate.py` and `measure_cuda_tools.py`. Tools with an environment of their own are in `tools_pypi.py`.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+
+CANNOT = {
+    "this estimate": "what a worker of a data loader holds; compiled code",
+    "MemTracker": "the Trainer: it follows a loop that you write; what an operation allocates inside itself",
+    "accelerate": "micro-batch, length, checkpointing, accumulation, attention, any optimizer but Adam; activations",
+    "DeepSpeed": "the same; its figure is for weights, gradients and states of mixed-precision Adam in ZeRO stage 2",
+    "18 B/parameter": "the same; a figure for mixed-precision AdamW",
+}
+
+
+def accelerate_estimate(task, arguments: dict) -> int:
+    """What `accelerate estimate-memory` says of a training with Adam, in bytes."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    size = calculate_maximum_sizes(task.build_model(device="meta"))[0]
+    if arguments.get("dtype") in ("bfloat16", "float16"):
+        size //= 2
+    half = "bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else "float32"
+    return max(estimate_training_usage(size, half).values())
+
+
+def zero2(parameters: int) -> int:
+    """DeepSpeed's figure for one GPU, ZeRO stage 2, in bytes."""
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]
+
+
+def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
+    """torch's own tracker over a plain loop on fake tensors, with what of the recipe a loop can say; bytes.
+
+    Raises:
+        Exception: whatever an optimizer raises that reads values of its states, as those of bitsandbytes do.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from transformers import Trainer, TrainingArguments
+
+    size, steps = arguments.get("per_device_train_batch_size", 8), arguments.get("gradient_accumulation_steps", 1)
+    named = TrainingArguments(optim=arguments.get("optim", "adamw_torch_fused"), report_to="none")
+    batch = task.batch(size)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = task.build_model(
+            dtype=arguments.get("dtype"), device=device, attn_implementation=arguments.get("attn_implementation")
+        )
+        if arguments.get("gradient_checkpointing"):
+            model.gradient_checkpointing_enable(arguments.get("gradient_checkpointing_kwargs"))
+        batch = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(named, model)
+        optimizer, tracker = kind(model.parameters(), **options), MemTracker()
+        tracker.track_external(model, optimizer, *batch.values())
+        dtype = torch.bfloat16 if arguments.get("bf16") else torch.float16 if arguments.get("fp16") else None
+        with tracker:
+            for _ in range(2):
+                for _ in range(steps):
+                    with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+                        loss = model(**batch).loss
+                    (loss / steps).backward()
+                    tracker.reset_mod_stats()  # it refuses a second pass without
+                optimizer.step()
+                optimizer.zero_grad()
+        return max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+
+
+TOOLS: dict[str, Callable] = {
+    "MemTracker": mem_tracker,
+    "accelerate": accelerate_estimate,
+    "DeepSpeed": lambda task, arguments: zero2(task.parameters()),
+    "18 B/parameter": lambda task, arguments: 18 * task.parameters(),
+}
+
+
+def timed(tool: Callable, *arguments) -> Callable:
+    """A function for a clean process: the bytes a tool says, its seconds and its peak memory; or why it says none."""
+
+    def work(_):
+        from perf_helpers.lab import meters
+
+        began = time.perf_counter()
+        try:
+            said = int(tool(*arguments))
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
+        return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": meters.peak_rss_bytes()}
+
+    return work
+
+
+def asked(lab, tool: Callable, *arguments) -> dict:
+    """What a tool says, from a clean process of a lab."""
+    run = lab.run(timed(tool, *arguments), measure="none")
+    return run.value if run.ok else {"refused": f"{run.status}: {run.message}"[:200]}
+
+
+def errors(found: list[dict], measured: list[int], name: str = "bytes") -> list[float]:
+    """|said / measured - 1| of what was answered."""
+    return [abs(said[name] / peak - 1) for said, peak in zip(found, measured, strict=True) if name in said]
+
+
+def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
+    """One tool over all trainings."""
+    wrong, answers = errors(found, measured), [said for said in found if "bytes" in said]
+    return {
+        "tool": name,
+        "answered": len(answers),
+        "asked": len(found),
+        "median_error": statistics.median(wrong) if wrong else None,
+        "worst_error": max(wrong, default=None),
+        "median_seconds": statistics.median([said["seconds"] for said in answers] or [0]),
+        "most_own_bytes": max((said["own_bytes"] or 0 for said in answers), default=0),
+        "cannot_express": cannot,
+    }

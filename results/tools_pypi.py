@@ -1,0 +1,433 @@
+"""Tools of PyPI that claim to tell the memory of a training on a GPU: how each is asked, and what it cannot say.
+
+    PYTHON results/tools_pypi.py TOOL QUESTIONS.json      # as results/measure_cuda_tools.py does, which asks them all
+
+PYTHON is that of an environment which has the tool: nothing of this project is imported but `tools`. A tool is asked as
+its documentation says. Where that wants the Hub, the training's config.json and its count of parameters play the Hub's
+part. What a training has and a tool has no option for is left out of the question; where a tool has the option and not
+the value, it cannot say.
+
+Each answer comes from a process of its own, forked with the tool imported.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tools
+
+MIB, GIB = 2**20, 2**30
+SECONDS = 60  # for an answer
+ABSENT = 3  # exit code: the tool is not installed
+
+
+class Cannot(Exception):
+    """The tool has no way to say this training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A training, in the words that these tools know."""
+
+    folder: str  # with its config.json
+    fields: dict  # of it
+    parameters: int
+    largest_layer: int  # parameters of the module that has most of its own
+    width: int | None  # as transformers calls it, by whatever name the configuration has: hidden_size
+    depth: int | None  # num_hidden_layers
+    heads: int | None  # num_attention_heads
+    tokens: int | None  # of a sequence; None for images
+    size: int  # of a micro-batch
+    precision: str  # that is computed in: fp32, fp16, bf16
+    mixed: bool  # weights in fp32 all the same
+    optimizer: str  # as the Trainer's `optim`
+    checkpointing: bool
+    eager: bool  # attention
+    card: str  # of that compute capability
+
+    def length(self) -> int:
+        if self.tokens is None:
+            raise Cannot("images")
+        return self.tokens
+
+    def named(self, **names: tuple[str, ...]) -> str:
+        """The tool's name for the optimizer."""
+        for name, ours in names.items():
+            if self.optimizer in ours:
+                return name
+        raise Cannot(f"the optimizer {self.optimizer}")
+
+    @property
+    def experts(self) -> int:
+        return self.fields.get("num_local_experts") or self.fields.get("num_experts") or 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight."""
+        return 4 if self.mixed or self.precision == "fp32" else 2
+
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+ADAMW_8BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+HALF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+Answer = tuple[float, float]  # bytes of tensors; and with what the tool adds for context, fragmentation and safety
+
+
+def vramcalc(asked: Question) -> Answer:
+    from vramcalc import estimate
+
+    how = {"attn_impl": "eager" if asked.eager else "sdpa", "optimizer": asked.named(adamw=ADAMW, sgd=("sgd",))}
+    how |= {"grad_checkpoint": asked.checkpointing, "precision": "amp" if asked.mixed else "pure"}
+    said = estimate(asked.folder, mode="train", dtype=asked.precision, batch=asked.size, seq_len=asked.length(), **how)
+    return said.total, said.total + said.overhead
+
+
+def fitcheck(asked: Question) -> Answer:
+    from fitcheck import config_parser
+    from fitcheck.estimator import TrainingConfig, estimate
+    from fitcheck.gpu_db import get_gpu
+
+    config_parser.hf_hub_download = lambda **_: f"{asked.folder}/config.json"
+    config_parser._reported_param_count = lambda *_: asked.parameters
+    training = TrainingConfig(
+        precision=asked.precision,
+        optimizer=asked.named(adamw=ADAMW, adam8bit=ADAMW_8BIT, sgd=("sgd",)),
+        optimizer_dtype="fp32" if asked.mixed or asked.precision == "fp32" else "bf16",
+        batch_size=asked.size,
+        seq_len=asked.length(),
+        lora_rank=None,
+        grad_checkpoint=asked.checkpointing,
+        flash_attn=not asked.eager,
+    )
+    card = {"T4": "t4", "A100": "a100-80", "RTX 3090": "3090", "H100": "h100"}[asked.card]
+    said = estimate(config_parser.fetch_model_config("a/model"), training, get_gpu(card))
+    return (said.total_mib - said.overhead_mib) * MIB, said.total_mib * MIB
+
+
+def canifinetune(asked: Question) -> Answer:
+    from canifinetune.estimator.memory import EstimateRequest, estimate
+
+    said = estimate(
+        EstimateRequest(
+            model_id=asked.folder,
+            method="full",
+            seq_len=asked.length(),
+            micro_batch_size=asked.size,
+            base_dtype=asked.precision,
+            optimizer=asked.named(
+                adamw_torch=ADAMW[:1], adamw_torch_fused=ADAMW[1:], adamw_8bit=ADAMW_8BIT, sgd=("sgd",)
+            ),
+            gradient_checkpointing=asked.checkpointing,
+            attention_implementation="eager" if asked.eager else "sdpa",
+            gpu_vram_gb={"T4": 16, "A100": 80, "RTX 3090": 24, "H100": 80}[asked.card],
+            use_network=False,
+        )
+    ).memory
+    total = said.total_estimated_gb
+    return (total - said.cuda_overhead_gb - said.safety_margin_gb) * GIB, total * GIB
+
+
+def ftuneai(asked: Question) -> Answer:
+    from ftuneai import Estimator, hub
+
+    hub.fetch_model_config = lambda _: asked.fields
+    optimizer = asked.named(adamw=ADAMW, adam_8bit=ADAMW_8BIT, sgd=("sgd",), adafactor=("adafactor",))
+    said = Estimator(
+        f"asked/{asked.parameters}",
+        method="full",
+        batch_size=asked.size,
+        seq_length=asked.length(),
+        gradient_checkpointing=asked.checkpointing,
+        optimizer=optimizer,
+        flash_attention=not asked.eager,
+    ).estimate_memory()
+    return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
+
+
+def fitscout(asked: Question) -> Answer:
+    from fitscout.memory.estimator import estimate_memory
+    from fitscout.model.introspect import inspect_model
+
+    width = 4 if asked.precision == "fp32" else 2
+    said = estimate_memory(
+        inspect_model(asked.folder, dtype_bytes=width),
+        micro_batch=asked.size,
+        seq_len=asked.length(),
+        grad_ckpt=asked.checkpointing,
+        opt_8bit=asked.named(plain=ADAMW, small=ADAMW_8BIT) == "small",
+        grad_dtype_bytes=width,
+    )
+    return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
+
+
+def llmcalculator(asked: Question) -> Answer:
+    from llmcalculator.estimate import estimate
+    from llmcalculator.hardware.base import CPU, HardwareProfile
+    from llmcalculator.models.catalog import _spec_from_config
+    from llmcalculator.workloads import FULL_FINETUNE
+
+    said = estimate(
+        _spec_from_config("a/model", asked.fields),
+        HardwareProfile(CPU("", 1, 1), 2**40),
+        FULL_FINETUNE,
+        quant_name=asked.precision,
+        context=asked.length(),
+        batch=asked.size,
+        gradient_checkpointing=asked.checkpointing,
+    ).breakdown
+    return said.total - said.overhead, said.total
+
+
+def alloc(asked: Question) -> Answer:
+    from alloc.ghost import ghost
+
+    names = {"AdamW": ADAMW, "AdamW8bit": ADAMW_8BIT, "SGD": ("sgd",), "RMSprop": ("rmsprop",)}
+    names |= {"Adagrad": ("adagrad",), "Lion": ("lion_32bit",), "Adafactor": ("adafactor",)}
+    said = ghost(
+        param_count=asked.parameters,
+        dtype=HALF[asked.precision],
+        batch_size=asked.size,
+        seq_length=asked.tokens,
+        hidden_dim=asked.width,
+        optimizer_type=asked.named(**names),
+    )
+    parts = said.weights_gb + said.gradients_gb + said.optimizer_gb + said.activations_gb
+    return parts * GIB, said.total_gb * GIB
+
+
+def vram_check(asked: Question) -> Answer:
+    from vram_check import estimate
+
+    optimizer = asked.named(adamw=ADAMW, sgd=("sgd",))
+    said = estimate(asked.parameters, asked.size, asked.precision, optimizer, seq_len=asked.tokens or 128).total_bytes
+    return said, said
+
+
+def memguard(asked: Question) -> Answer:
+    from memory_guard.estimator import FinetuneMethod, ModelArch, ModelSpec, TrainSpec, estimate_training_memory
+
+    said = estimate_training_memory(
+        ModelSpec(
+            params=asked.parameters,
+            hidden_dim=asked.width,
+            num_heads=asked.heads,
+            num_kv_heads=asked.fields.get("num_key_value_heads"),
+            num_layers=asked.depth,
+            intermediate_dim=asked.fields.get("intermediate_size"),
+            bits=8 * asked.weight_bytes,
+            arch=ModelArch.MOE if asked.experts > 1 else ModelArch.DENSE,
+            num_experts=asked.experts,
+            num_active_experts=asked.fields.get("num_experts_per_tok") or 1,
+        ),
+        TrainSpec(
+            method=FinetuneMethod.FULL,
+            batch_size=asked.size,
+            seq_length=asked.length(),
+            lora_layers=asked.depth,  # over which it takes activations, in a full fine-tuning too
+            optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adafactor=("adafactor",), lion=("lion_32bit",)),
+            grad_checkpoint=asked.checkpointing,
+            mixed_precision=asked.precision != "fp32",
+            flash_attention=not asked.eager,
+        ),
+    )
+    return (said.total_mb - said.overhead_mb) * MIB, said.total_mb * MIB
+
+
+def qmemcalc(asked: Question) -> Answer:
+    from qmemcalc import estimate_memory
+
+    said = estimate_memory(
+        asked.folder,
+        asked.size,
+        asked.length(),
+        precision=asked.precision,
+        optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adagrad=("adagrad",), rmsprop=("rmsprop",)),
+        num_trainable_params=asked.parameters,
+        gradient_checkpointing=asked.checkpointing,
+    )
+    return (said["total_MB"] - said["buffers_MB"]) * 1e6, said["total_MB"] * 1e6
+
+
+def gpu_estimator(asked: Question) -> Answer:
+    from gpu_estimator import GPUEstimator
+
+    said = GPUEstimator().estimate(
+        asked.parameters,
+        asked.size,
+        asked.length(),
+        asked.precision,
+        asked.named(adamw=ADAMW, sgd=("sgd",)),
+        gradient_checkpointing=asked.checkpointing,
+    )
+    states = said.model_memory_gb + said.gradient_memory_gb + said.optimizer_memory_gb
+    return (states + said.activation_memory_gb) * GIB, said.total_memory_gb * GIB
+
+
+def kitsune(asked: Question) -> Answer:
+    from kitsune.predict import predict_hf_memory
+
+    said = predict_hf_memory(
+        asked.folder,
+        batch_size=asked.size,
+        seq_len=asked.tokens,
+        dtype=HALF[asked.precision],
+        optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adagrad=("adagrad",), rmsprop=("rmsprop",)),
+        training=True,
+    )
+    return said.total_bytes - said.overhead_bytes, said.total_bytes
+
+
+def hf_vram_calc(asked: Question) -> Answer:
+    from hf_vram_calc.calculator import VRAMCalculator
+    from hf_vram_calc.config import ConfigManager
+
+    calculator = VRAMCalculator(ConfigManager())
+    weights = calculator.calculate_model_memory(asked.parameters, asked.precision)
+    said = [calculator.calculate_training_memory(weights, overhead_factor=factor) for factor in (1.0, None)]
+    return said[0] * GIB, said[1] * GIB
+
+
+def memscale(asked: Question) -> Answer:
+    from memscale.utils import estimate_training_memory
+
+    optimizer = asked.named(adamw=ADAMW, sgd=("sgd",))
+    said = estimate_training_memory(asked.weight_bytes * asked.parameters, asked.size, asked.length(), optimizer)
+    return said, said
+
+
+def trainkit(asked: Question) -> Answer:
+    from trainkit.memory import estimate_training_vram
+
+    weights = asked.weight_bytes * asked.parameters
+    said = estimate_training_vram(weights, asked.size, asked.length(), asked.width, asked.depth, asked.checkpointing)
+    return said, said
+
+
+def llm_analysis(asked: Question) -> Answer:
+    from llm_analysis.analysis import ActivationRecomputation, LLMAnalysis
+    from llm_analysis.config import DtypeConfig, ModelConfig, get_gpu_config_by_name
+
+    bits = 32 if asked.precision == "fp32" else 16
+    model = ModelConfig(
+        "a model",
+        asked.depth,
+        asked.heads,
+        asked.width,
+        asked.fields.get("vocab_size"),
+        asked.length(),
+        num_key_value_heads=asked.fields.get("num_key_value_heads"),
+        moe_num_experts=asked.experts,
+        moe_top_k=asked.fields.get("num_experts_per_tok") or 1,
+    )
+    card, efficiency = get_gpu_config_by_name("h100-pcie-80gb"), {"flops_efficiency": 0.5, "hbm_memory_efficiency": 1}
+    states = {
+        "8": ADAMW,
+        "2": ADAMW_8BIT,
+        "0": ("sgd",),
+        "4": ("lion_32bit", "rmsprop", "adagrad"),
+        "1": ("lion_8bit",),
+    }
+    said = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(
+        batch_size_per_gpu=asked.size,
+        gradient_accumulation_steps=1,
+        seq_len=asked.length(),
+        total_num_tokens=10**6,
+        activation_recomputation=ActivationRecomputation(2 if asked.checkpointing else 0),
+        master_weights_dtype_bytes=asked.weight_bytes,
+        other_op_bytes=int(asked.named(**states)) * asked.weight_bytes // 4,
+        flash_attn=not asked.eager,
+    )
+    total = said["(weight+op_state+grad)_memory_per_gpu"] + said["activation_memory_per_gpu"]
+    return total, total
+
+
+def deepspeed_zero2(asked: Question) -> Answer:
+    said = tools.zero2(asked.parameters)
+    return said, said
+
+
+def deepspeed_zero3(asked: Question) -> Answer:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    said = estimate_zero3_model_states_mem_needs(
+        asked.parameters, asked.largest_layer, 1, 1, cpu_offload=False, cpu_offload_params=False, zero_init=True
+    )[1]
+    return said, said
+
+
+TOOLS: dict[str, tuple[str, Callable[[Question], Answer]]] = {  # name: its distribution, and how it is asked
+    "DeepSpeed, ZeRO stage 2": ("deepspeed", deepspeed_zero2),
+    "DeepSpeed, ZeRO stage 3": ("deepspeed", deepspeed_zero3),
+    "vramcalc": ("vramcalc", vramcalc),
+    "fitcheck-llm": ("fitcheck-llm", fitcheck),
+    "canifinetune": ("canifinetune", canifinetune),
+    "llm-analysis": ("llm-analysis", llm_analysis),
+    "fitscout": ("fitscout", fitscout),
+    "ftuneai": ("ftuneai", ftuneai),
+    "llmcalculator": ("llmcalculator", llmcalculator),
+    "torch-kitsune": ("torch-kitsune", kitsune),
+    "ml-memguard": ("ml-memguard", memguard),
+    "gpu-estimator": ("gpu-estimator", gpu_estimator),
+    "qmemcalc": ("qmemcalc", qmemcalc),
+    "trainkit-vp": ("trainkit-vp", trainkit),
+    "memscale": ("memscale", memscale),
+    "alloc": ("alloc", alloc),
+    "vram-check": ("vram-check", vram_check),
+    "hf-vram-calc": ("hf-vram-calc", hf_vram_calc),
+}
+
+
+def answer(tool: Callable[[Question], Answer], asked: Question) -> dict:
+    """{"bytes", "total_bytes", "seconds", "own_bytes"} or {"refused": why}."""
+    began = time.perf_counter()
+    try:
+        tensors, total = tool(asked)
+    except Cannot as error:
+        return {"refused": f"cannot say {error}"}
+    except (Exception, SystemExit) as error:
+        return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = {"bytes": int(tensors), "total_bytes": int(total), "seconds": time.perf_counter() - began}
+    return found | {"own_bytes": own}
+
+
+def forked(tool: Callable[[Question], Answer], asked: Question) -> dict:
+    """What a tool answers in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)
+        os.write(writing, json.dumps(answer(tool, asked)).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said) if said else {"refused": f"no answer in {SECONDS} seconds"}
+
+
+def main() -> None:
+    distribution, tool = TOOLS[sys.argv[1]]
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit(ABSENT)
+    own = os.dup(1)
+    os.dup2(2, 1)  # what the tool prints is no part of the answer
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    questions = [Question(**asked) for asked in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))]
+    easy = dataclasses.replace(next(asked for asked in questions if asked.tokens), optimizer=ADAMW[0])
+    answer(tool, easy)  # imports what it needs
+    said = [forked(tool, asked) for asked in questions]
+    os.write(own, json.dumps({"version": version, "said": said}).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What lies on the device, and from when on: the host's tensors count only once they are sent."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from perf_helpers.estimate import cuda
+from perf_helpers.estimate.device import DeviceTracker
+from perf_helpers.lab import processes
+from perf_helpers.lab.runs import Category
+
+
+@pytest.fixture
+def tracker():
+    return DeviceTracker((8, 0), tuple(cuda.PARTS))
+
+
+def sizes(tracker):
+    return [sign * block.bytes for block, sign in tracker.log]
+
+
+def test_a_module_goes_to_the_device_child_by_child_and_a_shared_weight_once(tracker):
+    with tracker, tracker.emulated():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5, bias=False))
+        model.head = torch.nn.Parameter(torch.empty(7))
+        model.tied = model[0].weight
+        model.register_buffer("positions", torch.arange(6))
+        assert sizes(tracker) == [], "what is made before lies on the host"
+        model.to(torch.device("cpu"))
+        assert sizes(tracker) == [48, 16, 80, 28, 48]
+    assert {block.category for block, _ in tracker.log} == {Category.WEIGHTS}
+
+
+def test_a_tensor_counts_from_when_it_is_sent(tracker):
+    with tracker, tracker.emulated():
+        tracker.is_there = True
+        batch, number = torch.arange(16).view(4, 4), torch.tensor(2.0)
+        there = torch.zeros(8, device=torch.device("cpu"))
+        there * number
+        assert sizes(tracker) == [32, 32, -32], "a number stays on the host, 'device=' says where a tensor is made"
+        sent = batch.to(torch.device("cpu"))
+        sent.to(torch.device("cpu"))
+        assert sizes(tracker)[3:] == [128], "once"
+        sent.sum()
+        assert sizes(tracker)[4:] == [8, -8], "and what is made of it lies there too"
+        torch.tensor([1.0, 2.0], device="cpu")
+        assert len(tracker.log) == 6, "'cpu' in so many words is the host"
+
+
+def test_without_the_part_what_lies_on_the_host_counts_too():
+    tracker = DeviceTracker((8, 0), ())
+    with tracker, tracker.emulated():
+        batch = torch.arange(16)
+        assert sizes(tracker) == [128]
+    del batch
+
+
+def test_in_a_loop_of_ones_own_what_is_made_is_on_the_device():
+    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS), is_function=True)
+    with tracker, tracker.emulated():
+        made = torch.randn(4, 8)
+        positions = torch.arange(3)
+        assert sizes(tracker) == [128], "real tensors are the host's until they meet others"
+        made[positions]
+        assert sizes(tracker)[1:] == [24, 96, -96]
+
+
+def test_a_tensor_of_tensors_is_followed_by_what_it_is_made_of(tracker):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with tracker, tracker.emulated():
+        tracker.is_there = True
+        two = TwoTensor(*(torch.zeros(8, device=torch.device("cpu")) for _ in range(2)))
+        first = len(tracker.log)
+        made = two + 1  # noqa: F841
+        assert sizes(tracker)[first:] == [32, 32]
+
+
+def paged(tell):
+    """Sizes of the states that a paged optimizer of bitsandbytes makes on the device, large and small weight."""
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS))
+    optimizer = SimpleNamespace(is_paged=True, _cpu_paged_warned=True)
+    with tracker, tracker.emulated(paged=True):
+        tracker.is_there = True
+        large, small = torch.zeros(100_000), torch.zeros(99_999)
+        first = len(tracker.log)
+        kept = [Optimizer8bit.get_state_buffer(optimizer, each, torch.uint8) for each in (large, small)]
+        return [block.bytes for block, _ in tracker.log[first:]], [each.numel() for each in kept]
+
+
+def test_large_states_of_a_paged_optimizer_lie_elsewhere():
+    made, kept = processes.call(paged, timeout=120)
+    assert made == [99_999] and kept == [100_000, 99_999]

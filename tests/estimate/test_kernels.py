@@ -1,0 +1,57 @@
+"""What CUDA's kernels ask for, by rules; `tests/rehearsal/test_kernels_rehearsed.py` asks torch's own CUDA build."""
+
+import kernel_cases
+import pytest
+import torch
+
+from perf_helpers.estimate import kernels
+from perf_helpers.estimate.cuda import PARTS
+from perf_helpers.estimate.device import DeviceTracker
+from perf_helpers.lab import processes
+
+
+def asked(names, capability, tell=None):
+    """What each case asks for as it is followed, {name: bytes}; to be called in a clean process."""
+    found = {}
+    for name in names:
+        tracker = DeviceTracker(capability, tuple(PARTS))
+        tracker.is_there = True
+        with tracker, torch.no_grad():
+            run = kernel_cases.CASES[name][0]()
+            first = len(tracker.log)
+            made = run()  # noqa: F841, its results live until the log is read
+            found[name] = [sign * block.bytes for block, sign in tracker.log[first:]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def followed():
+    return processes.call(asked, list(kernel_cases.CASES), (8, 0), timeout=120)
+
+
+@pytest.mark.parametrize("name", kernel_cases.CASES)
+def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(followed, name):
+    assert kernel_cases.ordered(followed[name]) == kernel_cases.ordered(kernel_cases.CASES[name][1])
+
+
+def test_without_scratch_only_results_are_made():
+    tracker = DeviceTracker((8, 0), ())
+    tracker.is_there = True
+    with tracker, torch.no_grad():
+        run = kernel_cases.CASES["sum of rows"][0]()
+        first = len(tracker.log)
+        made = run()  # noqa: F841
+        assert [sign * block.bytes for block, sign in tracker.log[first:]] == [3072]
+
+
+def test_the_first_product_of_each_thread_brings_a_workspace():
+    tracker = DeviceTracker((8, 0), tuple(PARTS))
+    tracker.is_there = True
+    with tracker, torch.no_grad():
+        square = torch.zeros(64, 64)
+        square @ square
+        square @ square
+        tracker.phase = "backward"
+        square @ square
+    held = [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "cuBLAS workspace"]
+    assert held == [8_519_680] * 2 == [kernels.Kernels((8, 0)).workspace_bytes] * 2

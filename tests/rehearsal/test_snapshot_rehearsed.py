@@ -1,0 +1,147 @@
+"""Snapshots of rehearsals, which torch writes itself, and those of estimates against them."""
+
+import contextlib
+import importlib.util
+import itertools
+import pickle
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from perf_helpers import Task
+from perf_helpers.estimate import estimate
+from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
+from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.rehearsal import CARDS, Rehearsal, build, card, rehearse
+
+if build.problem() or build.interpreter() is None:
+    pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+TASK = Task("bert-tiny", seq_len=64)
+RECIPE = {"per_device_train_batch_size": 4, "logging_nan_inf_filter": False}
+
+
+def trace_of(file):
+    (trace,) = pickle.loads(Path(file).read_bytes())["device_traces"]
+    return trace
+
+
+def sizes(trace):
+    """What was allocated and freed, in order. The estimate of the Trainer's sum of losses in place has a birth and a
+    death of 4 bytes too much."""
+    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
+    in_place = [("aten.add_.Tensor", 4)]
+    return [
+        (entry["action"], entry["size"])
+        for entry in entries
+        if not entry["frames"] or (entry["frames"][0]["name"], entry["size"]) not in in_place
+    ]
+
+
+def with_deaths_sorted(events):
+    """Deaths between two births in the order of their sizes: autocast's cache is emptied in that of a hash table."""
+    runs = itertools.groupby(events, key=lambda event: event[0])
+    return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arranged"),
+    [({}, list), ({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"}, with_deaths_sorted)],
+)
+def test_a_rehearsal_and_an_estimate_allocate_and_free_the_same(tmp_path, recipe, arranged):
+    run = rehearse(TASK, on="a100", snapshot=tmp_path / "rehearsed", **RECIPE, **recipe)
+    said = estimate(TASK, device="cuda", compute_capability=(8, 0), snapshot=tmp_path / "estimated", **RECIPE, **recipe)
+    assert run.peak_bytes == said.peak_bytes
+    rehearsed, estimated = (sizes(trace_of(tmp_path / name)) for name in ("rehearsed", "estimated"))
+    assert len(estimated) > 500
+    shared = rehearsed[: len(estimated)]  # an estimate ends with the last step, a rehearsal after it
+    assert arranged(shared) == arranged(estimated)
+    frames = {frame["filename"] for entry in trace_of(tmp_path / "rehearsed") for frame in entry["frames"]}
+    assert any(name.endswith("modeling_bert.py") for name in frames)
+
+
+def test_what_does_not_fit_ends_with_it(tmp_path):
+    small = card("t4", device_memory="600MB")
+    run = rehearse(Task("bert-small", seq_len=128), on=small, snapshot=tmp_path / "full", per_device_train_batch_size=8)
+    assert run.status == "out of memory"
+    assert "oom" in [entry["action"] for entry in trace_of(tmp_path / "full")]
+
+
+def test_of_several_ranks_the_first_writes_it(tmp_path):
+    run = rehearse(TASK, on="a100", processes=2, snapshot=tmp_path / "ranks", **RECIPE)
+    assert run.ok
+    traces = pickle.loads((tmp_path / "ranks").read_bytes())["device_traces"]
+    assert [bool(trace) for trace in traces] == [True, False]
+
+
+def test_a_place_for_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the name of a file"):
+        Rehearsal(CARDS["a100"], tmp_path)
+
+
+# ---- the double of the allocator tells the events that torch records
+
+
+@pytest.fixture(scope="module")
+def measure():
+    results = Path(__file__).parents[2] / "results"
+    sys.path.insert(0, str(results))  # for what the measuring scripts share
+    spec = importlib.util.spec_from_file_location("measure_allocator", results / "measure_allocator.py")
+    sys.modules["measure_allocator"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(results))
+
+
+def events_of_both(random_trace, performed, text, seeds):
+    """(action, bytes, bytes left where there was no room) of random traces, as torch records them and as the double
+    tells them."""
+    import torch
+
+    torch.empty(1, device="cuda")
+    torch.cuda.empty_cache()
+    capacity, card_bytes = torch.cuda.mem_get_info()
+    settings, found = Settings.parse(text), []
+    for seed in seeds:
+        torch.cuda.memory._record_memory_history(context=None, clear_history=True)
+        live, told = {}, []
+
+        def tell(action, place, size, told=told):
+            told.append((action, size, place if action == "oom" else None))
+
+        double = CachingAllocator(settings, capacity, card_bytes, on_event=tell)
+        for event in random_trace(seed, int(settings.per_process_memory_fraction * capacity)):
+            performed(torch, live, event)
+            if event is None:
+                double.empty_cache()
+            elif event[1]:
+                with contextlib.suppress(OutOfMemory):
+                    double.allocate(*event)
+            else:
+                double.free(event[0])
+        (trace,) = torch.cuda.memory._snapshot()["device_traces"]
+        recorded = [
+            (entry["action"].replace("free_completed", "free"), entry["size"], entry.get("device_free"))
+            for entry in trace
+            if entry["action"] not in ("free_requested", "snapshot")
+        ]
+        found.append((recorded, told))
+        live.clear()
+        torch.cuda.empty_cache()
+    return found
+
+
+@pytest.mark.parametrize("number", [10, 11, -1])
+def test_the_allocator_tells_what_torch_records(measure, number):
+    room, text = measure.CONFIGURATIONS[number]
+    with measure.in_environment(text), Rehearsal(room) as stage:
+        asked = measure.trace, measure.performed, text, [f"test-{seed}" for seed in range(12)]
+        found = stage.submit(events_of_both, *asked).result()
+    for recorded, told in found:
+        assert told == recorded
+    actions = {action for recorded, _ in found for action, *_ in recorded}
+    mapped = {"segment_map", "segment_unmap"} if "expandable" in text else {"segment_alloc", "segment_free"}
+    assert actions == {"alloc", "free", "oom", *mapped}
