@@ -56,16 +56,22 @@ levels: $(STAMP)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
 WHEEL_TESTS := $(filter-out %_exact.py,$(wildcard tests/estimate/test_*.py)) $(wildcard tests/widgets/test_*_explorer.py)
-WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/rehearsal/test_rehearsed.py tests/test_cli.py
+WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/test_cli.py $(wildcard tests/rehearsal/test_*rehearsed.py)
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
 	$(MAKE) $(CUDA) ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
 
-# On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those.
+# On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those. With all
+# lessons the estimate is also held against torch's allocator anew, which takes an hour; torchao is needed for its optimizers.
 LESSONS ?= all
 rehearse:
 	$(MAKE) $(CUDA) .venv-cuda/.stamp
 	.venv-cuda/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
+ifeq ($(LESSONS),all)
+	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check torchao==0.18.0
+	.venv-cuda/bin/python results/measure_cuda.py --out build/cuda.json
+	.venv-cuda/bin/python results/measure_allocator.py --out build/allocator.json
+endif
 
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)

@@ -119,6 +119,9 @@ def estimate(
     compute_capability: Capability = None,
     every_layer: Annotated[bool, typer.Option("--every-layer", help="Extrapolate nothing; gives a timeline.")] = False,
     inference: Inference = False,
+    allocator_settings: Annotated[
+        str, typer.Option("--allocator-settings", help="What PYTORCH_CUDA_ALLOC_CONF would say.")
+    ] = "",
     snapshot: Snapshot = None,
     json_output: Json = False,
 ) -> None:
@@ -136,6 +139,7 @@ def estimate(
         processes=processes,
         every_layer=every_layer,
         training=not inference,
+        allocator_settings=allocator_settings,
         snapshot=snapshot,
         **given,
     )

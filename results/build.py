@@ -274,6 +274,38 @@ def _estimate() -> str:
     return "\n\n".join([about, _table(head, rows), told, error_table(on_gpus)])
 
 
+def _on_cuda() -> str:
+    """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
+    report, lists = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("cuda", "allocator"))
+    kept = [row for row in report["rows"] if "rehearsed" in row]
+    architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
+    found, few = report["summary"]["estimated"], report["summary"]["extrapolated"]
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
+    when = f"{_versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
+    off = {name: _share(found[name]) for name in ("allocated_worst", "reserved_median", "reserved_worst")}
+    lines = [
+        f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
+        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): allocated **equal to the byte in "
+        f"{found['allocated_equal']} of {found['answered']}**, the worst {off['allocated_worst']} off; reserved "
+        f"{off['reserved_median']} off in the median, {off['reserved_worst']} at worst. With few layers followed, "
+        f"{few['answered']} of them: allocated at most {_share(few['allocated_worst'])} off, reserved "
+        f"{_share(few['reserved_worst'])}.",
+        f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
+        f"{lists['mismatches']} mismatches.",
+        f"Against {published['rows']} figures that others measured on real GPUs, like for like: "
+        f"{_share(published['median'])} in the median, 95 of 100 within {_share(published['percentile_95'])}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _architecture(row: dict) -> str:
+    return row["architecture"]
+
+
+def _optimizer(row: dict) -> str:
+    return row["arguments"]["optim"]
+
+
 def cuda_tools() -> str:
     """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
     report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
@@ -331,6 +363,7 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "scoreboard": counts(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(),
+        "cuda": f"{_on_cuda()}\n\n{cuda_tools()}",
     }
     text = README.read_text(encoding="utf-8")
     for name, content in blocks.items():
@@ -357,7 +390,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
-    parts += ["## The estimate", _estimate(), "## The estimate against published measurements", _published()]
+    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda(), cuda_tools()]
+    parts += ["## The estimate against published measurements", _published()]
     return "\n\n".join(parts) + "\n"
 
 

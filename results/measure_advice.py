@@ -4,11 +4,11 @@
     .venv-cuda/bin/python results/measure_advice.py [--count 44] [--seed 1] [--out results/advice.json]
     .venv-cuda/bin/python results/measure_advice.py --only NUMBER ...
 
-Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. By a line
-through two estimates the memory of the former, and the effective batch, are chosen so that the memory ends somewhere
-within the batch. A pair that is not decided all the same, because the whole batch fits, nothing does, or the training
-is impossible, is kept with the reason, and does not count. Advice and rehearsal take the same CUDA context: how large
-it is on a real card, no rehearsal tells.
+Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. The memory
+of the former, and the effective batch, are chosen so that the memory ends somewhere within the batch. A pair that is
+not decided all the same, because the whole batch fits, nothing does, or the training is impossible, is kept with the
+reason, and does not count. Advice and rehearsal take the same CUDA context: how large it is on a real card, no
+rehearsal tells.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab, Task, hardware
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.runs import Memory, Phase
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.training import Experiment
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
@@ -35,8 +36,8 @@ from perf_helpers.rehearsal.cards import CONTEXT_BYTES
 from perf_helpers.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
-BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # samples that an update sees
-ENDS = (1.5, 2.5, 3.5, 5, 7, 10, 14, 20)  # samples of a micro-batch at which the memory of a small card ends
+BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples that an update sees
+SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # of a micro-batch that a card holds that nobody sells
 MOST_SAMPLES = 60  # of a micro-batch
 OPTIMIZERS = ({}, {}, *({"optim": name} for name in ("adafactor", "adamw_bnb_8bit", "adamw_torch", "sgd")))
 TECHNIQUES = ({}, {}, {"fp16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
@@ -67,9 +68,9 @@ class Pair:
     architecture: str
     config: dict
     seq_len: int | None  # None for images
-    card: Card | None  # None: of the memory that `ends` says
+    card: Card | None  # None: one that holds a micro-batch of so many `samples`, or a little more
     capability: tuple[int, int]
-    ends: float
+    samples: int
     must: dict  # training arguments that the advice is to keep
 
     def task(self, folder: Path) -> Task:
@@ -82,20 +83,20 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """The pair of that number in the set of that seed: of three, two are small. Architectures and cards take turns."""
+    """The pair of that number in the set of that seed: of four, three are small. Architectures and cards take turns."""
     draw = random.Random(f"{seed} {number}")
-    turn, kind = divmod(number, 3)
+    turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
-    if kind == 2:
+    if kind == 3:
         architecture, on = [*LARGE][turn % len(LARGE)], [*CARDS.values()][(turn + turn // len(LARGE)) % len(CARDS)]
         config, capability = LARGE[architecture], on.capability
-        lengths = (512, 1024) if on.memory_bytes < 20e9 else (1024, 2048) if on.memory_bytes < 50e9 else (2048, 4096)
+        lengths = (1024,) if on.memory_bytes < 20e9 else (2048,) if on.memory_bytes < 50e9 else (4096,)
     else:
-        architecture = [*ARCHITECTURES][(2 * turn + kind) % len(ARCHITECTURES)]
+        architecture = [*ARCHITECTURES][(3 * turn + kind) % len(ARCHITECTURES)]
         config = ARCHITECTURES[architecture](draw)
     vision = "image_size" in config or config["model_type"] == "swin"
     length, must = None if vision else draw.choice(lengths), draw.choice(OPTIMIZERS) | draw.choice(TECHNIQUES)
-    return Pair(number, architecture, config, length, on, capability, draw.choice(ENDS), must)
+    return Pair(number, architecture, config, length, on, capability, draw.choice(SAMPLES), must)
 
 
 class Undecided(Exception):
@@ -103,22 +104,29 @@ class Undecided(Exception):
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """The pair's card, and samples an update of which it holds only some at once, by a line through two estimates.
-    Raises Undecided where there is no such number."""
+    """The pair's card, and samples an update of which it holds only some at once. A card that nobody sells has up to a
+    tenth more than so many samples need that the peak is not the optimizer's; for a real one a line through two
+    estimates says how many it holds. Raises Undecided where these are too many or none."""
+    draw = random.Random(one.number)
     precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
     arguments = {"optim": "adamw_torch_fused", ACCUMULATION_STEPS: 2} | precision | one.must
     whose = {"device": "cuda", "compute_capability": one.capability}
-    few, more = (estimate(task, **whose, **arguments | {MICRO_BATCH: size}).memory.reserved_bytes for size in (2, 6))
-    slope = max((more - few) / 4, 1)
-    on = one.card
-    if on is None:
-        needed = CONTEXT_BYTES + few + slope * (one.ends - 2)
-        on = card(None, one.capability, round(needed / 1e7) * 10**7)
-    largest = 2 + int((on.memory_bytes - on.context_bytes - few) / slope)
-    fitting = [batch for batch in BATCHES if batch >= 1.5 * largest]
+
+    def memory(size: int) -> Memory:
+        return estimate(task, **whose, **arguments | {MICRO_BATCH: size}).memory
+
+    if one.card is None:
+        size = one.samples
+        while (found := memory(size)).peak_phase == Phase.STEP.shown and size < MOST_SAMPLES:
+            size *= 2
+        needed = CONTEXT_BYTES + found.reserved_bytes * draw.uniform(1, 1.1)
+        return card(None, one.capability, round(needed / 1e7 + 0.5) * 10**7), size * draw.choice((2, 3, 4))
+    few, more = (memory(size).reserved_bytes for size in (2, 6))
+    largest = 2 + int((one.card.memory_bytes - CONTEXT_BYTES - few) / max((more - few) / 4, 1))
+    fitting = [batch for batch in BATCHES if batch >= 2 * largest]
     if not 1 <= largest <= MOST_SAMPLES or not fitting:
         raise Undecided(f"the memory ends at some {largest} samples")
-    return on, random.Random(one.number).choice(fitting[:3])
+    return one.card, draw.choice(fitting[:2])
 
 
 def decide(one: Pair, folder: Path) -> dict:

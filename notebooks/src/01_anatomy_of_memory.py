@@ -478,10 +478,10 @@ for name, recipe in course.items():
 plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-memory", "18 B a parameter"], rows)
 
 # %% [markdown]
-# On a CPU the two are equal to the byte, because it is the same code that runs, the Trainer included. For a GPU some
-# parts are modelled from the sources of torch; `said["03 vanilla"].assumptions` names them. The two others know weights,
-# gradients and states. They cannot know the batch, the length or the recipe, and on small models those decide. The
-# README has the same comparison over 42 trainings, with torch's own tracker and DeepSpeed's estimators.
+# On a CPU the two are equal to the byte, because it is the same code that runs, the Trainer included. For a GPU the
+# estimate repeats what each of CUDA's kernels asks for, and lays it out as torch's allocator does;
+# `said["03 vanilla"].assumptions` names the parts. The two others know weights, gradients and states. They cannot know the batch, the length or the recipe, and on small models those decide. The
+# README has the same comparison over more trainings and tools, for a CPU and for GPUs.
 
 # %%
 text = "bert-large in fp32 with AdamW, batch 1: which part of its peak is the largest?"

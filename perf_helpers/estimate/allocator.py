@@ -7,7 +7,7 @@ graphs), the allocator `backend:cudaMallocAsync`.
 """
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from perf_helpers.estimate.allocator_settings import Settings
@@ -25,12 +25,11 @@ def rounded(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def workspace_bytes(compute_capability: tuple[int, int], training: bool = True) -> int:
-    """Bytes of cuBLAS' workspaces, which the caching allocator holds from the first product on: one for each thread
-    that multiplies, in a training the forward's and autograd's. On compute capability 9, 10 and 12 it is 32 MiB, else 2
-    buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)."""
-    one = 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
-    return 2 * one if training else one
+def workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """Bytes of a workspace of cuBLAS, which the caching allocator holds from the first product on: each thread that
+    multiplies has one, in a training the forward's and autograd's. On compute capability 9, 10 and 12 it is 32 MiB,
+    else 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)."""
+    return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
@@ -38,25 +37,6 @@ def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     measured it. It depends on driver, CUDA and the kernels loaded. The one figure known is 1343 MiB on a V100 in "Model
     training anatomy" of transformers' documentation, taken there with one segment of 2 MiB."""
     return 1341 * MIB if compute_capability == (7, 0) else None
-
-
-def reserved_peak(log: Iterable[tuple[Hashable, int, int]]) -> int:
-    """Bytes that the caching allocator has taken from the device after these births and deaths.
-
-    Segments are kept once taken, so the end is the peak: nothing empties the cache, and the device is taken to be large
-    enough for the allocator never to do so itself.
-
-    Args:
-        log: (key, bytes, +1 at birth or -1 at death) in order, from the loading of the model on. ValueError is raised
-            where a key is born twice.
-    """
-    allocator = CachingAllocator()
-    for key, size, sign in log:
-        if sign > 0:
-            allocator.allocate(key, size)
-        else:
-            allocator.free(key)
-    return allocator.reserved_bytes
 
 
 class OutOfMemory(MemoryError):

@@ -30,7 +30,7 @@ def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
     """What an estimate with these parts takes for granted, a sentence each; raises as `known_parts` does."""
     parts = known_parts(parts)
     return [
-        "CUDA is modelled from the sources of torch, not yet checked on a GPU.",
+        "CUDA is modelled on torch's sources and checked against torch's own allocator in rehearsals, not on a GPU.",
         *(f"{name}: {text}." for name, text in PARTS.items() if name in parts),
         *(f"{name}: left out, counted as on CPU or not at all." for name in PARTS if name not in parts),
     ]

@@ -41,7 +41,6 @@ class Surface:
     hidden: list  # (operations, points): bytes inside the operation at each of the points on offer
     points: list  # on offer, as (micro-batch, length)
     states: int  # bytes of the optimizer's states
-    apart: int = 0  # bytes added to every total, such as a workspace
 
 
 def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
@@ -69,8 +68,7 @@ def fit(
         os.nice(19)  # nobody waits for it, and others may be measuring
     followed = follow_all(experiments, device, False, known, tell)
     memories = [replace(memory_of(each), timeline=None) for each in followed]
-    apart = max(0, memories[0].peak_bytes - int(followed[0].totals.max()))
-    return replace(_surface(followed, device, points, offered, known), apart=apart), memories
+    return _surface(followed, device, points, offered, known), memories
 
 
 def _surface(followed: Sequence[Followed], device: Device, points: Points, offered: Points, known: Known) -> Surface:

@@ -32,8 +32,9 @@ class Kernels:
     """The kernels of a GPU of one compute capability."""
 
     def __init__(self, capability: tuple[int, int]):
-        self.workspace_bytes = workspace_bytes(capability, training=False)
+        self.workspace_bytes = workspace_bytes(capability)
         self._processors = reductions.processors(capability)
+        self._unique = {7: (300, 21), 8: (380, 85)}.get(capability[0], (380, 500))  # see `_scan_bytes`
         self._sorted_at_once = {7: 2816, 8: 3840}.get(capability[0], 4608)  # by a block, see `_sort_bytes`
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
@@ -115,7 +116,8 @@ class Kernels:
         sums = count // 10 + runs
         first = len(copies)
         ordered = [count * WORD] * 3 + [self._sort_bytes(count, weights), Free(first + 3), Free(first + 2)]
-        unique = [count * WORD, WORD, count * WORD, _scan_bytes(count), Free(first + 5), Free(first + 4)]
+        differ = _scan_bytes(count, *self._unique)
+        unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
         parts = [runs * WORD, runs * WORD, _scan_bytes(runs), Free(first + 6)]
         return [*copies, *ordered, *made, *unique, *parts, WORD, sums * WORD, sums * gradient.shape[-1] * 4]
 
@@ -146,9 +148,11 @@ class Kernels:
         sort = [self._sort_bytes(count, 1 << 62)] if count > 4096 else []
         return [*made, count * WORD, *sort]
 
-    def _scan(self, made, tensor, *_, **__):
+    def _scan(self, made, tensor, dim, *_, **__):
         cast = [] if tensor.dtype is made[0].dtype else [tensor.numel() * made[0].element_size()]
-        return [*made, *cast, *([_scan_bytes(tensor.numel())] if tensor.dim() == 1 else [])]
+        is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
+        narrow = (190, 210) if made[0].dtype is torch.int32 else ()
+        return [*made, *cast, *([_scan_bytes(tensor.numel(), *narrow)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Which rows are masked as a whole, and the zero that is written there (native/SoftMax.cpp)."""
@@ -166,6 +170,10 @@ class Kernels:
     def _softmax_backward(self, made, gradient, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
         return [*made, gradient.numel() * gradient.element_size()]
+
+    def _isinf(self, made, tensor, *_, **__):
+        """Whether the absolute value is infinite."""
+        return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
         """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
@@ -209,9 +217,9 @@ def _contiguous(tensor: torch.Tensor) -> list[int]:
     return []
 
 
-def _scan_bytes(count: int) -> int:
-    """Of a running sum over whole numbers: seen up to 262,144 of them, rounded up."""
-    return 1279 + 12 * max(0, count - 16384) // 1024
+def _scan_bytes(count: int, base: int = 380, each: int = 70) -> int:
+    """Of a running sum over so many whole numbers by CUB, as seen from 4,096 to 262,144 of them."""
+    return 767 + -(-(base + count // each) // 256) * 256
 
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
@@ -229,6 +237,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution_backward: Kernels._convolution_backward,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
+    aten.isinf: Kernels._isinf,
     aten.cumsum: Kernels._scan,
     aten._foreach_norm: Kernels._norms,
     aten._scaled_dot_product_flash_attention: Kernels._flash_forward,

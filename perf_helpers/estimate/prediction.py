@@ -381,7 +381,9 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
     if max(depth.values(), default=0) <= _DEEPEST:
         depth = {}
     few = deepening.shallow(depth) if depth else [{}]
-    traces = _traces([plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.caches[device.kind], tell)
+    traces = _traces(
+        [plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.caches[device.kind], tell
+    )
     log, parameters = traces[0].log, traces[0].parameters
     if depth:
         log = deepening.deepened([trace.log for trace in traces], depth)

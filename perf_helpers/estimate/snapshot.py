@@ -62,8 +62,8 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
         category = name_text(label.category) if action in ("alloc", "free") else "unknown"
         if action in ("segment_alloc", "segment_map"):
             causes[address] = frames(label)
-        place = {"device_free" if action == "oom" else "addr": address, "size": size}
-        known = {**place, "frames": frames(label), "category": category, **_SAME}
+        where = {"device_free" if action == "oom" else "addr": address, "size": size}
+        known = {**where, "frames": frames(label), "category": category, **_SAME}
         for name in ("free_requested", "free_completed") if action == "free" else (action,):
             trace.append({"action": name, "time_us": len(trace), **known})
 

@@ -37,7 +37,7 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 3  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 4  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
 _INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
 _SECONDS = 300.0  # that the traces of one surface may take
@@ -179,7 +179,7 @@ class Surfaces:
         peak = int(columns[:, TOTAL].argmax())
         sizes = zip(TENSOR_CATEGORIES, columns[peak, :TOTAL], strict=True)
         live = {category: max(0, round(size)) for category, size in sizes}
-        total = round(columns[peak, TOTAL]) + max(surface.apart for surface in (passes, *updates))
+        total = round(columns[peak, TOTAL])
         breakdown = live | {Category.INSIDE_OPERATIONS: max(0, total - sum(live.values()))}
         return Answer(breakdown, *where[peak], "interpolated")
 

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 # What these make is carried out, for others look at it: samplers at orders, the makers of masks at positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
-_LARGE = 2**24  # elements of a real tensor from which on results are fake
+_LARGE = 2**24  # elements of a real tensor beyond which results are fake
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 
@@ -130,11 +130,11 @@ class FakeTracker(Tracker):
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
         right for whoever looks at them."""
         if tensors:
-            return all(tensor.numel() < _LARGE for tensor in tensors)
+            return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]):
             return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket in _REAL_IN_FORWARD:
-            return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) < _LARGE
+            return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL

@@ -8,7 +8,7 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(sizes):
-    """Blocks that are given back one after the other in the order of their sizes: it is all the same to an allocator."""
+    """Blocks that are given back one after the other by their sizes: it is all the same to an allocator."""
     found, freed = [], []
     for size in sizes:
         if size < 0:
@@ -105,6 +105,7 @@ EMBEDDED = [24800, 24800, 24800, 55295, -55295, -24800]  # sorted
 EMBEDDED += [256000, 24800, 8, 24800, 1279, -1279, -24800]  # the result, and which indices differ
 EMBEDDED += [24800, 24800, 1279, -1279, 8, 27280, 109120, -109120, -27280, -8, -24800, -24800, -8, -24800, -24800]
 EMBEDDED += [-24800]
+FREED = [-204800, -204800, -524288, -8192, -204800, -204800]
 CASES = {  # what is run, and what it asks for
     "flash": (lambda: attention("flash", BF16), [204800, 6400, 16, 8]),
     "flash with dropout": (lambda: attention("flash", BF16, dropout=0.1), [204800, 6400, 16, 8, 16, -16]),
@@ -115,8 +116,7 @@ CASES = {  # what is run, and what it asks for
     ),
     "flash's backward, grouped": (
         lambda: flash_backward(2),
-        [204800, 204800, 204800, 102400, 102400, 8192, 524288, 204800, 204800]
-        + [-204800, -204800, -524288, -8192, -204800, -204800],
+        [204800, 204800, 204800, 102400, 102400, 8192, 524288, 204800, 204800, *FREED],
     ),
     "efficient": (lambda: attention("efficient", F32), [409600, 7168]),
     "efficient's backward, fp32": (
@@ -153,6 +153,11 @@ CASES = {  # what is run, and what it asks for
     "norm": (lambda: of_one(torch.linalg.vector_norm, 3_000_000), [4, 1468, 4, -4, -1468]),
     "norms": (norms, [60, 4, 4, 4, -60]),
     "running sum": (lambda: of_one(torch.cumsum, 4096, dtype=I64, dim=0), [32768, 1279, -1279]),
+    "running sum of 32 bits": (
+        lambda: of_one(torch.cumsum, 65536, dtype=I32, dim=0),
+        [524288, 524288, 2303, -2303, -524288],
+    ),
+    "running sum of one row": (lambda: of_one(torch.cumsum, 1, 4096, dtype=I64, dim=-1), [32768, 1279, -1279]),
     "running sum of booleans": (lambda: of_one(torch.cumsum, 4, 256, dtype=torch.bool, dim=1), [8192, 8192, -8192]),
     "sort": (lambda: of_one(torch.sort, 8192, dtype=I64), [65536, 65536, 65536, 151039, -151039, -65536]),
     "softmax of rows that may be masked": (
@@ -165,6 +170,7 @@ CASES = {  # what is run, and what it asks for
         group_norm_backward,
         [51200, 256, 256, 512, 512, 64, 64, 512, -64, -64, -512, -512, -512],
     ),
+    "is it infinite": (lambda: of_one(torch.isinf, 1000), [4000, 1000, -4000]),
     "index of 32 bits": (lambda: index(I32), [8000, 4000, -8000]),
     "index": (lambda: index(I64), [4000]),
 }

@@ -41,7 +41,7 @@ def test_sharding_divides_what_it_says_it_divides():
 def test_cuda_is_modelled_and_says_so():
     found = predicted(device="cuda", compute_capability=(8, 0))
     assert found.memory.reserved_bytes >= found.peak_bytes
-    assert "not yet checked on a GPU" in found.assumptions[0]
+    assert "not on a GPU" in found.assumptions[0]
     bare = predicted(device="cuda", compute_capability=(8, 0), parts=["rounding"])
     assert bare.peak_bytes < found.peak_bytes and bare.memory.reserved_bytes is None
 

@@ -98,7 +98,7 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     zeros = [[0.0] * 8] * 2
     surface = {"phases": ["backward", "step"], "operations": ["aten.mm.default", "aten._fused_adamw_.default"]}
-    surface |= {"updates": [False, True], "states": 40, "apart": 7, "points": [[1, 32], [256, 512]]}
+    surface |= {"updates": [False, True], "states": 40, "points": [[1, 32], [256, 512]]}
     surface |= {"coefficients": [[[5.0] * 7 + [36.0], [1.0] * 8], *[zeros] * 5], "after_backward": [[0.0] * 8] * 6}
     surface |= {"hidden": [[100, 200], [0, 0]]}
     exact = {"breakdown": {"weights": 3, "inside_operations": 1}, "phase": "step", "operation": "x", "how": "traced"}

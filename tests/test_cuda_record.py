@@ -1,0 +1,87 @@
+"""What was recorded of the estimate for CUDA beside torch's own allocator: results/cuda.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parents[1] / "results"
+sys.path.append(str(RESULTS))
+import measure_cuda  # noqa: E402
+
+RECORD = json.loads((RESULTS / "cuda.json").read_text(encoding="utf-8"))
+ROWS = [row for row in RECORD["rows"] if "rehearsed" in row]
+
+
+def error(row, how, what="allocated"):
+    return abs(row[how][what] / row["rehearsed"][what] - 1)
+
+
+def test_the_set_is_wide():
+    assert len(ROWS) >= 150
+    assert len({row["architecture"] for row in ROWS}) >= 20
+    optimizers = {row["arguments"]["optim"] for row in ROWS}
+    assert len(optimizers) >= 8 and {"adamw_bnb_8bit", "adamw_torch_4bit"} <= optimizers
+    assert {tuple(row["capability"]) for row in ROWS} == {(7, 5), (8, 0), (8, 6), (9, 0)}
+    assert {row["processes"] for row in ROWS} == {1, 2}
+    assert {64, 4096} <= {row["seq_len"] for row in ROWS}
+
+
+def test_it_is_the_set_of_its_seed():
+    for row in RECORD["rows"]:
+        one = measure_cuda.training(row["number"], RECORD["seed"])
+        assert [row[name] for name in ("architecture", "config", "seq_len", "arguments", "processes")] == [
+            one.architecture,
+            one.config,
+            one.seq_len,
+            one.arguments,
+            one.processes,
+        ]
+
+
+def test_what_is_left_out_could_not_be_trained_or_rehearsed():
+    left_out = [row["left_out"] for row in RECORD["rows"] if "left_out" in row]
+    assert len(left_out) <= 0.1 * len(RECORD["rows"])
+    assert all(why.startswith(("cannot be trained", "cannot be rehearsed")) for why in left_out)
+
+
+def test_allocated_is_torchs_to_the_byte_in_95_of_100():
+    assert not [row["number"] for row in ROWS if "refused" in row["estimated"]]
+    equal = [row for row in ROWS if error(row, "estimated") == 0]
+    assert len(equal) >= 0.95 * len(ROWS)
+    assert max(error(row, "estimated") for row in ROWS) <= 0.005
+
+
+def test_reserved_and_categories_are_near():
+    errors = sorted(error(row, "estimated", "reserved") for row in ROWS)
+    assert errors[len(errors) // 2] <= 0.002 and errors[-1] <= 0.03
+    for row in ROWS:
+        for part, size in row["rehearsed"]["breakdown"].items():
+            assert abs(row["estimated"]["breakdown"][part] - size) <= 0.01 * row["rehearsed"]["allocated"], row[
+                "number"
+            ]
+
+
+def test_with_few_layers_followed_hardly_anything_is_lost():
+    rows = [row for row in ROWS if "every layer" not in row["extrapolated"].get("traced", "every layer")]
+    assert len(rows) >= 10
+    assert max(error(row, "extrapolated") for row in rows) <= 0.001
+    assert max(error(row, "extrapolated", "reserved") for row in rows) <= 0.02
+
+
+def test_the_summary_is_that_of_the_rows():
+    assert RECORD["summary"] == measure_cuda.summary(RECORD["rows"])
+
+
+def test_a_wrong_estimate_would_show():
+    worse = json.loads(json.dumps(ROWS))
+    worse[0]["estimated"]["allocated"] += 512
+    before, after = (measure_cuda.summary(rows)["estimated"]["allocated_equal"] for rows in (ROWS, worse))
+    assert after == before - (ROWS[0]["estimated"]["allocated"] == ROWS[0]["rehearsed"]["allocated"])
+
+
+@pytest.mark.parametrize("number", [0, 7, 34])
+def test_a_training_is_the_same_every_time(number):
+    assert measure_cuda.training(number, 5) == measure_cuda.training(number, 5)
+    assert measure_cuda.training(number, 5) != measure_cuda.training(number, 6)
