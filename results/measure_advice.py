@@ -171,7 +171,7 @@ def decide(one: Pair, folder: Path) -> dict:
             "said_reserved": recipe.needed_bytes - advice.context_bytes,
         }
     except (Undecided, NeedsValues, ValueError) as error:
-        return row | {"left_out": str(error)[:300]}
+        return row | {"left_out": str(error).replace(f"{folder}/", "")[:300]}
     keeps = {"best": ends["best"]["status"] == "ok", "next": ends["next"]["status"] == "out of memory"}
     return row | ends | {"keeps_its_word": all(keeps.values())}
 

@@ -12,6 +12,7 @@ import argparse
 import collections
 import difflib
 import json
+import os
 import random
 import statistics
 import sys
@@ -218,7 +219,7 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
         with tempfile.TemporaryDirectory() as folder:
             train(experiment, folder, steps=2, keep_losses=False)
         stats = torch.cuda.memory_stats()
-        if events:
+        if events and os.environ.get("RANK", "0") == "0":
             events.write_text(json.dumps(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]))
         names = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "requested": "requested_bytes"}
         return {name: stats[f"{key}.all.peak"] for name, key in names.items()}
@@ -349,30 +350,28 @@ def main(arguments=None) -> int:
     parser.add_argument("--count", type=int, default=160, help="trainings that are compared")
     parser.add_argument("--seed", type=int, default=1, help="of the set")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of trainings whose differences are shown")
+    parser.add_argument("--again", type=int, nargs="+", help="numbers of trainings in the file that are done anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("cuda.json"))
     options = parser.parse_args(arguments)
     rows: list[dict] = []
+    kept = json.loads(options.out.read_text()) if options.again else {"rows": [], "again": []}
+    wanted = options.only or options.again or range(options.count)
     kinds = collections.defaultdict(list)
+    for number in wanted:
+        one = training(number, options.seed)
+        kinds[one.capability, one.processes].append(one)
     with tempfile.TemporaryDirectory() as name:
-        folder, number = Path(name), 0
-        wanted = options.only or range(4 * options.count)
-        for number in wanted:
-            one = training(number, options.seed)
-            kinds[one.capability, one.processes].append(one)
-        done = 0
+        folder = Path(name)
         for (capability, count), trainings in sorted(kinds.items()):
             with Rehearsal(card(None, capability, MEMORY, devices=count)) as stage:
                 lab = Lab("gpu", executor=stage, out=folder / "lab")
                 versions = stage.submit(hardware.versions).result()
                 for one in trainings:
-                    if not options.only and one.number >= options.count:
-                        continue
-                    row = compare(lab, one, folder)
-                    rows.append(row)
-                    done += 1
-                    print(f"{done} {_line(row)}", file=sys.stderr, flush=True)
+                    rows.append(compare(lab, one, folder))
+                    print(f"{len(rows)} {_line(rows[-1])}", file=sys.stderr, flush=True)
                     if options.only:
                         difference(lab, one, folder)
+    rows += [row for row in kept["rows"] if row["number"] not in wanted]
     rows.sort(key=lambda row: row["number"])
     if options.only:
         return 0
@@ -382,6 +381,7 @@ def main(arguments=None) -> int:
         "machine": hardware.describe().name,
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "again": sorted({*kept.get("again", ()), *(options.again or ())}),  # done anew, after the others
         "summary": summary(rows),
         "rows": rows,
     }

@@ -403,6 +403,7 @@ def forked(tool: Callable[[Question], Answer], asked: Question) -> dict:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it, whoever else listens
         signal.alarm(SECONDS)
         os.write(writing, json.dumps(answer(tool, asked)).encode())
         os._exit(0)

@@ -191,6 +191,10 @@ class _Placing(TorchFunctionMode):
         if not self._tracker.is_there:
             return function(*args, **kwargs)
         if name == "to":
+            words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, torch.device) else [])}
+            only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
+            if only_moves and self._tracker.lies_on_device(args[0]):
+                return args[0]  # it is there: "cpu" and "cpu:0" are one device here
             result = function(*args, **kwargs)
             if any(isinstance(each, torch.device | torch.Tensor) for each in (*args[1:2], *kwargs.values())):
                 self._tracker.sent(result)

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map_only
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.lab.outcomes import Invalid
@@ -95,7 +97,7 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
             return args[0].fake_device
-        if any(not issubclass(kind, FakeTensor) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: what it does with them is what is followed
         return self.watch(function, args, kwargs)
 
@@ -371,23 +373,51 @@ def _one_rank_of(ranks: int) -> Iterator[None]:
 
 
 class _Replica(torch.nn.parallel.DistributedDataParallel):
-    """A data-parallel model as far as memory goes: the reducer's buckets, a second set of gradients, and its maps."""
+    """A data-parallel model as far as memory goes (torch/nn/parallel/distributed.py): what is sent at the start, the
+    reducer's buckets, which are a second set of gradients, and its map of what was used."""
 
-    def __init__(self, module, **_):
+    def __init__(self, module, find_unused_parameters=False, **_):
         torch.nn.Module.__init__(self)
-        self.module = module
+        self.module, self.looks_for_unused = module, find_unused_parameters
+        self.arrived: list[torch.nn.Parameter] = []  # in the first backward; their buckets are made anew in this order
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buckets = [
-            torch.empty(sum(p.numel() for p in trained if p.dtype is dtype), dtype=dtype)
-            for dtype in dict.fromkeys(p.dtype for p in trained)
-        ]
-        self.used = torch.empty(2 * len(trained), dtype=torch.int32)  # which parameter was used, here and on the device
+        every, sent = [*module.parameters(), *module.buffers()], []
+        for bucket in _bucketed(every, [250 << 20]):  # what rank 0 sends to all, two at a time
+            sent = [*sent[-1:], bucket]
+        del bucket, sent
+        limits = _BUCKETS if find_unused_parameters else [sys.maxsize]
+        self.buckets = _bucketed(trained, limits, backwards=True)
+        self.used = torch.empty(len(trained), dtype=torch.int32, device=trained[0].device)
+        if not find_unused_parameters:
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def _arrive(self, parameter):
+        if self.arrived is not None:
+            self.arrived.append(parameter)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+        """Where unused parameters are looked for, what the model returns passes a node of autograd that copies it."""
+        if self.arrived and torch.is_grad_enabled():
+            arrived, self.arrived = list(dict.fromkeys(self.arrived)), None
+            self.buckets.clear()
+            self.buckets = _bucketed(arrived, _BUCKETS)
+        output = self.module(*args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
 
     def no_sync(self):
         return contextlib.nullcontext()
+
+
+_BUCKETS = [1 << 20, 25 << 20]  # bytes of the reducer's first bucket and of the others, at least
+
+
+def _bucketed(tensors: list[torch.Tensor], limits: list[int], backwards: bool = False) -> list[torch.Tensor]:
+    """A flat tensor for each bucket into which DistributedDataParallel puts these, or the last bucket first."""
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
+    sizes = [(sum(tensors[index].numel() for index in bucket), tensors[bucket[0]].dtype) for bucket in buckets]
+    device = tensors[0].device
+    return [torch.empty(size, dtype=dtype, device=device) for size, dtype in (sizes[::-1] if backwards else sizes)]
 
 
 # ---- the trace
