@@ -1,7 +1,7 @@
 """Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
 `perf_helpers.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
 
-    .venv-cuda/bin/python results/measure_advice.py [--count 44] [--seed 1] [--out results/advice.json]
+    .venv-cuda/bin/python results/measure_advice.py [--count 42] [--seed 1] [--out results/advice.json]
     .venv-cuda/bin/python results/measure_advice.py --only NUMBER ...
 
 Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. The memory
@@ -197,7 +197,7 @@ def summary(rows: list[dict]) -> dict:
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=44, help="pairs that are decided")
+    parser.add_argument("--count", type=int, default=42, help="pairs that are decided")
     parser.add_argument("--seed", type=int, default=1, help="of the set")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of pairs; nothing is written")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("advice.json"))

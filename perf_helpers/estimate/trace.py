@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,9 +26,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_map_only
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
+from perf_helpers.estimate.replica import one_rank_of
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Phase
 from perf_helpers.lab.tracker import Tracker, name_of, watched
@@ -61,7 +59,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
         stack.enter_context(_few_micro_batches())
         if experiment.processes > 1:
-            stack.enter_context(_one_rank_of(experiment.processes))
+            stack.enter_context(one_rank_of(experiment.processes))
         with watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
@@ -356,68 +354,6 @@ def _few_micro_batches() -> contextlib.AbstractContextManager:
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
-
-
-@contextlib.contextmanager
-def _one_rank_of(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of a group whose other members exist in name only."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        with patch.object(torch.nn.parallel, "DistributedDataParallel", _Replica):
-            yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-class _Replica(torch.nn.parallel.DistributedDataParallel):
-    """A data-parallel model as far as memory goes (torch/nn/parallel/distributed.py): what is sent at the start, the
-    reducer's buckets, which are a second set of gradients, and its map of what was used."""
-
-    def __init__(self, module, find_unused_parameters=False, **_):
-        torch.nn.Module.__init__(self)
-        self.module, self.looks_for_unused = module, find_unused_parameters
-        self.arrived: list[torch.nn.Parameter] = []  # in the first backward; their buckets are made anew in this order
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        every, sent = [*module.parameters(), *module.buffers()], []
-        for bucket in _bucketed(every, [250 << 20]):  # what rank 0 sends to all, two at a time
-            sent = [*sent[-1:], bucket]
-        del bucket, sent
-        limits = _BUCKETS if find_unused_parameters else [sys.maxsize]
-        self.buckets = _bucketed(trained, limits, backwards=True)
-        self.used = torch.empty(len(trained), dtype=torch.int32, device=trained[0].device)
-        if not find_unused_parameters:
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
-
-    def _arrive(self, parameter):
-        if self.arrived is not None:
-            self.arrived.append(parameter)
-
-    def forward(self, *args, **kwargs):
-        """Where unused parameters are looked for, what the model returns passes a node of autograd that copies it."""
-        if self.arrived and torch.is_grad_enabled():
-            arrived, self.arrived = list(dict.fromkeys(self.arrived)), None
-            self.buckets.clear()
-            self.buckets = _bucketed(arrived, _BUCKETS)
-        output = self.module(*args, **kwargs)
-        return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
-
-    def no_sync(self):
-        return contextlib.nullcontext()
-
-
-_BUCKETS = [1 << 20, 25 << 20]  # bytes of the reducer's first bucket and of the others, at least
-
-
-def _bucketed(tensors: list[torch.Tensor], limits: list[int], backwards: bool = False) -> list[torch.Tensor]:
-    """A flat tensor for each bucket into which DistributedDataParallel puts these, or the last bucket first."""
-    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
-    sizes = [(sum(tensors[index].numel() for index in bucket), tensors[bucket[0]].dtype) for bucket in buckets]
-    device = tensors[0].device
-    return [torch.empty(size, dtype=dtype, device=device) for size, dtype in (sizes[::-1] if backwards else sizes)]
 
 
 # ---- the trace
