@@ -172,7 +172,8 @@ def test_every_import_is_a_declared_dependency():
     problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
     for folder in ("tests", "notebooks"):
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
-            siblings = {other.stem: ["pytest"] for other in (ROOT / folder).rglob("*.py")} | {"build": ["pytest"]}
+            near = [*(ROOT / folder).rglob("*.py"), *(ROOT / "results").glob("*.py")]
+            siblings = {other.stem: ["pytest"] for other in near}
             problems[f"{folder}/{path.name}"] = undeclared(path.read_text(), every, {**owners, **siblings})
     assert {where: names for where, names in problems.items() if names} == {}
 

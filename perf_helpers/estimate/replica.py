@@ -51,12 +51,15 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         if self.arrived is not None:
             self.arrived.append(parameter)
 
-    def forward(self, *args, **kwargs):
-        """Where unused parameters are looked for, what the model returns passes a node of autograd that copies it."""
+    def _pre_forward(self):
         if self.arrived and torch.is_grad_enabled():
             arrived, self.arrived = list(dict.fromkeys(self.arrived)), None
             self.buckets.clear()
             self.buckets = [*_bucketed(arrived, BUCKETS)]
+
+    def forward(self, *args, **kwargs):
+        """Where unused parameters are looked for, what the model returns passes a node of autograd that copies it."""
+        self._pre_forward()
         output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
 

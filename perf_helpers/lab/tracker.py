@@ -136,6 +136,8 @@ class Tracker(Watcher, TorchDispatchMode):
         self._scaled: weakref.ref | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors: what it does with them is what is followed
         return self.watch(function, args, kwargs)
 
     def watch(self, function, args, kwargs):
