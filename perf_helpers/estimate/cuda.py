@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from perf_helpers.estimate import autocast
 from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.autocast import private
-
-HALF = (torch.float16, torch.bfloat16)
+from perf_helpers.estimate.kernels import HALF
 
 PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 

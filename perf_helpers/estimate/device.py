@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
@@ -107,17 +106,19 @@ class DeviceTracker(FakeTracker):
         storage = self._storage(tensor)
         return storage is not None and storage._cdata in self._blocks
 
-    def execute(self, function, args, kwargs):
-        given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        self._on_device = self._holds_host or (self.is_there and not self._is_elsewhere and self._runs_there(given))
-        if self._on_device and any(isinstance(tensor, FakeTensor) for tensor in given):
-            for tensor in given:  # a real one that meets a fake one was copied; a number stays on the host
+    def _begin(self, tensors, any_fake):
+        runs_there = self.is_there and not self._is_elsewhere and self._runs_there(tensors, any_fake)
+        self._on_device = self._holds_host or runs_there
+        if self._on_device and any_fake:
+            for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():
                     self.sent(tensor)
+
+    def execute(self, function, args, kwargs):
         result = super().execute(function, args, kwargs)
-        if self._on_device and function.overloadpacket is torch.ops.aten.set_:
-            self.sent(result)  # another storage than it had
         if self._on_device:
+            if function.overloadpacket is torch.ops.aten.set_:
+                self.sent(result)  # another storage than it had
             self._allocate(function, args, kwargs, result)
         return result
 
@@ -127,10 +128,10 @@ class DeviceTracker(FakeTracker):
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result
 
-    def _runs_there(self, given: list[torch.Tensor]) -> bool:
+    def _runs_there(self, given: list[torch.Tensor], any_fake: bool) -> bool:
         self._given_there = bool(given)
         if given:
-            return any(isinstance(tensor, FakeTensor) or self.lies_on_device(tensor) for tensor in given)
+            return any_fake or any(map(self.lies_on_device, given))
         if self._is_function:
             return True
         if self._told is not None:

@@ -5,6 +5,7 @@ no tensor shows. Each rule is what torch 2.13's own CUDA build was seen to ask i
 sources name why. What has no rule here makes its results in order and takes nothing else.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -131,13 +132,8 @@ class Kernels:
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
             return made
-        shape = torch.broadcast_shapes(*(index.shape for index in positions))
-        count = 1
-        for size in shape:
-            count *= size
-        rows = 1
-        for size, index in zip(tensor.shape, indices, strict=False):
-            rows *= size if index is not None else 1
+        count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
+        rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
         sort = self._sort_bytes(count, rows) if count > 2304 else 1
         return [*made, count * WORD, count * WORD, Free(1), *_contiguous(values), *[count * WORD] * 3, sort]
 
@@ -209,12 +205,7 @@ def multiplies(function) -> bool:
 
 def _contiguous(tensor: torch.Tensor) -> list[int]:
     """The bytes of the copy that makes a tensor contiguous, if one is needed."""
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if size != 1 and stride != step:
-            return [tensor.numel() * tensor.element_size()]
-        step *= size
-    return []
+    return [] if tensor.is_contiguous() else [tensor.nbytes]
 
 
 def _scan_bytes(count: int, base: int = 380, each: int = 70) -> int:

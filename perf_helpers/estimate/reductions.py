@@ -4,6 +4,7 @@ Computed from sizes and strides as torch 2.13 does (ATen/native/cuda/Reduce.cuh:
 every wheel, so that a newer torch can be compared.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def scratch_bytes(
     """
     inner = _joined([(shape[d], stride[d]) for d in reduced])
     outer = _joined([(shape[d], stride[d]) for d in range(len(shape)) if d not in reduced])
-    inputs, outputs = _product(inner), _product(outer)
+    inputs, outputs = (math.prod(size for size, _ in dims) for dims in (inner, outer))
     if not inputs or not outputs:
         return []
     is_inner_fastest = not outer or (bool(inner) and inner[0][1] < outer[0][1])
@@ -87,13 +88,6 @@ def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((size, step))
     return joined
-
-
-def _product(dims: Sequence[tuple[int, int]]) -> int:
-    count = 1
-    for size, _ in dims:
-        count *= size
-    return count
 
 
 def _vector(multiples: Sequence[int]) -> int:

@@ -95,15 +95,14 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
             return args[0].fake_device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of tensors: what it does with them is what is followed
-        return self.watch(function, args, kwargs)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
     def execute(self, function, args, kwargs):
         """What the operation returns: computed where nothing in it is fake, else fake tensors of the right shapes."""
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
         self.begun.append((len(self.log), operation))
         if any_fake and function is aten._local_scalar_dense.default:
@@ -125,6 +124,9 @@ class FakeTracker(Tracker):
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
+
+    def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
+        """Told of an operation's tensors, and whether any is fake, before it is carried out."""
 
     def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are

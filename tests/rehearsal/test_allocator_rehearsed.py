@@ -1,9 +1,7 @@
 """The double of torch's caching allocator against the allocator itself, in rehearsals: some of what
 results/measure_allocator.py compares."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -15,17 +13,6 @@ if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="module")
-def measure():
-    results = Path(__file__).parents[2] / "results"
-    sys.path.insert(0, str(results))  # for what the measuring scripts share
-    spec = importlib.util.spec_from_file_location("measure_allocator", results / "measure_allocator.py")
-    sys.modules["measure_allocator"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(results))
 
 
 @pytest.mark.parametrize("expandable", [False, True])

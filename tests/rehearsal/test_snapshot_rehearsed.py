@@ -1,7 +1,6 @@
 """Snapshots of rehearsals, which torch writes itself, and those of estimates against them."""
 
 import contextlib
-import importlib.util
 import itertools
 import pickle
 import sys
@@ -83,17 +82,6 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 # ---- the double of the allocator tells the events that torch records
-
-
-@pytest.fixture(scope="module")
-def measure():
-    results = Path(__file__).parents[2] / "results"
-    sys.path.insert(0, str(results))  # for what the measuring scripts share
-    spec = importlib.util.spec_from_file_location("measure_allocator", results / "measure_allocator.py")
-    sys.modules["measure_allocator"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(results))
 
 
 def events_of_both(random_trace, performed, text, seeds):
