@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from measure_cuda import ARCHITECTURES, CAPABILITIES, rehearsed
+from architectures import ARCHITECTURES
+from measure_cuda import CAPABILITIES, rehearsed
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH

@@ -75,12 +75,18 @@ def emulated(
             replacements["dropout"] = _dropout
         if "softmax" in parts:
             replacements |= {f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")}
+        replacements["linear"] = _linear
         for name, replacement in replacements.items():
             library.impl(name, replacement, "AutogradCPU")
         if "autocast" in parts:
             stack.enter_context(autocast.emulated(library))
         if "foreach" in parts:
             stack.enter_context(_foreach_allowed())
+        if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
+            with contextlib.suppress(ImportError, AttributeError):
+                from transformers.integrations import moe
+
+                stack.enter_context(patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False))
         yield
 
 
@@ -97,6 +103,18 @@ def _softmax(name, tensor, dim, dtype=None):
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
     return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
+
+
+def _linear(tensor, weight, bias=None):
+    """As for tensors that are no subclass: there the bias is added in place to what is no single product."""
+    if bias is None:
+        return torch.matmul(tensor, weight.t())
+    if tensor.dim() == 2:
+        return torch.addmm(bias, tensor, weight.t())
+    if tensor.is_contiguous():
+        rows = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), weight.t())
+        return rows.view(*tensor.shape[:-1], weight.shape[0])
+    return torch.matmul(tensor, weight.t()).add_(bias)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.estimate import reductions
+from perf_helpers.estimate import layouts, reductions
 from perf_helpers.estimate.allocator import workspace_bytes
+from perf_helpers.estimate.layouts import contiguous
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -35,8 +37,11 @@ class Kernels:
     def __init__(self, capability: tuple[int, int]):
         self.workspace_bytes = workspace_bytes(capability)
         self._processors = reductions.processors(capability)
-        self._unique = {7: (300, 21), 8: (380, 85)}.get(capability[0], (380, 500))  # see `_scan_bytes`
-        self._sorted_at_once = {7: 2816, 8: 3840}.get(capability[0], 4608)  # by a block, see `_sort_bytes`
+        newest = capability >= (9, 0)
+        # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
+        self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
+        sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
+        self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
         """What the operation asks for, in order."""
@@ -44,6 +49,11 @@ class Kernels:
         packet = function.overloadpacket
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
+        if packet in _COPIED:
+            first, positions = _COPIED[packet]
+            layout = suggest_memory_format(args[positions[-1]]) if packet in _ON_IMAGES else torch.contiguous_format
+            copies = [size for position in positions for size in contiguous(args[position], layout)]
+            return [*copies, *made] if first else [*made, *copies]
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
@@ -72,7 +82,7 @@ class Kernels:
         tiles = -(-length // side) * -(-head // side)
         rows = 4 * batch * heads * length
         tiled = batch * heads * tiles * (16 + 4 * side * side)
-        copies = _contiguous(gradient.transpose(1, 2))
+        copies = contiguous(gradient.transpose(1, 2))
         first = len(copies)
         if query.dtype in HALF:
             return [*copies, *made, rows, tiled, Free(first), Free(first)]
@@ -88,7 +98,7 @@ class Kernels:
         batch, heads, length, head = query.shape
         rows = batch * heads * (-(-length // 128) * 128)
         wide = -(-head // 32) * 32 if head <= 192 else 256
-        copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
+        copies = [bytes_ for each in (gradient, out) for bytes_ in contiguous(each.transpose(1, 2))]
         grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
         return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
 
@@ -104,84 +114,147 @@ class Kernels:
     # ---- sorts and what is sorted
 
     def _embedding(self, made, weight, indices, *_, **__):
-        return [*_contiguous(indices), *made]
+        return [*contiguous(indices), *made]
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Indices sorted, and a sum in fp32 for each run of up to 10 equal ones; few indices need neither
+        """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
+        added, or where few rows are asked for often added to fp32 rows at once; few indices need neither
         (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
-        count = indices.numel()
-        copies = [*_contiguous(gradient), *_contiguous(indices)]
+        count, width = indices.numel(), gradient.shape[-1]
+        copies = [*contiguous(gradient), *contiguous(indices)]
         if count <= 3072 and not scale_by_frequency:
             return [*copies, *made]
-        runs = min(count, weights)
-        sums = count // 10 + runs
+        rows = min(count, weights)
+        sums = count // 10 + rows
         first = len(copies)
         ordered = [count * WORD] * 3 + [self._sort_bytes(count, weights), Free(first + 3), Free(first + 2)]
-        differ = _scan_bytes(count, *self._unique)
+        differ = _scan_bytes(count, self._unique_at_once)
         unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
-        parts = [runs * WORD, runs * WORD, _scan_bytes(runs), Free(first + 6)]
-        return [*copies, *ordered, *made, *unique, *parts, WORD, sums * WORD, sums * gradient.shape[-1] * 4]
+        parts = [rows * WORD, rows * WORD, _scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
+        if rows < 4 * self._processors.count and count // 10 > 3 * rows:
+            parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
+        else:
+            parts += [sums * width * 4]
+        return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
         """Indices of 32 bits are widened (TensorAdvancedIndexing.cpp: make_info)."""
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
-    def _put(self, made, tensor, indices, values, accumulate=False, *_, **__):
-        """Values that are added are sorted by their index first (cuda/Indexing.cu: index_put_with_sort_kernel)."""
+    def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
+        """Values that are added are sorted by their index first, once the smallest and the largest are known to be
+        inside (cuda/Indexing.cu: index_put_with_sort_kernel)."""
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
             return made
+        # Autograd's own formula puts gradients into zeros, and looks at no bounds.
+        is_checked = torch.is_grad_enabled() and not unsafe
+        checks = [step for index in positions for step in self._bounds(index)] if is_checked else []
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
         rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
         sort = self._sort_bytes(count, rows) if count > 2304 else 1
-        return [*made, count * WORD, count * WORD, Free(1), *_contiguous(values), *[count * WORD] * 3, sort]
+        each = count * WORD
+        place = [each, each, Free(1), *[each, each, Free(1), Free(0)] * (len(positions) - 1)]
+        return [*made, *checks, *place, *contiguous(values), each, each, each, sort]
+
+    def _bounds(self, index: torch.Tensor) -> list[Step]:
+        """Smallest and largest at once, and whether they are inside."""
+        shared = reductions.scratch_bytes(index.shape, index.stride(), range(index.dim()), self._processors, 2 * WORD)
+        return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
     def _sort(self, made, tensor, *_, **__):
         if tensor.dim() != 1:
             return made
-        count = tensor.numel()
-        sort = [self._sort_bytes(count, 1 << 62)] if count > 4096 else []
-        return [*made, count * WORD, *sort]
+        count, key = tensor.numel(), tensor.element_size()
+        if count <= 4096 or key not in self._sorted_at_once:
+            return [*made, count * WORD]
+        return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        cast = [] if tensor.dtype is made[0].dtype else [tensor.numel() * made[0].element_size()]
+        """Experts are counted in floats on a CPU, in int32 on a GPU (transformers/integrations/moe.py)."""
+        dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
+        cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
+        copy = [] if cast else contiguous(tensor)
         is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
-        narrow = (190, 210) if made[0].dtype is torch.int32 else ()
-        return [*made, *cast, *([_scan_bytes(tensor.numel(), *narrow)] if is_one else [])]
+        tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
+        return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Which rows are masked as a whole, and the zero that is written there (native/SoftMax.cpp)."""
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
-    def _sort_bytes(self, count: int, largest: int) -> int:
-        """Of a radix sort of indices with their positions: both once more, the bins of each pass over 8 bits, and how
-        far each block's share is (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
+    def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
+        """Of a radix sort of keys with their positions: the bins of each pass over 8 bits, how far each block's share
+        is, and for more than one pass both once more (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
         passes = -(-max(largest - 1, 1).bit_length() // 8)
-        shares = -(-count // self._sorted_at_once)
-        return 2 * (-(-count * WORD // 256) * 256) + 1024 * shares + 2048 * passes + 511
+        shares = -(-count // self._sorted_at_once[key])
+        again = _whole(count * key) + _whole(count * WORD) if passes > 1 else 0
+        return again + 1024 * shares + 2048 * passes + 511
 
     # ---- others
 
-    def _softmax_backward(self, made, gradient, *_, **__):
+    def _softmax_backward(self, made, gradient, output, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
-        return [*made, gradient.numel() * gradient.element_size()]
+        copies = [*contiguous(gradient), *contiguous(output)]
+        return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
         """Whether the absolute value is infinite."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
+    def _layer_norm_backward(self, made, gradient, tensor, *_, **__):
+        return [*contiguous(tensor), *made, *contiguous(gradient)]
+
+    def _layer_norm(self, made, tensor, *_, **__):
+        return [made[0], *contiguous(tensor), *made[1:]]
+
+    def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
+        """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
+        wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
+        return [*contiguous(tensor), *made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
+
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
         """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
         each, group = 4 * size * channels, 4 * size * groups
-        return [*made, each, each, group, group, each]
+        return [*contiguous(gradient), *contiguous(tensor), *made, each, each, group, group, each]
 
-    def _convolution_backward(self, made, gradient, *_, **__):
-        copies, bias = _contiguous(gradient), []
-        if made[-1].dim() == 1:  # of the bias
-            dims = [0, *range(2, gradient.dim())]
-            bias = reductions.scratch_bytes(gradient.shape, gradient.stride(), dims, self._processors)
-        return [*copies, *made[:-1], *[Free(0)] * len(copies), made[-1], *bias]
+    def _roll(self, made, tensor, shifts, dims=(), *_, **__):
+        """One dimension after the other (TensorTransformations.h: roll_common)."""
+        copy = contiguous(tensor)
+        steps = [*copy]
+        for _ in range(max(len(dims), 1) - 1):
+            steps += [tensor.nbytes, *[Free(0)] * (len(steps) > 0)]
+        return [*steps, *made]
+
+    def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
+        layout = layouts.of_convolution(tensor, weight)
+        return [*contiguous(tensor, layout), *made, *contiguous(weight, layout)]
+
+    def _convolution_backward(
+        self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
+    ):
+        """Gradients of the images, the weights and the bias; torch's own kernel makes that of the weights first
+        (native/Convolution.cpp: convolution_backward)."""
+        layout = layouts.of_convolution(tensor, weight)
+        rest = iter(made)
+        images, weights, bias = (next(rest) if each else None for each in wanted)
+        copies = contiguous(gradient, layout)
+        whole = contiguous(tensor) if tensor.dim() == 3 else []  # held to the end
+        if wanted[1] and not whole:
+            copies += contiguous(tensor, layout)
+        of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
+        if not transposed and layouts.is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
+            steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
+        else:
+            turned = contiguous(weight, layout) if wanted[0] else []
+            steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
+            steps += [Free(len(whole))] * len(copies)
+        if bias is None:
+            return steps
+        dims = [0, *range(2, gradient.dim())]
+        shared = reductions.scratch_bytes(gradient.shape, gradient.stride(), dims, self._processors)
+        return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
         """A partial norm for each chunk of 65,536 elements, for all tensors as many as for the largest
@@ -200,17 +273,18 @@ def on_host(function, result) -> list[torch.Tensor]:
 
 def multiplies(function) -> bool:
     """Whether cuBLAS does it."""
-    return function.overloadpacket in _PRODUCTS
+    return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
 
 
-def _contiguous(tensor: torch.Tensor) -> list[int]:
-    """The bytes of the copy that makes a tensor contiguous, if one is needed."""
-    return [] if tensor.is_contiguous() else [tensor.nbytes]
+def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
+    """Of a running sum by CUB, or one over whether neighbours differ: what it knows of each tile and of 32 before the
+    first (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh)."""
+    return _whole(each * (-(-count // tile) + 32)) + 511
 
 
-def _scan_bytes(count: int, base: int = 380, each: int = 70) -> int:
-    """Of a running sum over so many whole numbers by CUB, as seen from 4,096 to 262,144 of them."""
-    return 767 + -(-(base + count // each) // 256) * 256
+def _whole(size: int) -> int:
+    """Bytes, as CUB lays parts of its memory."""
+    return -(-size // 256) * 256
 
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
@@ -226,7 +300,12 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.sort: Kernels._sort,
     aten._safe_softmax: Kernels._safe_softmax,
     aten._softmax_backward_data: Kernels._softmax_backward,
+    aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,
+    aten.native_layer_norm: Kernels._layer_norm,
+    aten.native_layer_norm_backward: Kernels._layer_norm_backward,
+    aten.native_group_norm: Kernels._group_norm,
+    aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
     aten.isinf: Kernels._isinf,
     aten.cumsum: Kernels._scan,
@@ -237,6 +316,22 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._scaled_dot_product_cudnn_attention: Kernels._cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward: Kernels._cudnn_backward,
 }
+# Arguments that have no rule but to be contiguous, and whether they are copied before the result is made.
+_COPIED = {
+    aten._softmax: (False, (0,)),
+    aten._log_softmax: (False, (0,)),
+    aten._log_softmax_backward_data: (False, (0, 1)),
+    aten.max_pool2d_with_indices: (False, (0,)),
+    aten.max_pool2d_with_indices_backward: (False, (0, 1)),
+    aten.avg_pool2d: (False, (0,)),
+    aten.avg_pool2d_backward: (False, (0, 1)),
+    aten._adaptive_avg_pool2d: (True, (0,)),
+    aten.upsample_nearest2d: (False, (0,)),
+    aten.reflection_pad1d: (False, (0,)),
+    aten.im2col: (True, (0,)),
+}
+_ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
+_ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}
 # Bytes of one number that a reduction accumulates; 0: those of its result, but for half of fp32, and whole numbers are
 # widened first.
 _REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.amax: 4, aten.amin: 4}

@@ -115,6 +115,7 @@ def library(python: Path) -> Path:
         (draft / "rest.cpp").write_text(_rest(site, headers.with_name("cuda.h")))
         units = [draft / "rest.cpp", *(path for path in sources if path.suffix == ".cpp")]
         options = ["-std=c++17", "-O1", "-fPIC", "-w", "-shared", f"-I{SOURCES}", f"-I{headers.parent}"]
+        options += [f"-DARCHITECTURES={_architectures(python)}"]
         command = [compiler(), *options, *units, "-o", draft / "librehearsal.so", "-ldl", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -151,6 +152,14 @@ def _rest(site: Path, header: Path) -> str:
     for code, names in table["named"].items():
         answers |= dict.fromkeys(names.split(), code)
     return "".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name, code in sorted(answers.items()))
+
+
+def _architectures(python: Path) -> str:
+    """The compute capabilities that the kernels of `python`'s torch are compiled for, as "75,80,86"."""
+    code = "import torch; print(torch._C._cuda_getArchFlags())"
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return ",".join(sorted(re.findall(r"sm_(\d+)", done.stdout), key=int))
 
 
 def _packages() -> list[str]:

@@ -84,6 +84,20 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle created) {
     return OK;
 }
 
+// --- kernels that Triton compiled: loaded, asked about, launched (see answers.toml); never run
+
+CUresult cuModuleLoadData(CUmodule* module, const void*) { *module = (CUmodule)handle(); return OK; }
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) { *function = (CUfunction)handle(); return OK; }
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
+    return OK;
+}
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
+    if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
+    *(CUdeviceptr*)value = pointer;
+    return OK;
+}
+
 // --- functions by name: this library's own, else one that says "not supported" (written by build.py)
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {

@@ -257,7 +257,10 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->maxDynamicSharedSizeBytes = 49152;
-    found->binaryVersion = found->ptxVersion = capability();
+    int const built[] = {ARCHITECTURES};  // those that torch's kernels are compiled for, ascending
+    found->binaryVersion = built[0];      // where a newer one is not there, an older one's runs
+    for (int each : built) if (each <= capability()) found->binaryVersion = each;
+    found->ptxVersion = found->binaryVersion;
     return OK;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
