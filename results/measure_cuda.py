@@ -140,7 +140,7 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
         return row | {"left_out": f"cannot be rehearsed: {error}"}
     if failed := next((run for run in (*runs, watched) if not run.ok), None):
         return row | {"left_out": f"cannot be trained: {failed.message[-200:]}"}
-    said = [rank["value"] for run in runs for rank in run.ranks] or [runs[0].value]
+    said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
     truth = min(said, key=lambda value: value["allocated"])
     row["rehearsed"] = truth | {"breakdown": watched.memory.breakdown}
     for name, every_layer in (("extrapolated", False), ("estimated", True)):

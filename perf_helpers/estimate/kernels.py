@@ -90,7 +90,7 @@ class Kernels:
         return [*copies, *made, *sums, tiled, Free(first)]
 
     def _flash_forward(self, made, query, key, value, dropout_p=0.0, *_, **__):
-        return [*made, 16] if dropout_p else made
+        return [*made[:2], 16, *made[:1:-1]] if dropout_p else made
 
     def _flash_backward(self, made, gradient, query, key, value, out, *_, **__):
         """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
@@ -155,7 +155,7 @@ class Kernels:
         rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
         sort = self._sort_bytes(count, rows) if count > 2304 else 1
         each = count * WORD
-        place = [each, each, Free(1), *[each, each, Free(1), Free(0)] * (len(positions) - 1)]
+        place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
         return [*made, *checks, *place, *contiguous(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
@@ -206,18 +206,15 @@ class Kernels:
     def _layer_norm_backward(self, made, gradient, tensor, *_, **__):
         return [*contiguous(tensor), *made, *contiguous(gradient)]
 
-    def _layer_norm(self, made, tensor, *_, **__):
-        return [made[0], *contiguous(tensor), *made[1:]]
-
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
-        return [*contiguous(tensor), *made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
+        return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
         """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
         each, group = 4 * size * channels, 4 * size * groups
-        return [*contiguous(gradient), *contiguous(tensor), *made, each, each, group, group, each]
+        return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
         """One dimension after the other (TensorTransformations.h: roll_common)."""
@@ -302,7 +299,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,
-    aten.native_layer_norm: Kernels._layer_norm,
     aten.native_layer_norm_backward: Kernels._layer_norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
@@ -318,6 +314,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
 }
 # Arguments that have no rule but to be contiguous, and whether they are copied before the result is made.
 _COPIED = {
+    aten.native_layer_norm: (True, (0,)),
     aten._softmax: (False, (0,)),
     aten._log_softmax: (False, (0,)),
     aten._log_softmax_backward_data: (False, (0, 1)),

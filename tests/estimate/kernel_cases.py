@@ -1,5 +1,11 @@
-"""Operations whose memory has a rule of its own in `kernels`, and what torch 2.13's CUDA build was seen to ask its
-allocator for (compute capability 8.0, rehearsed on 2026-11-22): bytes, negative where they are given back."""
+"""Operations whose memory has a rule of its own in `kernels`.
+
+`kernels.json` has what torch 2.13's CUDA build was seen to ask its allocator for at compute capability 8.0 (rehearsed):
+the bytes of a block, or ~n where the n-th is given back. `python tests/rehearsal/test_kernels_rehearsed.py` made it.
+"""
+
+import itertools
+import random
 
 import torch
 
@@ -7,16 +13,29 @@ aten = torch.ops.aten
 F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32
 
 
-def ordered(sizes):
-    """Blocks that are given back one after the other by their sizes: it is all the same to an allocator."""
+def ordered(events):
+    """Blocks that are given back one after the other by their numbers: it is all the same to an allocator."""
     found, freed = [], []
-    for size in sizes:
-        if size < 0:
-            freed.append(size)
+    for event in [*events, 0]:
+        if event < 0:
+            freed.append(event)
         else:
-            found += [*sorted(freed), size]
+            found += [*sorted(freed, reverse=True), event]
             freed = []
-    return found + sorted(freed)
+    return found[:-1]
+
+
+def events(changes):
+    """Of (which block, its bytes, negative where it is given back): its bytes, and ~n for the n-th given back. What
+    was there before is left out."""
+    numbers, found, born = {}, [], itertools.count()
+    for which, size in changes:
+        if size > 0:
+            numbers[which] = next(born)
+            found.append(size)
+        elif which in numbers:
+            found.append(~numbers.pop(which))
+    return ordered(found)
 
 
 def heads(dtype, count=4, length=200, size=64):
@@ -53,8 +72,8 @@ def zeros(*shape, dtype=F32):
     return torch.zeros(shape, dtype=dtype, device=place)
 
 
-def embedding_backward(count, weights, width):
-    indices, gradient = zeros(count, dtype=I64), zeros(count, width)
+def embedding_backward(count, weights, width, dtype=F32):
+    indices, gradient = zeros(count, dtype=I64), zeros(count, width, dtype=dtype)
     return lambda: aten.embedding_dense_backward(gradient, indices, weights, -1, False)
 
 
@@ -84,10 +103,51 @@ def softmax_backward():
     return lambda: aten._softmax_backward_data(gradient, output, -1, F32)
 
 
-def convolution_backward():
+def images(order, count=4, dtype=F32):
+    """Of 32 channels and 28 x 28 points, whose elements lie as a memory format says or, "turned", as none does."""
+    if order == "turned":
+        return zeros(count, 28, 32, 28, dtype=dtype).transpose(1, 2)
+    return zeros(count, 32, 28, 28, dtype=dtype).contiguous(memory_format=getattr(torch, order))
+
+
+def convolution(order, groups=1, side=3, dtype=F32):
+    tensor, weight = images(order, dtype=dtype), zeros(32, 32 // groups, side, side, dtype=dtype)
+    rest = (zeros(32, dtype=dtype), [1, 1], [side // 2] * 2, [1, 1], False, [0, 0], groups)
+    return lambda: aten.convolution(tensor, weight, *rest)
+
+
+def convolution_backward(order, groups=1, side=3, dtype=F32, gradient="contiguous_format"):
+    gradient, tensor = images(gradient, dtype=dtype), images(order, dtype=dtype)
+    weight = zeros(32, 32 // groups, side, side, dtype=dtype)
+    rest = ([32], [1, 1], [side // 2] * 2, [1, 1], False, [0, 0], groups, [True, True, True])
+    return lambda: aten.convolution_backward(gradient, tensor, weight, *rest)
+
+
+def patches_backward():
     gradient, image, weight = zeros(4, 14, 14, 768).permute(0, 3, 1, 2), zeros(4, 3, 224, 224), zeros(768, 3, 16, 16)
     rest = ([768], [16, 16], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])
     return lambda: aten.convolution_backward(gradient, image, weight, *rest)
+
+
+def turned(function, *shape, dtype=F32, **options):
+    """Of a tensor whose first two dimensions were exchanged."""
+    tensor = zeros(*shape, dtype=dtype).transpose(0, 1)
+    return lambda: function(tensor, **options)
+
+
+def layer_norm(tensor, gradient=None):
+    width = tensor.shape[-1]
+    weight = zeros(width)
+    if gradient is None:
+        return lambda: aten.native_layer_norm(tensor, [width], weight, weight, 1e-5)
+    mean, deviation = (zeros(*tensor.shape[:-1], 1) for _ in range(2))
+    rest = ([width], mean, deviation, weight, weight, [True, True, True])
+    return lambda: aten.native_layer_norm_backward(gradient, tensor, *rest)
+
+
+def group_norm(dtype=F32):
+    tensor, weight = images("contiguous_format", 2, dtype), zeros(32, dtype=dtype)
+    return lambda: aten.native_group_norm(tensor, weight, weight, 2, 32, 784, 8, 1e-5)
 
 
 def group_norm_backward():
@@ -101,76 +161,83 @@ def index(dtype):
     return lambda: aten.index(tensor, [positions])
 
 
-EMBEDDED = [24800, 24800, 24800, 55295, -55295, -24800]  # sorted
-EMBEDDED += [256000, 24800, 8, 24800, 1279, -1279, -24800]  # the result, and which indices differ
-EMBEDDED += [24800, 24800, 1279, -1279, 8, 27280, 109120, -109120, -27280, -8, -24800, -24800, -8, -24800, -24800]
-EMBEDDED += [-24800]
-FREED = [-204800, -204800, -524288, -8192, -204800, -204800]
-CASES = {  # what is run, and what it asks for
-    "flash": (lambda: attention("flash", BF16), [204800, 6400, 16, 8]),
-    "flash with dropout": (lambda: attention("flash", BF16, dropout=0.1), [204800, 6400, 16, 8, 16, -16]),
-    "flash, grouped": (lambda: attention("flash", BF16, groups=2), [204800, 6400, 16, 8]),
-    "flash's backward": (
-        flash_backward,
-        [204800, 204800, 204800, 204800, 204800, 8192, 524288, -524288, -8192, -204800, -204800],
+RUNS = {
+    "flash": lambda: attention("flash", BF16),
+    "flash with dropout": lambda: attention("flash", BF16, dropout=0.1),
+    "flash, grouped": lambda: attention("flash", BF16, groups=2),
+    "flash's backward": flash_backward,
+    "flash's backward, grouped": lambda: flash_backward(2),
+    "efficient": lambda: attention("efficient", F32),
+    "efficient's backward, fp32": lambda: efficient_backward(F32),
+    "efficient's backward, fp16": lambda: efficient_backward(F16),
+    "embedding's backward, few": lambda: embedding_backward(3072, 8000, 8),
+    "embedding's backward, many": lambda: embedding_backward(3100, 8000, 8),
+    "embedding's backward, few rows": lambda: embedding_backward(20_000, 100, 8),
+    "embedding's backward, few rows, bf16": lambda: embedding_backward(20_000, 100, 8, BF16),
+    "embedding's backward, as many rows as processors": lambda: embedding_backward(20_000, 432, 8),
+    "values added by index, few": lambda: put(1000),
+    "values added by index, many": lambda: put(4000),
+    "sum of rows": lambda: summed([0], 2048, 768),
+    "sum of rows, bf16": lambda: summed([0], 2048, 768, dtype=BF16),
+    "sum of few rows": lambda: summed([0], 777, 333),
+    "sum of columns": lambda: summed([1], 4096, 50257),
+    "sum of long rows": lambda: summed([1], 3, 1_000_000),
+    "sum of all": lambda: summed([0, 1], 2048, 30000),
+    "sum of two dimensions": lambda: summed([0, 1], 4, 512, 1024),
+    "sum of what is transposed": lambda: summed([0, 1], 700, 300, 50, turn=(0, 1)),
+    "sum of booleans": lambda: summed([0, 1], 4, 2048, dtype=torch.bool),
+    "mean": lambda: of_one(torch.mean, 2048, 768),
+    "norm": lambda: of_one(torch.linalg.vector_norm, 3_000_000),
+    "norms": norms,
+    "running sum": lambda: of_one(torch.cumsum, 4096, dtype=I64, dim=0),
+    "running sum of 32 bits": lambda: of_one(torch.cumsum, 65536, dtype=I32, dim=0),
+    "running sum of one row": lambda: of_one(torch.cumsum, 1, 4096, dtype=I64, dim=-1),
+    "running sum of booleans": lambda: of_one(torch.cumsum, 4, 256, dtype=torch.bool, dim=1),
+    "sort": lambda: of_one(torch.sort, 8192, dtype=I64),
+    "softmax of rows that may be masked": lambda: of_one(aten._safe_softmax, 2, 8, 200, 200, dim=-1),
+    "softmax's backward": softmax_backward,
+    "patches' backward": patches_backward,
+    "group norm's backward": group_norm_backward,
+    "is it infinite": lambda: of_one(torch.isinf, 1000),
+    "index of 32 bits": lambda: index(I32),
+    "index": lambda: index(I64),
+    "running sum of floats": lambda: of_one(torch.cumsum, 100_000, dim=0),
+    "running sum of what is turned": lambda: turned(torch.cumsum, 40, 60, dim=0),
+    "sort of 32 bits": lambda: of_one(torch.sort, 8192, dtype=I32),
+    "convolution": lambda: convolution("contiguous_format"),
+    "convolution, turned": lambda: convolution("turned"),
+    "convolution, channels last": lambda: convolution("channels_last"),
+    "convolution's backward": lambda: convolution_backward("contiguous_format"),
+    "convolution's backward, turned": lambda: convolution_backward("turned"),
+    "convolution's backward, channels last": lambda: convolution_backward("channels_last"),
+    "each channel's convolution, backward": lambda: convolution_backward("turned", 32, 7),
+    "each channel's convolution, backward, fp16": lambda: convolution_backward("turned", 32, 3, F16),
+    "layer norm of what is turned": lambda: layer_norm(zeros(60, 4, 64).transpose(0, 1)),
+    "layer norm's backward, turned": lambda: layer_norm(
+        zeros(60, 4, 64).transpose(0, 1), zeros(60, 4, 64).transpose(0, 1)
     ),
-    "flash's backward, grouped": (
-        lambda: flash_backward(2),
-        [204800, 204800, 204800, 102400, 102400, 8192, 524288, 204800, 204800, *FREED],
-    ),
-    "efficient": (lambda: attention("efficient", F32), [409600, 7168]),
-    "efficient's backward, fp32": (
-        lambda: efficient_backward(F32),
-        [409600, 409600, 409600, 409600, 409600, 6400, 6400, -6400, -409600, 524800, -6400, -524800, -409600],
-    ),
-    "efficient's backward, fp16": (
-        lambda: efficient_backward(F16),
-        [204800, 204800, 204800, 204800, 6400, 524800, -6400, -524800, -204800],
-    ),
-    "embedding's backward, few": (lambda: embedding_backward(3072, 8000, 8), [256000]),
-    "embedding's backward, many": (lambda: embedding_backward(3100, 8000, 8), EMBEDDED),
-    "values added by index, few": (
-        lambda: put(1000),
-        [8000, 8000, -8000, 8000, 8000, 8000, 1, -1, -8000, -8000, -8000, -8000],
-    ),
-    "values added by index, many": (
-        lambda: put(4000),
-        [32000, 32000, -32000, 32000, 32000, 32000, 70655, -70655, -32000, -32000, -32000, -32000],
-    ),
-    "sum of rows": (lambda: summed([0], 2048, 768), [3072, 12582912, 24, -24, -12582912]),
-    "sum of rows, bf16": (lambda: summed([0], 2048, 768, dtype=BF16), [1536, 12582912, 24, -24, -12582912]),
-    "sum of few rows": (lambda: summed([0], 777, 333), [1332]),
-    "sum of columns": (lambda: summed([1], 4096, 50257), [16384]),
-    "sum of long rows": (lambda: summed([1], 3, 1_000_000), [12, 1476, 12, -12, -1476]),
-    "sum of all": (lambda: summed([0, 1], 2048, 30000), [4, 1876, 4, -4, -1876]),
-    "sum of two dimensions": (lambda: summed([0, 1], 4, 512, 1024), [4096, 16777216, 32, -32, -16777216]),
-    "sum of what is transposed": (
-        lambda: summed([0, 1], 700, 300, 50, turn=(0, 1)),
-        [200, 2764800, 8, -8, -2764800],
-    ),
-    "sum of booleans": (lambda: summed([0, 1], 4, 2048, dtype=torch.bool), [8, 65536, -65536]),
-    "mean": (lambda: of_one(torch.mean, 2048, 768), [4, 768, 4, -4, -768]),
-    "norm": (lambda: of_one(torch.linalg.vector_norm, 3_000_000), [4, 1468, 4, -4, -1468]),
-    "norms": (norms, [60, 4, 4, 4, -60]),
-    "running sum": (lambda: of_one(torch.cumsum, 4096, dtype=I64, dim=0), [32768, 1279, -1279]),
-    "running sum of 32 bits": (
-        lambda: of_one(torch.cumsum, 65536, dtype=I32, dim=0),
-        [524288, 524288, 2303, -2303, -524288],
-    ),
-    "running sum of one row": (lambda: of_one(torch.cumsum, 1, 4096, dtype=I64, dim=-1), [32768, 1279, -1279]),
-    "running sum of booleans": (lambda: of_one(torch.cumsum, 4, 256, dtype=torch.bool, dim=1), [8192, 8192, -8192]),
-    "sort": (lambda: of_one(torch.sort, 8192, dtype=I64), [65536, 65536, 65536, 151039, -151039, -65536]),
-    "softmax of rows that may be masked": (
-        lambda: of_one(aten._safe_softmax, 2, 8, 200, 200, dim=-1),
-        [2560000, 640000, 3200, 4, -4, -3200, -640000],
-    ),
-    "softmax's backward": (softmax_backward, [102400, 102400, -102400]),
-    "convolution's backward": (convolution_backward, [2408448, 2359296, -2408448, 3072]),
-    "group norm's backward": (
-        group_norm_backward,
-        [51200, 256, 256, 512, 512, 64, 64, 512, -64, -64, -512, -512, -512],
-    ),
-    "is it infinite": (lambda: of_one(torch.isinf, 1000), [4000, 1000, -4000]),
-    "index of 32 bits": (lambda: index(I32), [8000, 4000, -8000]),
-    "index": (lambda: index(I64), [4000]),
+    "group norm": group_norm,
+    "group norm, fp16": lambda: group_norm(F16),
+    "softmax of what is turned": lambda: turned(aten._softmax, 40, 60, dim=-1, half_to_float=False),
+    "roll": lambda: of_one(torch.roll, 4, 28, 28, shifts=(3,), dims=(1,)),
+    "roll of two dimensions, turned": lambda: turned(torch.roll, 4, 28, 28, shifts=(3, 3), dims=(1, 2)),
+    "max pool of what is turned": lambda: turned(aten.max_pool2d_with_indices, 32, 4, 28, 28, kernel_size=[2, 2]),
 }
+
+
+def drawn(count, seed=0):
+    """Embeddings, running sums and sorts of any size: {name: function}."""
+    draw, found = random.Random(seed), {}
+    for number in range(count):
+        size, width = int(2 ** draw.uniform(11.7, 22)), draw.choice((1, 3, 8))
+        rows, dtype = draw.choice((5, 129, 159, 319, 431, 527, 4000, 70_000)), draw.choice((F32, BF16))
+        of_rows = size, rows, width, dtype
+        found[f"embedding's backward {number} {of_rows}"] = lambda of_rows=of_rows: embedding_backward(*of_rows)
+        kind = draw.choice((I64, I32, F32))
+        of_type = {"dtype": kind, "dim": 0}
+        found[f"running sum {number} {size} {kind}"] = lambda size=size, of=of_type: of_one(torch.cumsum, size, **of)
+        found[f"sort {number} {size} {kind}"] = lambda size=size, of=of_type: of_one(torch.sort, size, **of)
+    return found
+
+
+DRAWN = drawn(12)  # what only torch itself can say
