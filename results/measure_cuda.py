@@ -129,20 +129,19 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     experiment = one.experiment(folder)
     row = {"number": one.number, "architecture": one.architecture, "config": one.config, "seq_len": one.seq_len}
     row |= {"arguments": one.arguments, "capability": one.capability, "processes": one.processes}
+    # A thread of NCCL may hold what it sent a little longer, or not: of two ranks the leanest of several runs counts.
+    tries = 3 if one.processes > 1 else 1
+    options = {"task": experiment.task, "measure": "memory", "processes": one.processes} | one.arguments
     try:
-        runs = [lab.run(rehearsed(experiment), measure="none", processes=one.processes)]
-        if one.processes > 1 and runs[0].ok:  # a thread of NCCL may hold what it sent a little longer, or not
-            runs += [lab.run(rehearsed(experiment), measure="none", processes=one.processes) for _ in range(2)]
-        watched = lab.train(
-            str(one.number), task=experiment.task, measure="memory", processes=one.processes, **one.arguments
-        )
+        runs = [lab.run(rehearsed(experiment), measure="none", processes=one.processes) for _ in range(tries)]
+        watched = [lab.train(f"{one.number}, {number}", **options) for number in range(tries)]
     except NeedsValues as error:
         return row | {"left_out": f"cannot be rehearsed: {error}"}
-    if failed := next((run for run in (*runs, watched) if not run.ok), None):
+    if failed := next((run for run in (*runs, *watched) if not run.ok), None):
         return row | {"left_out": f"cannot be trained: {failed.message[-200:]}"}
     said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
-    truth = min(said, key=lambda value: value["allocated"])
-    row["rehearsed"] = truth | {"breakdown": watched.memory.breakdown}
+    row["rehearsed"] = dict(min(said, key=lambda value: value["allocated"]))
+    row["rehearsed"]["breakdown"] = min((run.memory for run in watched), key=lambda memory: memory.peak_bytes).breakdown
     for name, every_layer in (("extrapolated", False), ("estimated", True)):
         if every_layer and "every layer" in row["extrapolated"].get("traced", ""):
             row[name] = row["extrapolated"]

@@ -23,6 +23,8 @@ from perf_helpers.lab.tracker import Block, name_of
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
 
+_ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
+
 _PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
 
 
@@ -55,6 +57,7 @@ class DeviceTracker(FakeTracker):
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
         self._on_host: set[int] = set()  # of its results, those that lie on the host
+        self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
         self._threads: set[bool] = set()  # that have multiplied: autograd's (True) and the one that called it
 
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
@@ -115,12 +118,27 @@ class DeviceTracker(FakeTracker):
                     self.sent(tensor)
 
     def execute(self, function, args, kwargs):
+        if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
+            self._overwritten.add(args[0].numel())
+        elif function is torch.ops.aten.new_empty_strided.default and args[0].numel() in self._overwritten:
+            self._copied_into_its_base(args[0])
         result = super().execute(function, args, kwargs)
         if self._on_device:
             if function.overloadpacket is torch.ops.aten.set_:
                 self.sent(result)  # another storage than it had
             self._allocate(function, args, kwargs, result)
         return result
+
+    def _copied_into_its_base(self, gradient: torch.Tensor) -> None:
+        """The gradient of a view that was overwritten is copied into one of the view's base, and given back
+        (AsStridedBackward0); under a dispatch mode autograd takes the view back instead, which copies nothing."""
+        storage = self._storage(gradient)
+        if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
+            return
+        block, reference = self._blocks[storage._cdata]
+        copy = Block(block.bytes, block.category, "aten.new_zeros.default")
+        self.log += [(copy, +1), (block, -1)]
+        self._blocks[storage._cdata] = copy, reference
 
     def as_kernels_do(self, function, args, kwargs):
         result = super().as_kernels_do(function, args, kwargs)

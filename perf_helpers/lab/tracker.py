@@ -237,8 +237,7 @@ class Tracker(Watcher, TorchDispatchMode):
         key, log, blocks = storage._cdata, self.log, self._blocks
 
         def died(_):
-            blocks.pop(key, None)
-            log.append((block, -1))
+            log.append((blocks.pop(key, (block,))[0], -1))
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))

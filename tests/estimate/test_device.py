@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import kernel_cases
 import pytest
 import torch
 
 from perf_helpers.estimate import cuda
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
-from perf_helpers.lab.runs import Category
+from perf_helpers.lab.runs import Category, Phase
 
 
 @pytest.fixture
@@ -94,3 +95,42 @@ def paged(tell):
 def test_large_states_of_a_paged_optimizer_lie_elsewhere():
     made, kept = processes.call(paged, timeout=120)
     assert made == [99_999] and kept == [100_000, 99_999]
+
+
+def of_gradients(function, tell=None):
+    """Bytes of the blocks that are made and given back from the forward of a function on, on fake tensors."""
+    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS))
+    with cuda.emulated(), tracker, tracker.emulated():
+        tracker.is_there = True
+        with tracker.fake:
+            tensor = torch.empty(8, 4, 64, requires_grad=True)
+            weight, bias = torch.empty(32, 64, requires_grad=True), torch.empty(32, requires_grad=True)
+        tracker.phase = Phase.FORWARD
+        first = len(tracker.log)
+        output = function(tensor, weight, bias)
+        tracker.phase = Phase.BACKWARD
+        gradient = torch.ones_like(output)
+        torch.autograd.grad(output, tensor, gradient)
+        events = ((id(block), sign * block.bytes) for block, sign in tracker.log[first:] if block.bytes > 10_000)
+        return kernel_cases.events((which, size) for which, size in events if abs(size) < 10**6)
+
+
+def overwritten(tensor, weight, bias):
+    return torch.relu_(torch.nn.functional.linear(tensor, torch.cat([weight] * 4), torch.cat([bias] * 4)))
+
+
+def test_the_gradient_of_a_view_that_was_overwritten_is_copied_first():
+    weights, output, ones, copy, base, clone, of_relu = 32768, 16384, 16384, 16384, 16384, 16384, 16384
+    events = processes.call(of_gradients, overwritten, timeout=120)
+    assert [size for size in events if size > 0][:7] == [weights, output, ones, copy, base, clone, of_relu]
+
+
+def of_a_turned_tensor(tensor, weight, bias):
+    tensor, weight, bias = tensor.transpose(0, 1), torch.cat([weight] * 4), torch.cat([bias] * 4)
+    return torch.nn.functional.linear(tensor, weight, bias)
+
+
+def test_a_bias_is_added_in_place_to_a_product_of_what_is_turned():
+    weights, output, ones = 32768, 16384, 16384
+    events = processes.call(of_gradients, of_a_turned_tensor, timeout=120)
+    assert [size for size in events if size > 0][:3] == [weights, output, ones], "no sum beside the product"
