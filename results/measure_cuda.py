@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 from architectures import ARCHITECTURES
 
 from perf_helpers.estimate import deepening, estimate
+from perf_helpers.estimate.allocator import rounded
 from perf_helpers.estimate.prediction import Device, Known, trace_of
 from perf_helpers.lab import Lab, Task, hardware, processes
 from perf_helpers.lab.arguments import Arguments
@@ -196,45 +198,65 @@ def summary(rows: list[dict]) -> dict:
 # ---- where a training differs
 
 
+@dataclass(frozen=True)
+class Lives:
+    """Of blocks in the order of their births: bytes and who asked for them, and how many were born at each death."""
+
+    births: list[tuple[int, str]]
+    deaths: dict[int, int]
+
+    @classmethod
+    def of(cls, changes: Iterable[tuple[object, int, str]]) -> "Lives":
+        """`changes`: which block, its bytes, negative where it is given back, and where."""
+        births, deaths, living = [], {}, {}
+        for which, size, where in changes:
+            if size > 0:
+                living[which] = len(births)
+                births.append((size, where))
+            elif which in living:
+                deaths[living.pop(which)] = len(births)
+        return cls(births, deaths)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [rounded(size) for size, _ in self.births]
+
+
 def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
-    """Print the first births and deaths in which the estimate and torch's allocator differ."""
+    """Print the first births in which the estimate and torch's allocator differ; where they are the same, the first
+    blocks that are given back at another time."""
     events, experiment = folder / "events.json", one.experiment(folder)
     lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
-    live, real = {}, []
-    for entry in json.loads(events.read_text()):
-        if entry["action"] == "alloc":
-            live[entry["addr"]] = entry["size"]
-            where = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in entry.get("frames", [])[1:5]]
-            real.append((entry["size"], " < ".join(where)))
-        elif entry["action"] == "free_completed" and entry["addr"] in live:
-            real.append((-live.pop(entry["addr"]), ""))
+    real = Lives.of(
+        (
+            entry["addr"],
+            entry["size"] if entry["action"] == "alloc" else -entry["size"],
+            " < ".join(f"{Path(frame['filename']).name}:{frame['line']}" for frame in entry.get("frames", [])[1:5]),
+        )
+        for entry in json.loads(events.read_text())
+        if entry["action"] in ("alloc", "free_completed")
+    )
     log = processes.call(_log, experiment, one.capability, timeout=300)
-    ours = []
-    for event in log.events:
-        size, label = log.blocks[event if event >= 0 else ~event]
-        ours.append((size if event >= 0 else -size, f"{label.phase} {label.module} {label.operation}"))
-    real, ours = _ordered(real), _ordered(ours)
-    matcher = difflib.SequenceMatcher(None, [size for size, _ in real], [size for size, _ in ours], autojunk=False)
-    for tag, *edges in matcher.get_opcodes():
-        if tag == "equal" or most <= 0:
-            continue
-        most -= 1
-        for who, entries in (("torch", real[edges[0] : edges[1]]), ("estimate", ours[edges[2] : edges[3]])):
-            for size, where in entries[:6]:
-                print(f"{who:>9} {size:+14,d}  {where}")
+    blocks = ((event, *log.blocks[event]) if event >= 0 else (~event, -1, None) for event in log.events)
+    ours = Lives.of(
+        (which, size, f"{label.phase} {label.module} {label.operation}" if label else "")
+        for which, size, label in blocks
+    )
+    matcher = difflib.SequenceMatcher(None, real.sizes, ours.sizes, autojunk=False)
+    apart = [edges for tag, *edges in matcher.get_opcodes() if tag != "equal"]
+    for edges in apart[:most]:
+        for who, births in (
+            ("torch", real.births[edges[0] : edges[1]]),
+            ("estimate", ours.births[edges[2] : edges[3]]),
+        ):
+            for size, where in births[:6]:
+                print(f"{who:>9} {size:14,d}  {where}")
         print()
-
-
-def _ordered(entries: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Deaths that follow one another in the order of their sizes: an allocator is in the same state after them."""
-    ordered, deaths = [], []
-    for entry in [*entries, (1, "")]:
-        if entry[0] < 0:
-            deaths.append(entry)
-        else:
-            ordered += [*sorted(deaths), entry]
-            deaths = []
-    return ordered[:-1]
+    late = [number for number, death in ours.deaths.items() if not apart and real.deaths.get(number) != death]
+    for number in sorted(late)[:most]:
+        size, where = ours.births[number]
+        told = f"given back after {ours.deaths[number]} births, by torch after {real.deaths.get(number, 'all')}"
+        print(f"{size:14,d}  {where}: {told}")
 
 
 def _log(experiment: Experiment, capability: tuple[int, int], tell) -> deepening.Log:

@@ -108,6 +108,8 @@ def estimate(
     """
     import cloudpickle
 
+    if not isinstance(task, Task):
+        raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
     experiment = Experiment(
         name=name or task.model,
         task=task,
