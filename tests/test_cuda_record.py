@@ -20,7 +20,7 @@ def error(row, how, what="allocated"):
 
 def test_the_set_is_wide():
     assert len(ROWS) >= 150
-    assert len({row["architecture"] for row in ROWS}) >= 20
+    assert len({row["architecture"] for row in ROWS}) >= 60
     optimizers = {row["arguments"]["optim"] for row in ROWS}
     assert len(optimizers) >= 8 and {"adamw_bnb_8bit", "adamw_torch_4bit"} <= optimizers
     assert {tuple(row["capability"]) for row in ROWS} == {(7, 5), (8, 0), (8, 6), (9, 0)}
@@ -53,21 +53,21 @@ def test_allocated_is_torchs_to_the_byte_in_95_of_100():
     assert max(error(row, "estimated") for row in ROWS) <= 0.005
 
 
-# Not understood yet; what is mended has to go from here. Swin's peak falls into another operation, 0.24 % lower.
-RESERVED_OFF, CATEGORIES_OFF = {147}, {139}
-
-
 def test_reserved_and_categories_are_near():
-    errors = {row["number"]: error(row, "estimated", "reserved") for row in ROWS}
-    assert sorted(errors.values())[len(errors) // 2] <= 0.002
-    assert {number for number, off in errors.items() if off > 0.03} == RESERVED_OFF
-    apart = {
-        row["number"]: max(abs(row["estimated"]["breakdown"][part] - size) for part, size in parts.items())
-        / row["rehearsed"]["allocated"]
-        for row in ROWS
-        for parts in [row["rehearsed"]["breakdown"]]
-    }
-    assert {number for number, off in apart.items() if off > 0.01} == CATEGORIES_OFF
+    errors = sorted(error(row, "estimated", "reserved") for row in ROWS)
+    assert errors[len(errors) // 2] <= 0.002 and errors[-1] <= 0.03
+
+
+def test_each_category_is_near():
+    held = []  # a watched rank may hold what it sent longer than the leanest of those that nobody watched
+    for row in ROWS:
+        found, truth = row["estimated"]["breakdown"], row["rehearsed"]
+        if row["processes"] > 1 and sum(truth["breakdown"].values()) > truth["allocated"]:
+            held.append(row["number"])
+            continue
+        apart = max(abs(found[part] - size) for part, size in truth["breakdown"].items())
+        assert apart <= 0.01 * truth["allocated"], row["number"]
+    assert len(held) <= 0.02 * len(ROWS)
 
 
 def test_with_few_layers_followed_hardly_anything_is_lost():
