@@ -37,7 +37,6 @@ PAGE = HERE / "README.md"
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 PUBLISHED = HERE / "published.json"  # by results/published.py
-CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 MIB = 2**20
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
@@ -282,14 +281,10 @@ def _on_cuda() -> str:
     found, few = report["summary"]["estimated"], report["summary"]["extrapolated"]
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
     when = f"{_versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
-    off = {name: _share(found[name]) for name in ("allocated_worst", "reserved_median", "reserved_worst")}
     lines = [
         f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
-        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): allocated **equal to the byte in "
-        f"{found['allocated_equal']} of {found['answered']}**, the worst {off['allocated_worst']} off; reserved "
-        f"{off['reserved_median']} off in the median, {off['reserved_worst']} at worst. With few layers followed, "
-        f"{few['answered']} of them: allocated at most {_share(few['allocated_worst'])} off, reserved "
-        f"{_share(few['reserved_worst'])}.",
+        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_nearness(found)}. With few "
+        f"layers followed, {few['answered']} of them: {_nearness(few)}.",
         f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
         f"{lists['mismatches']} mismatches.",
         f"Against {published['rows']} figures that others measured on real GPUs, like for like: "
@@ -298,34 +293,23 @@ def _on_cuda() -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def _nearness(found: dict) -> str:
+    """How near allocated and reserved bytes are, of a summary by results/measure_cuda.py."""
+    if not found["allocated_worst"] + found["reserved_worst"]:
+        return "allocated and reserved **equal to the byte in all**"
+    return (
+        f"allocated **equal to the byte in {found['allocated_equal']} of {found['answered']}**, the worst "
+        f"{_share(found['allocated_worst'])} off; reserved {_share(found['reserved_median'])} off in the median, "
+        f"{_share(found['reserved_worst'])} at worst"
+    )
+
+
 def _architecture(row: dict) -> str:
     return row["architecture"]
 
 
 def _optimizer(row: dict) -> str:
     return row["arguments"]["optim"]
-
-
-def cuda_tools() -> str:
-    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
-    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
-    head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
-    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
-    rows = []
-    for row in report["table"]:
-        names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
-        cells = [f"{row['tool']} {row['version']}".strip(), row["claims"], f"{row['answered']} of {row['asked']}"]
-        cells += [_share(row[name]) for name in names]
-        rows.append([*cells, f"{row['median_seconds']:.2g}", f"{row['most_own_bytes'] / MIB:.0f} MiB"])
-        rows[-1].append(row["cannot_express"])
-    versions = _versions(report, "torch", "transformers")
-    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
-    told = (
-        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
-        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
-    )
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, _table(head, rows), f"{told}."])
 
 
 def _published() -> str:
@@ -363,7 +347,7 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "scoreboard": counts(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(),
-        "cuda": f"{_on_cuda()}\n\n{cuda_tools()}",
+        "cuda": _on_cuda(),
     }
     text = README.read_text(encoding="utf-8")
     for name, content in blocks.items():
@@ -390,7 +374,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
-    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda(), cuda_tools()]
+    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda()]
     parts += ["## The estimate against published measurements", _published()]
     return "\n\n".join(parts) + "\n"
 
