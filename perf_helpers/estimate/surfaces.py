@@ -2,7 +2,8 @@
 
 A few exact traces of a recipe fix its peak everywhere (see `fitting`). An optimizer leaves the forward and the backward
 as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point that is
-asked for is told as traced, the rest as interpolated.
+asked for is told as traced, the rest as interpolated. On CUDA what is interpolated is the sum of blocks: what the
+allocator hands out beyond them, because it does not split a block for less than 1 MiB, shows where the point is traced.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 4  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 5  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
 _INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
 _SECONDS = 300.0  # that the traces of one surface may take
