@@ -37,6 +37,7 @@ PAGE = HERE / "README.md"
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 PUBLISHED = HERE / "published.json"  # by results/published.py
+CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 MIB = 2**20
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
@@ -312,6 +313,28 @@ def _optimizer(row: dict) -> str:
     return row["arguments"]["optim"]
 
 
+def cuda_tools() -> str:
+    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
+    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
+    head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
+    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
+    rows = []
+    for row in report["table"]:
+        names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
+        cells = [f"{row['tool']} {row['version']}".strip(), row["claims"], f"{row['answered']} of {row['asked']}"]
+        cells += [_share(row[name]) for name in names]
+        rows.append([*cells, f"{row['median_seconds']:.2g}", f"{row['most_own_bytes'] / MIB:.0f} MiB"])
+        rows[-1].append(row["cannot_express"])
+    versions = _versions(report, "torch", "transformers")
+    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}. {report['note']}".strip()
+    told = (
+        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
+        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
+    )
+    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, _table(head, rows), f"{told}."])
+
+
 def _published() -> str:
     """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
     report = json.loads(PUBLISHED.read_text(encoding="utf-8"))
@@ -347,7 +370,7 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         "scoreboard": counts(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(),
-        "cuda": _on_cuda(),
+        "cuda": f"{_on_cuda()}\n\n{cuda_tools()}",
     }
     text = README.read_text(encoding="utf-8")
     for name, content in blocks.items():
@@ -374,7 +397,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
-    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda()]
+    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda(), cuda_tools()]
     parts += ["## The estimate against published measurements", _published()]
     return "\n\n".join(parts) + "\n"
 

@@ -244,13 +244,16 @@ def main(arguments=None) -> None:
     parser.add_argument(
         "--tools-python", nargs="*", default=[], metavar="PYTHON", help="interpreters with tools of PyPI"
     )
+    parser.add_argument("--count", type=int, help="trainings that are asked, from the first on; else all")
+    parser.add_argument("--note", default="", help="what a reader should know of this record, e.g. of the seconds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     rows = [one for one in json.loads(options.truth.read_text(encoding="utf-8"))["rows"] if "rehearsed" in one]
+    rows = rows[: options.count]
     names = [field.name for field in dataclasses.fields(Training)]
     trainings = [Training(**{name: one[name] for name in names}) for one in rows]
     trainings = [dataclasses.replace(one, capability=tuple(one.capability)) for one in trainings]
-    report = conclude(rows, answers(trainings, options.tools_python))
+    report = conclude(rows, answers(trainings, options.tools_python)) | {"note": options.note}
     measuring.keep(report, options.out, leave_out=("versions", "date", "pairs"))
 
 

@@ -1,8 +1,12 @@
-"""results/tools_pypi.py: how a tool is asked, and what it is when it cannot say."""
+"""results/cuda_tools.json: the comparison with other tools says what its answers say; results/tools_pypi.py: how a tool
+is asked, and what it is when it cannot say."""
 
 import dataclasses
 import importlib.util
+import json
+import math
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,8 +29,51 @@ def script(name):
 
 
 @pytest.fixture(scope="module")
+def report():
+    return json.loads((RESULTS / "cuda_tools.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def rehearsed():
+    rows = json.loads((RESULTS / "cuda.json").read_text(encoding="utf-8"))["rows"]
+    return {row["number"]: row for row in rows if "rehearsed" in row}
+
+
+@pytest.fixture(scope="module")
 def pypi():
     return script("tools_pypi")
+
+
+def test_the_truth_is_that_of_the_rehearsals(report, rehearsed):
+    assert len(report["pairs"]) >= 100
+    for pair in report["pairs"]:
+        truth = rehearsed[pair["number"]]["rehearsed"]
+        assert (pair["allocated"], pair["reserved"]) == (truth["allocated"], truth["reserved"]), pair["number"]
+
+
+def test_each_row_is_made_of_its_answers(report):
+    for row in report["table"]:
+        said = [(pair[row["tool"]], pair["allocated"]) for pair in report["pairs"]]
+        errors = [abs(bytes_ / truth - 1) for bytes_, truth in said if bytes_ is not None]
+        assert (row["asked"], row["answered"]) == (len(said), len(errors)), row["tool"]
+        assert math.isclose(row["median_error"], statistics.median(errors)), row["tool"]
+        assert math.isclose(row["worst_error"], max(errors)), row["tool"]
+        assert row["median_seconds"] > 0 and row["most_own_bytes"] > 0 and row["claims"] and row["cannot_express"]
+
+
+def test_the_estimate_answers_every_training_and_is_nearest(report):
+    table = {row["tool"]: row for row in report["table"]}
+    ours = [table.pop(name) for name in list(table) if name.startswith("this estimate")]
+    assert len(ours) == 2
+    for row in ours:
+        assert row["answered"] >= 0.95 * row["asked"] and row["median_error"] <= 0.001
+        assert all(row["median_error"] < other["median_error"] for other in table.values())
+        assert all(row["worst_error"] < other["worst_error"] for other in table.values())
+
+
+def test_every_tool_that_can_be_asked_was(report, pypi):
+    assert {*pypi.TOOLS} <= {row["tool"] for row in report["table"]}
+    assert all(row["version"] for row in report["table"] if row["tool"] in pypi.TOOLS)
 
 
 @pytest.fixture
@@ -79,3 +126,12 @@ def test_a_tool_that_raises_ends_or_hangs_gives_a_reason(pypi, asked, monkeypatc
     assert pypi.forked(lambda one: sys.exit("no configuration"), asked) == {"refused": "SystemExit: no configuration"}
     monkeypatch.setattr(pypi, "SECONDS", 1)
     assert pypi.forked(lambda one: time.sleep(30), asked) == {"refused": "no answer in 1 seconds"}
+
+
+def test_the_table_has_a_row_for_each_tool_and_what_was_not_run(report):
+    build = script("build")
+    text = build.cuda_tools()
+    for row in report["table"]:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row['tool']} {row['version']}".rstrip()))
+        assert f"| {row['answered']} of {row['asked']} | {row['median_error']:.2%} |" in line
+    assert all(f"{name} ({why})" in text for name, why in report["not_run"].items())
