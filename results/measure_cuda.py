@@ -1,7 +1,7 @@
 """The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
 `perf_helpers.rehearsal`): what both say is allocated, reserved, and for what.
 
-    python results/measure_cuda.py [--count 160] [--seed 1] [--out results/cuda.json]
+    python results/measure_cuda.py [--count 190] [--seed 2] [--out results/cuda.json]
     python results/measure_cuda.py --only NUMBER      # of a training: where its births and deaths differ first
 
 Another seed is another set. Nothing is left out of it but what cannot be trained: a model that refuses a recipe, or one
@@ -268,8 +268,8 @@ def _log(experiment: Experiment, capability: tuple[int, int], tell) -> deepening
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=160, help="trainings that are compared")
-    parser.add_argument("--seed", type=int, default=1, help="of the set")
+    parser.add_argument("--count", type=int, default=190, help="trainings that are compared")
+    parser.add_argument("--seed", type=int, default=2, help="of the set")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of trainings whose differences are shown")
     parser.add_argument("--again", type=int, nargs="+", help="numbers of trainings in the file that are done anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("cuda.json"))
