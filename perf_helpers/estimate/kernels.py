@@ -218,10 +218,9 @@ class Kernels:
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
         """One dimension after the other (TensorTransformations.h: roll_common)."""
-        copy = contiguous(tensor)
-        steps = [*copy]
-        for _ in range(max(len(dims), 1) - 1):
-            steps += [tensor.nbytes, *[Free(0)] * (len(steps) > 0)]
+        steps: list[Step] = contiguous(tensor)
+        for _ in dims[1:]:
+            steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
         return [*steps, *made]
 
     def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):

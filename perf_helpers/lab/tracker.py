@@ -238,7 +238,7 @@ class Tracker(Watcher, TorchDispatchMode):
         key, log, blocks = storage._cdata, self.log, self._blocks
 
         def died(_):
-            log.append((blocks.pop(key, (block,))[0], -1))
+            log.append((blocks.pop(key, (block,))[0], -1))  # another block may stand for it by now
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))

@@ -12,8 +12,6 @@ from perf_helpers.estimate.cuda import PARTS
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
 
-SEEN = Path(__file__).with_name("kernels.json")  # by torch's CUDA build
-
 
 def asked(names, capability, tell=None):
     """What each case asks for as it is followed, {name: events}; to be called in a clean process."""
@@ -34,9 +32,14 @@ def followed():
     return processes.call(asked, list(kernel_cases.RUNS), (8, 0), timeout=120)
 
 
+@pytest.fixture(scope="module")
+def seen():
+    return json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("name", kernel_cases.RUNS)
-def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(followed, name):
-    assert followed[name] == json.loads(SEEN.read_text(encoding="utf-8"))[name]
+def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(followed, seen, name):
+    assert followed[name] == seen[name]
 
 
 def test_without_scratch_only_results_are_made():
