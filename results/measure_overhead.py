@@ -42,14 +42,14 @@ def train(task, steps: int, metered: bool) -> list[float]:
     experiment = training.Experiment("overhead", task, Arguments.of({"per_device_train_batch_size": 4}))
     with tempfile.TemporaryDirectory() as folder:
         if metered:
-            stepped = meters.TimeMeter._stepped
+            stepped = meters.TimeMeter.stepped
 
             def watched(*arguments):
                 begin = clock()
                 stepped(*arguments)
                 inside.append(clock() - begin)
 
-            meters.TimeMeter._stepped = watched
+            meters.TimeMeter.stepped = watched
             with meters.TimeMeter(1, lambda number: None):
                 training.train(experiment, folder, steps)
         else:

@@ -16,17 +16,20 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run
+from perf_helpers.lab.runs import CPU, WALL, Comparison, Memory, Ratio, Run
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment
+from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.unknown import NeedsValues, Unknown
 
 Answer = TypeVar("Answer")
 
-# Effects below this factor are not told from noise. On a shared 2-core CPU the same code, on one thread and in turns
-# with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse, so a speed claim needs 1.3 there.
+# Effects below this factor are not told from noise by the wall's clock. On a shared 2-core CPU the same code, on one
+# thread and in turns with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse: 1.3 there.
 NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
+# By CPU time and inside one process the same code is told apart by less; a comparison measures by how much.
+LEAST_FLOOR = 1.05
+PROCESSES = 4  # of a comparison on a CPU
 PATIENCE_SECONDS = 120  # that a lab waits for estimates that never come
 
 
@@ -110,21 +113,39 @@ class Lab:
             name=name,
             task=task or self.task,
             arguments=told,
-            optimizer=_pickled(optimizer),
+            optimizer=pickled(optimizer),
             processes=_count("processes", processes),
             steps=_count("steps", self.profile.steps if steps is None else steps),
             warmup_steps=self.profile.warmup_steps,
         )
         return self._run(experiment, measure, timeout)
 
-    def infer(self, name: str, *, task: Task | None = None, timeout: float | None = None, **arguments) -> Run:
-        """Forward passes without gradients, `per_device_eval_batch_size` samples each, and the memory they took.
+    def infer(
+        self,
+        name: str,
+        *,
+        task: Task | None = None,
+        measure: Sequence[str] = ("memory",),
+        timeout: float | None = None,
+        **arguments,
+    ) -> Run:
+        """Forward passes without gradients, `per_device_eval_batch_size` samples each, and what they took.
+
+        Args:
+            measure: as in `train`; each pass is a step.
 
         Raises:
             ValueError: as `train`.
         """
-        experiment = Experiment(name, task or self.task, Arguments.of(arguments), training=False)
-        return self._run(experiment, ("memory",), timeout)
+        experiment = Experiment(
+            name=name,
+            task=task or self.task,
+            arguments=Arguments.of(arguments),
+            training=False,
+            steps=self.profile.steps,
+            warmup_steps=self.profile.warmup_steps,
+        )
+        return self._run(experiment, measure, timeout)
 
     def run(
         self,
@@ -149,7 +170,7 @@ class Lab:
         experiment = Experiment(
             name=name or getattr(function, "__name__", "function"),
             task=task or self.task,
-            function=_pickled(function),
+            function=pickled(function),
             samples_of_function=samples_per_step,
             processes=_count("processes", processes),
             steps=self.profile.steps,
@@ -168,8 +189,11 @@ class Lab:
     ) -> Comparison:
         """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
 
-        Both are run once more in clean processes, in turns (A B, B A, ...), on one thread on a CPU. The speed ratio
-        is the median of the pairs' ratios, its interval a bootstrap over the pairs widened by the runs' `noise_floor`.
+        On a CPU both, and the baseline once more, take turns inside one clean process, on one thread, and so in several
+        processes. The speed ratio is that of the seconds computed, the median of all pairs; its interval a bootstrap
+        over processes and pairs, widened by the noise floor: what the baseline differed from itself, at least 1.05.
+        `wall_ratio` is the same by the wall's clock. On GPUs, and between several ranks, each of the two has a process
+        of its own; the clock decides, and the floor is the runs' `noise_floor`.
         What could not be measured is unknown, and says why: a comparison that fails is no exception.
 
         Args:
@@ -187,10 +211,10 @@ class Lab:
         else:
             memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
         if failed:
-            speed_ratio = Ratio.unknown(f"speed not measured: {failed}")
+            ratios = [Ratio.unknown(f"speed not measured: {failed}")]
         else:
-            speed_ratio = self._speed_ratio(baseline, other, turns, steps_per_turn, timeout)
-        return Comparison(baseline, other, memory_ratio, speed_ratio)
+            ratios = self._speed_ratios(baseline, other, turns, steps_per_turn, timeout)
+        return Comparison(baseline, other, memory_ratio, *ratios)
 
     def noise_floor(self, *runs: Run) -> float:
         """The factor within which the speeds of these runs are not told apart; without runs, that of the machine."""
@@ -314,36 +338,42 @@ class Lab:
             return function(*arguments)
         return self.executor.submit(function, *arguments).result()
 
-    def _speed_ratio(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> Ratio:
+    def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:
+        """The ratio of speeds that decides and, on a CPU, the one by the wall's clock."""
         if self.machine.rehearsed and self._has_rehearsed_turns:
-            return Ratio.unknown(worker.NO_TIME)
+            return [Ratio.unknown(worker.NO_TIME)]
         on_cpu = self._on_cpu(baseline, other)
+        inside_one = on_cpu and not self.machine.rehearsed and max(baseline.processes, other.processes) == 1
         changes: dict[str, Any] = {"threads": 1 if on_cpu else None}
         if self.machine.rehearsed:  # one turn shows that they run, which is all that can be seen
             self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
             changes["warmup_steps"] = 1
         experiments = (self._experiments[run.id] for run in (baseline, other))
         pair = [each.replace(arguments=_endless(each), **changes) for each in experiments]
-        together = on_cpu or self._fit_together(baseline, other)
-        name = f"{baseline.name} and {other.name} in turns"
-        with progress.bar(name, 2 * turns, "turn", quiet=self._is_unwatched) as bar:
-            outcome = self._perform(
-                processes.alternate,
-                *pair,
-                turns,
-                steps_per_turn,
-                timeout or self.timeout,
-                together,
-                None if self.executor else bar.update,
-            )
+        each, total = -(-turns // PROCESSES), 2 * turns
+        if inside_one:
+            total = 3 * PROCESSES * (each + 1)
+        with progress.bar(f"{baseline.name} and {other.name} in turns", total, "turn", quiet=self._is_unwatched) as bar:
+
+            def taken(number: int | None = None) -> None:
+                bar.update(1 if number is None else number - bar.n)
+
+            told = None if self.executor else taken
+            seconds = timeout or self.timeout
+            if inside_one:
+                outcome = self._perform(processes.side_by_side, *pair, each, PROCESSES, steps_per_turn, seconds, told)
+            else:
+                together = on_cpu or self._fit_together(baseline, other)
+                outcome = self._perform(processes.alternate, *pair, turns, steps_per_turn, seconds, together, told)
         if not outcome.ok:
             reason = f"{outcome.status}, {outcome.message}"
             print(f"Speed not measured: {reason}.", file=sys.stderr)
-            return Ratio.unknown(f"speed not measured: {reason}")
+            return [Ratio.unknown(f"speed not measured: {reason}")]
         samples = [experiment.samples_per_step for experiment in pair]
         per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
-        pairs = [a / b * per_sample for a, b in zip(*outcome.value, strict=True)]
-        return self.ratio(pairs, baseline, other)
+        if inside_one:
+            return [Ratio.of_turns(outcome.value, clock, LEAST_FLOOR, per_sample) for clock in (CPU, WALL)]
+        return [self.ratio([a / b * per_sample for a, b in zip(*outcome.value, strict=True)], baseline, other)]
 
     @property
     def _is_unwatched(self) -> bool:
@@ -398,22 +428,6 @@ def _rank_summary(outcome: Outcome) -> dict[str, Any]:
     memory = outcome.memory
     breakdown = memory and memory.breakdown
     return {"peak_bytes": memory and memory.peak_bytes, "breakdown": breakdown, "value": outcome.value}
-
-
-def _pickled(function: Callable | None) -> bytes | None:
-    if function is None:
-        return None
-    if not callable(function):
-        raise ValueError(f"{function!r} is not a function: pass one that takes the task")
-    import cloudpickle
-
-    try:
-        return cloudpickle.dumps(function)
-    except Exception as error:
-        name = getattr(function, "__name__", "the function")
-        raise ValueError(
-            f"{name} cannot travel to a clean process ({error}): import or make inside it what it needs"
-        ) from error
 
 
 def _count(name: str, value: Any) -> int:

@@ -13,6 +13,7 @@ import itertools
 import os
 import statistics
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from perf_helpers.lab import hardware
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
 from perf_helpers.lab.tracker import Tracker, Watcher, watched
 
+_timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
 _MARK = "perf_helpers"  # prefix of our own events among the profiler's
 
 
@@ -43,29 +45,43 @@ class TimeMeter:
         self.warmup_steps = max(1, warmup_steps)
         self.on_step = on_step
         self._intervals: list[tuple[Any, Any]] = []
-        self._begin = None
+        self._cpu_seconds: list[float] = []
+        self._begin = self._cpu_begin = None
         self._optimizer = None
         self._seen = 0
 
     def __enter__(self):
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
+            TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
+        _timed[threading.get_ident()] = self
         return self
 
     def __exit__(self, *_):
-        self._hook.remove()
+        del _timed[threading.get_ident()]
+        if not _timed:
+            TimeMeter._hook.remove()
 
-    def _stepped(self, optimizer, *_):
+    @staticmethod
+    def _after_step(optimizer, *_):
+        if meter := _timed.get(threading.get_ident()):
+            meter._stepped_by(optimizer)
+
+    def _stepped_by(self, optimizer) -> None:
         # A loop may step several optimizers: the first one seen is the one that counts steps.
         self._optimizer = self._optimizer or weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
-            return
-        end = _now()
+        if self._optimizer() is optimizer:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
+        end, cpu_end = _now(), time.process_time()
         if self._begin is not None:
             self._intervals.append((self._begin, end))
+            self._cpu_seconds.append(cpu_end - self._cpu_begin)
         self._seen += 1
         if self.on_step:
             self.on_step(self._seen)
-        self._begin = _now()
+        self._begin, self._cpu_begin = _now(), time.process_time()
 
     def seconds(self) -> tuple[float, ...]:
         """Seconds of every step after the first, warm-up included."""
@@ -85,6 +101,7 @@ class TimeMeter:
             warmup_steps=self.warmup_steps,
             samples_per_second=samples_per_step / median if samples_per_step else None,
             all_seconds=seconds,
+            all_cpu_seconds=tuple(self._cpu_seconds[self.warmup_steps - 1 :]),
         )
 
 

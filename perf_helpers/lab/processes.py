@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from perf_helpers.lab import outcomes, worker
+from perf_helpers.lab import outcomes, turns, worker
 from perf_helpers.lab.forkserver import SERVER, CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -118,6 +118,37 @@ class _Early(Exception):
         if outcome.ok:
             outcome = Outcome("crashed", "it ended before its turns were over: give it more steps")
         self.outcome = Outcome(outcome.status, f"the {('first', 'second')[which]} one: {outcome.message}")
+
+
+def side_by_side(
+    first: Experiment,
+    second: Experiment,
+    count: int,
+    processes: int,
+    steps_per_turn: int = 1,
+    timeout: float = 600,
+    on_turn: Callable[[int], Any] | None = None,
+) -> Outcome:
+    """Let two experiments on the CPU, and the first one once more, take turns inside one clean process, several times.
+
+    The outcome's value: for each process, for each of the three and each turn, (seconds, seconds of the processor).
+
+    Args:
+        count: turns of each experiment in a process.
+        processes: one after the other.
+        steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
+        on_turn: called now and then with the number of turns taken.
+    """
+    deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
+    three = (first, second, first)
+    job = functools.partial(turns.take, three, count, steps_per_turn)
+    for number in range(processes):
+        done = number * len(three) * (count + 1)
+        outcome = _done(job, deadline - time.monotonic(), lambda turn, done=done: tell(done + turn), measured=True)
+        if not outcome.ok:
+            return _timed_out(timeout) if outcome.status == "timed out" else outcome
+        taken.append(outcome.value)
+    return Outcome(value=taken)
 
 
 def alternate(

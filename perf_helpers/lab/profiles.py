@@ -23,7 +23,7 @@ class Profile:
 
 _SMALL, _LARGE = Task("bert-small", seq_len=256), Task("bert-large-uncased", seq_len=512)
 PROFILES = {
-    "cpu": Profile("cpu", _SMALL, micro_batch=4, steps=3, warmup_steps=1, turns=7, timeout=240),
+    "cpu": Profile("cpu", _SMALL, micro_batch=4, steps=3, warmup_steps=1, turns=16, timeout=240),
     "t4": Profile("t4", _LARGE.replace(seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5, timeout=600),
     "gpu": Profile("gpu", _LARGE, micro_batch=4, steps=30, warmup_steps=5, turns=7, timeout=600),
 }

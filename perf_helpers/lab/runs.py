@@ -5,6 +5,7 @@ want of a measurement. In files both are null.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +30,8 @@ class Category(StrEnum):
 
     __repr__ = str.__repr__  # a breakdown is shown as the dict of texts that a file holds
 
+
+WALL, CPU = range(2)  # clocks
 
 CATEGORIES = tuple(Category)
 TENSOR_CATEGORIES = CATEGORIES[:-1]
@@ -68,7 +71,8 @@ class Record:
     def from_dict(cls, data: dict[str, Any] | None):
         if data is None:
             return None
-        nested = {"memory": Memory, "timing": Timing, "baseline": Run, "other": Run, "speed_ratio": Ratio}
+        nested = {"memory": Memory, "timing": Timing, "baseline": Run, "other": Run}
+        nested |= {"speed_ratio": Ratio, "wall_ratio": Ratio}
         values = {}
         for item in dataclasses.fields(cls):
             if item.name in data:
@@ -145,6 +149,7 @@ class Timing(Record):
     warmup_steps: int  # that came before
     samples_per_second: float | None  # None where it is not known how many samples a step sees
     all_seconds: tuple[float, ...] = ()  # of every step that was timed
+    all_cpu_seconds: tuple[float, ...] = ()  # that the process computed meanwhile, all of its threads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +212,10 @@ class Ratio(Record):
     """A measured ratio with its interval. An effect that does not clear the interval is too small to tell."""
 
     value: float  # the median of the pairs
-    low: float  # the bootstrap's interval, widened to the noise floor of where it was measured
+    low: float  # the bootstrap's interval, widened to the noise floor
     high: float
     pairs: tuple[float, ...] = ()  # the ratio of each pair of turns
+    floor: float | None = None  # the factor within which two speeds are not told apart where this was measured
 
     def __post_init__(self):
         for name in ("value", "low", "high"):
@@ -233,19 +239,52 @@ class Ratio(Record):
         Raises:
             ValueError: fewer than 3 pairs.
         """
-        import numpy as np
-
         for pair in pairs:
             if isinstance(pair, Unknown):
                 return cls.unknown(pair.why)
         if len(pairs) < 3:
             raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
-        values = np.asarray(pairs, dtype=float)
+        return cls.of_processes([[pair] for pair in pairs], floor)
+
+    @classmethod
+    def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
+        """The same of pairs from several processes, as many from each. What one process is lucky with, all of its pairs
+        are: so the bootstrap draws processes, and then pairs of those that it drew.
+
+        Args:
+            groups: the ratios of each process.
+            floor: as in `of_pairs`.
+        """
+        import numpy as np
+
+        values = np.asarray(groups, dtype=float)
+        processes, pairs = values.shape
         rng = np.random.default_rng(0)
-        medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+        which = rng.integers(processes, size=(2000, processes, 1))
+        drawn = values[which, rng.integers(pairs, size=(2000, processes, pairs))]
+        medians = np.median(drawn.reshape(2000, -1), axis=1)
         low, high = np.quantile(medians, [0.025, 0.975])
         value = float(np.median(values))
-        return cls(value, min(float(low), value / floor), max(float(high), value * floor), tuple(map(float, values)))
+        every = tuple(map(float, values.flat))
+        return cls(value, min(float(low), value / floor), max(float(high), value * floor), every, floor)
+
+    @classmethod
+    def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
+        """How much faster the second of two recipes is, from turns that both and the first one again took inside one
+        process, several times. The floor is what the first one differs from itself, by the same reckoning.
+
+        Args:
+            taken: for each process, for each of the three and each turn, (WALL seconds, CPU seconds).
+            clock: WALL or CPU.
+            least_floor: and the floor is no less than this.
+            per_sample: samples in a step of the second one / in a step of the first one.
+        """
+        import numpy as np
+
+        first, second, again = np.moveaxis(np.asarray(taken, dtype=float)[..., clock], 1, 0)
+        itself = abs(float(np.median(np.log(first / again))))
+        floor = max(least_floor, math.exp(itself))
+        return cls.of_processes((first + again) / 2 / second * per_sample, floor)
 
     @property
     def known(self) -> bool:
@@ -253,7 +292,7 @@ class Ratio(Record):
 
     def __truediv__(self, number: float) -> "Ratio":
         parts = (part / number for part in (self.value, self.low, self.high))
-        return Ratio(*parts, tuple(pair / number for pair in self.pairs))
+        return Ratio(*parts, tuple(pair / number for pair in self.pairs), self.floor)
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})" if self.known else "not measured"
@@ -267,7 +306,8 @@ class Comparison(Record):
     baseline: Run
     other: Run
     memory_ratio: float  # other / baseline, in peak bytes
-    speed_ratio: Ratio  # other / baseline, in samples per second
+    speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by the seconds that it computed
+    wall_ratio: Ratio | None = None  # the same by the wall's clock, where that is another one
 
     def __post_init__(self):
         if self.memory_ratio is None:
@@ -279,6 +319,8 @@ class Comparison(Record):
         unknown = isinstance(self.memory_ratio, Unknown)
         memory = "memory not measured" if unknown else f"{self.memory_ratio:.3f} x the memory"
         speed = f"{self.speed_ratio} x the speed" if self.speed_ratio.known else "speed not measured"
+        if self.wall_ratio:
+            speed += f" by CPU time, {self.wall_ratio} by the clock"
         return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
 
     def _repr_html_(self) -> str:

@@ -4,6 +4,7 @@ The same code is measured (on real tensors) and estimated (on fake ones).
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,11 @@ class Experiment:
     @property
     def samples_per_step(self) -> int | None:
         """Samples that one optimizer step sees, all processes together; None where a function did not say."""
-        return self.samples_of_function if self.function else self.arguments.samples_per_step(self.processes)
+        if self.function:
+            return self.samples_of_function
+        if not self.training:
+            return self.arguments.get("per_device_eval_batch_size") or 8
+        return self.arguments.samples_per_step(self.processes)
 
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)
@@ -84,7 +89,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     return [sum(loss.item() for loss in step) for step in losses]
 
 
-def infer(experiment: Experiment, passes: int = 2) -> None:
+def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
     """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8)."""
     import torch
 
@@ -103,3 +108,25 @@ def infer(experiment: Experiment, passes: int = 2) -> None:
     with torch.no_grad(), torch.autocast(device, half, enabled=half is not None):
         for _ in range(passes):
             model(**batch)
+            on_pass()
+
+
+def pickled(function: Callable | None) -> bytes | None:
+    """A function as it travels to a clean process.
+
+    Raises:
+        ValueError: it is no function, or cannot travel.
+    """
+    if function is None:
+        return None
+    if not callable(function):
+        raise ValueError(f"{function!r} is not a function: pass one that takes the task")
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        name = getattr(function, "__name__", "the function")
+        raise ValueError(
+            f"{name} cannot travel to a clean process ({error}): import or make inside it what it needs"
+        ) from error

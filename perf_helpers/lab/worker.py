@@ -54,7 +54,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
             return _rehearse(experiment, folder, measure, on_step)
         if measure == "time":
             with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
-                outcome = _execute(experiment, folder, experiment.steps + experiment.warmup_steps, keep_losses=True)
+                steps = experiment.steps + experiment.warmup_steps
+                outcome = _execute(experiment, folder, steps, keep_losses=True, on_pass=meter.stepped)
             return outcome.replace(timing=meter.result(experiment.samples_per_step))
         return _execute(experiment, folder, experiment.steps, keep_losses=True)
 
@@ -86,13 +87,13 @@ def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     return Outcome(timing=timing, losses=losses)
 
 
-def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool) -> Outcome:
+def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool, on_pass=lambda: None) -> Outcome:
     if experiment.function:
         import cloudpickle
 
         return Outcome(value=_plain(cloudpickle.loads(experiment.function)(experiment.task)))
     if not experiment.training:
-        infer(experiment)
+        infer(experiment, steps, on_pass)
         return Outcome()
     losses = train(experiment, folder, steps, keep_losses)
     return Outcome(losses=tuple(losses) if keep_losses else None)

@@ -114,9 +114,24 @@ def test_a_comparison_takes_turns(lab):
     b = lab.train("b", task=TINY, steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     comparison = lab.compare(a, b, turns=3)
     assert comparison.memory_ratio == b.peak_bytes / a.peak_bytes
-    assert len(comparison.speed_ratio.pairs) == 3
-    assert comparison.speed_ratio.low <= comparison.speed_ratio.value <= comparison.speed_ratio.high
-    assert "ratio" in comparison._repr_html_()
+    for ratio in (comparison.speed_ratio, comparison.wall_ratio):
+        assert len(ratio.pairs) == 4, "one in each process, at least"
+        assert ratio.low <= ratio.value / ratio.floor and ratio.value * ratio.floor <= ratio.high
+        assert ratio.floor >= 1.05
+    assert "ratio (CPU time)" in comparison._repr_html_() and "by the clock" in repr(comparison)
+
+
+def test_inference_is_compared_too(lab):
+    small, large = (lab.infer(f"{n}", task=TINY, measure=("time",), per_device_eval_batch_size=n) for n in (2, 64))
+    assert small.timing.samples_per_second and len(small.timing.all_cpu_seconds) == small.timing.steps
+    assert lab.compare(small, large, turns=8).speed_ratio.low > 1.5, "a forward of 64 takes less than 32 of 2"
+
+
+def test_several_ranks_have_processes_of_their_own_and_the_wall_decides(lab):
+    two = lab.train("two", task=TINY, steps=2, processes=2, measure=("time",))
+    comparison = lab.compare(two, two, turns=3)
+    assert len(comparison.speed_ratio.pairs) == 3 and comparison.wall_ratio is None
+    assert comparison.speed_ratio.floor == 1.3
 
 
 def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
@@ -132,7 +147,7 @@ def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
 def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch, capsys):
     run = lab.train("alone", task=TINY, measure=("memory",), per_device_train_batch_size=2)
     late = Outcome("timed out", "no result within 1 s")
-    monkeypatch.setattr("perf_helpers.lab.processes.alternate", lambda *_: late)
+    monkeypatch.setattr("perf_helpers.lab.processes.side_by_side", lambda *_: late)
     comparison = lab.compare(run, run)
     assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
     assert comparison.memory_ratio == 1 and "Speed not measured: timed out" in capsys.readouterr().err
@@ -154,6 +169,9 @@ def with_gpus(tmp_path):
             if function.__name__ == "alternate":
                 turns = arguments[2]
                 return Outcome(value=((1.0,) * turns, (1.0,) * turns))
+            if function.__name__ == "side_by_side":
+                _, _, turns, count, *_ = arguments
+                return Outcome(value=[[[(1.0, 1.0)] * turns] * 3] * count)
             memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes))
             return Outcome(memory=memory if arguments[1] == "memory" else None)
 
@@ -167,8 +185,9 @@ def turns_taken(lab, asked, *runs):
     """(threads of each, do both live at once?) of the comparison of two runs, and how many memory runs it took."""
     asked.clear()
     lab.compare(*runs, turns=3)
-    *sizes, (name, first, second, _, _, _, together, _) = asked
-    assert name == "alternate" and {size[0] for size in sizes} <= {"execute"}
+    *sizes, (name, first, second, *options) = asked
+    assert {size[0] for size in sizes} <= {"execute"}
+    together = "in one process" if name == "side_by_side" else options[3]
     return (first.threads, second.threads), together, len(sizes)
 
 
@@ -179,8 +198,10 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert [lab.noise_floor(run) for run in (on_gpu, two, on_cpu, three)] == [1.02, 1.02, 1.3, 1.3]
     assert lab.noise_floor() == 1.02 and lab.noise_floor(on_gpu, on_cpu) == 1.3
     assert lab.ratio([2.0] * 3, on_cpu).low == 2 / 1.3 and lab.ratio([2.0] * 3).low == 2 / 1.02
-    assert lab.compare(on_cpu, on_cpu).speed_ratio.high == 1.3 and lab.compare(on_gpu, on_gpu).speed_ratio.high == 1.02
-    assert turns_taken(lab, asked, on_cpu, on_cpu)[0] == (1, 1) == turns_taken(lab, asked, on_gpu, three)[0]
+    assert lab.compare(on_cpu, on_cpu).speed_ratio.high == 1.05 and lab.compare(on_gpu, on_gpu).speed_ratio.high == 1.02
+    assert lab.compare(on_cpu, three).speed_ratio.high == 1.3
+    assert turns_taken(lab, asked, on_cpu, on_cpu)[:2] == ((1, 1), "in one process")
+    assert turns_taken(lab, asked, on_gpu, three)[:2] == ((1, 1), True)
     assert turns_taken(lab, asked, on_gpu, two)[0] == (None, None)
 
 

@@ -1,0 +1,132 @@
+"""How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
+
+    python results/measure_speed.py [--itself 200] [--times 20] [--out results/speed.json]
+
+A recipe compared with itself has no effect: how often is one called (1 outside the interval)? And how do the claims
+about speed that a CPU decides come out, each of 20 times, with the recipes and sizes of their lessons? Half of the
+comparisons have a busy neighbour: a process that multiplies matrices on all cores but one. Each dozen of comparisons,
+and each time of the claims, has a fork server of its own, as a lesson has. Takes some two hours on 2 cores.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import measuring
+
+DOZEN = 12
+ONE, FOUR = ({"per_device_train_batch_size": size} for size in (1, 4))
+ITSELF = {  # recipes that are compared with themselves
+    "4 x 1": FOUR,
+    "1 x 4": ONE | {"gradient_accumulation_steps": 4},
+    "checkpointing": FOUR | {"gradient_checkpointing": True},
+    "Adafactor": FOUR | {"optim": "adafactor"},
+}
+# claim: tokens in a sequence, the baseline, the other, as its lesson has them under the profile "cpu"
+CLAIMS = {
+    "accumulation-cost": (128, FOUR, ITSELF["1 x 4"]),
+    "accumulation-fill-first": (
+        128,
+        ONE | {"gradient_accumulation_steps": 8},
+        FOUR | {"gradient_accumulation_steps": 2},
+    ),
+    "accumulation-fewer-updates": (128, ONE, ITSELF["1 x 4"]),
+    "checkpointing-cost": (128, FOUR, ITSELF["checkpointing"]),
+    "adafactor-cost": (128, FOUR, ITSELF["Adafactor"]),
+}
+NEIGHBOUR = """
+import time, torch
+torch.set_num_threads({threads})
+a = torch.randn(2000, 2000)
+while True:
+    a = (a @ a).sin()
+"""
+
+
+@contextlib.contextmanager
+def neighbour(wanted: bool):
+    """A process that keeps all cores but one busy, and their caches."""
+    if not wanted:
+        yield
+        return
+    code = NEIGHBOUR.format(threads=max(1, (os.cpu_count() or 2) - 1))
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def compared(pairs: list) -> list[dict]:
+    """[name, tokens, baseline, other] each, compared in this process: a row of the report for each."""
+    from perf_helpers import Lab
+
+    lab, rows = Lab("cpu"), []
+    for name, tokens, baseline, other in pairs:
+        task = lab.task.replace(seq_len=tokens)
+        runs = [lab.train(name, task=task, measure=("none",), steps=1, **each) for each in (baseline, other)]
+        found = lab.compare(*runs)
+        row = {"name": name, "floor": found.speed_ratio.floor, "load": os.getloadavg()[0]}
+        for clock, ratio in (("cpu", found.speed_ratio), ("wall", found.wall_ratio)):
+            row[clock] = [ratio.value, ratio.low, ratio.high]
+        rows.append(row)
+    return rows
+
+
+def elsewhere(pairs: list, busy: bool) -> list[dict]:
+    """The same in a process of its own."""
+    with neighbour(busy):
+        done = subprocess.run(
+            [sys.executable, __file__, "--pairs", json.dumps(pairs)], stdout=subprocess.PIPE, check=True, text=True
+        )
+    return [row | {"busy": busy} for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def is_effect(ratio: list[float]) -> bool:
+    return not ratio[1] <= 1 <= ratio[2]
+
+
+def main() -> None:
+    from perf_helpers.course.ledger import decide, load
+    from perf_helpers.lab import hardware
+
+    options = measuring.options(__doc__, itself=200, times=20)
+    names = itertools.islice(itertools.cycle(ITSELF), options.itself)
+    pairs = [[name, 64, ITSELF[name], ITSELF[name]] for name in names]
+    itself, claims = [], []
+    for number, start in enumerate(range(0, len(pairs), DOZEN)):
+        itself += elsewhere(pairs[start : start + DOZEN], busy=number % 2 == 1)
+        print(len(itself), sum(is_effect(row["cpu"]) for row in itself), file=sys.stderr, flush=True)
+    for number in range(options.times):
+        claims += elsewhere([[name, *sizes] for name, sizes in CLAIMS.items()], busy=number % 2 == 1)
+    ledger, verdicts = load(), {}
+    for row in claims:
+        row["verdict"] = decide(ledger[row["name"]], tuple(row["cpu"][1:]), True)
+        verdicts.setdefault(row["name"], Counter())[row["verdict"]] += 1
+    measuring.keep(
+        {
+            "machine": hardware.describe().name,
+            "versions": hardware.versions(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "called an effect": {
+                clock: f"{sum(is_effect(row[clock]) for row in itself)} of {len(itself)}" for clock in ("cpu", "wall")
+            },
+            "verdicts": verdicts,
+            "itself": itself,
+            "claims": claims,
+        },
+        options.out,
+        leave_out=("itself", "claims"),
+    )
+
+
+if __name__ == "__main__":
+    if "--pairs" in sys.argv:
+        print(json.dumps(compared(json.loads(sys.argv[-1]))))
+    else:
+        main()

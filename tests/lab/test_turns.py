@@ -1,0 +1,150 @@
+"""Experiments in turns inside one process."""
+
+import time
+
+import pytest
+from machines import TINY
+
+from perf_helpers.lab import processes
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.runs import CPU, WALL, Ratio
+from perf_helpers.lab.training import Experiment, pickled
+
+
+def training(name, **arguments):
+    return Experiment(name, TINY, Arguments.of(arguments | {"per_device_train_batch_size": 2}), threads=1)
+
+
+def function(name, work, steps):
+    """An experiment that does some work in each step, and steps an optimizer."""
+
+    def loop(task):
+        import torch
+
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight])
+        for number in range(steps):
+            work(number)
+            optimizer.step()
+
+    return Experiment(name, TINY, function=pickled(loop), threads=1)
+
+
+def compute(seconds):
+    """Seconds of the processor, however long they take."""
+    import time
+
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def side_by_side(first, second, turns=3, count=1, **options):
+    return processes.side_by_side(first, second, turns, count, **options)
+
+
+def test_three_take_turns_and_each_turn_has_its_seconds():
+    outcome = side_by_side(training("a"), training("b", gradient_checkpointing=True), turns=4, count=2)
+    assert outcome.ok and len(outcome.value) == 2
+    for process in outcome.value:
+        assert [len(turns) for turns in process] == [4, 4, 4]
+        assert all(0 < cpu < 60 and 0 < wall < 60 for turns in process for wall, cpu in turns)
+
+
+def test_who_waits_computes_nothing_and_who_sleeps_takes_time():
+    busy, asleep = (lambda _: compute(0.05)), (lambda _: time.sleep(0.05))
+    outcome = side_by_side(function("busy", busy, 5), function("asleep", asleep, 5))
+    (first, second, again) = outcome.value[0]
+    for wall, cpu in (*first, *again):
+        assert 0.04 < cpu < 0.09 and wall > 0.04, "only its own work"
+    for wall, cpu in second:
+        assert wall > 0.04 and cpu < 0.02
+    assert Ratio.of_turns(outcome.value, CPU, 1.05).value > 2
+    assert Ratio.of_turns(outcome.value, WALL, 1.05).value < 2
+
+
+def test_only_one_runs_at_a_time_and_all_in_one_process(tmp_path):
+    log = str(tmp_path / "log")
+
+    def noted(name):
+        def work(number):
+            import os
+
+            for what in ("begins", "ends"):
+                with open(log, "a") as file:
+                    print(os.getpid(), name, what, file=file)
+                time.sleep(0.01)
+
+        return work
+
+    assert side_by_side(function("a", noted("a"), 4), function("b", noted("b"), 4)).ok
+    with open(log) as file:
+        lines = [line.split() for line in file]
+    assert len({pid for pid, *_ in lines}) == 1
+    told = [line[1:] for line in lines]
+    assert all(
+        [begin, end] == [[begin[0], "begins"], [begin[0], "ends"]]
+        for begin, end in zip(told[::2], told[1::2], strict=True)
+    )
+
+
+def test_what_accelerate_keeps_for_a_process_is_each_trainings_own():
+    def precision(wanted, steps=4):
+        def loop(task):
+            import torch
+            from accelerate import Accelerator
+            from accelerate.state import AcceleratorState
+
+            accelerator = Accelerator(mixed_precision=wanted, cpu=True, gradient_accumulation_steps=steps)
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(steps):
+                assert AcceleratorState().mixed_precision == wanted
+                assert accelerator.gradient_state.num_steps == steps
+                optimizer.step()
+
+        return Experiment(wanted, TINY, function=pickled(loop), threads=1)
+
+    outcome = side_by_side(precision("bf16", 4), precision("no", 5))
+    assert outcome.ok, outcome.message
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "message"),
+    [
+        (function("short", lambda _: None, 2), "crashed", "short: it ended before its turns were over"),
+        (function("broken", lambda number: 1 // (2 - number), 5), "crashed", "broken: ZeroDivisionError"),
+    ],
+)
+def test_what_ends_too_early_is_named(second, status, message):
+    outcome = side_by_side(training("a"), second)
+    assert outcome.status == status and message in outcome.message
+
+
+def test_turns_that_take_too_long_are_given_up():
+    outcome = side_by_side(training("a"), function("slow", lambda _: time.sleep(30), 5), timeout=5)
+    assert (outcome.status, outcome.message) == ("timed out", "no result within 5 s")
+
+
+def test_turns_of_several_steps_count_the_fastest():
+    outcome = side_by_side(
+        function("a", lambda n: compute(0.06 if n % 2 else 0.01), 7), training("b"), steps_per_turn=2
+    )
+    assert all(cpu < 0.05 for _, cpu in outcome.value[0][0])
+
+
+def test_the_floor_is_what_the_first_one_differs_from_itself():
+    taken = [[[(1, 1.0)] * 3, [(1, 0.5)] * 3, [(1, 1.2)] * 3]] * 2
+    ratio = Ratio.of_turns(taken, CPU, 1.05)
+    assert ratio.floor == pytest.approx(1.2) and ratio.value == pytest.approx(2.2)
+    assert (ratio.low, ratio.high) == (pytest.approx(2.2 / 1.2), pytest.approx(2.2 * 1.2))
+    assert Ratio.of_turns(taken, WALL, 1.05).floor == 1.05
+    assert Ratio.of_turns(taken, CPU, 1.05, per_sample=0.5).value == pytest.approx(1.1)
+
+
+def test_the_interval_is_as_wide_as_processes_differ():
+    def process(speed):
+        return [[(1, 1.0)] * 4, [(1, 1 / speed)] * 4, [(1, 1.0)] * 4]
+
+    ratio = Ratio.of_turns([process(speed) for speed in (1.0, 1.3, 1.4, 1.7)], CPU, 1.05)
+    assert ratio.low < 1.2 and ratio.high > 1.5, "16 pairs, but four processes"
