@@ -23,7 +23,7 @@ from pathlib import Path
 from perf_helpers import plots
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import load_results, measured_text, recorded
+from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.runs import CATEGORIES, Run
@@ -104,7 +104,7 @@ def picture(data: dict) -> None:
 
 def counts(measured: dict[str, dict]) -> str:
     """The scoreboard in one line a machine: how many of its claims have which verdict."""
-    lines = [f"- **{_count(data['claims'])}** ({caption(data)})" for data in measured.values()]
+    lines = [f"- **{_count(decided_anew(data['claims']))}** ({caption(data)})" for data in measured.values()]
     return "\n".join([*lines, "", "[Every claim with its number](results/README.md#scoreboard)."])
 
 
@@ -151,14 +151,16 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
     """The rehearsed claims in one sentence: how many have which verdict on which card."""
-    counted = [f"{name}, {_count(data['course']['claims'])}" for name, data in cards.items() if data["course"]]
+    counted = [
+        f"{name}, {_count(decided_anew(data['course']['claims']))}" for name, data in cards.items() if data["course"]
+    ]
     told = "; ".join(counted) or "none yet"
     return f"The claims about memory, rehearsed: {told}. [Each with its number](results/README.md#on-gpus)."
 
 
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
-    by_id = [{claim["id"]: claim for claim in decided} for decided in columns.values()]
+    by_id = [{claim["id"]: claim for claim in decided_anew(decided)} for decided in columns.values()]
     rows = []
     for claim in sorted(load().values(), key=lambda claim: claim.lesson):
         decisions = [decided.get(claim.id) for decided in by_id]

@@ -70,9 +70,7 @@ def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
 def _reversed(claim):
     import dataclasses
 
-    return dataclasses.replace(
-        claim, direction={"below": "above", "above": "below"}[claim.direction], refuted_from=None
-    )
+    return dataclasses.replace(claim, direction={"below": "above", "above": "below"}[claim.direction], no_effect=None)
 
 
 @pytest.mark.parametrize("strict, status", [(False, "ok"), (True, "failed")])

@@ -2,9 +2,9 @@
 
 The claims stand in the ledger (claims.toml). A lesson measures the number that decides a claim and passes it on. What
 was decided displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
-Notable: a refuted claim is a finding, not an error. What fails a strict run is a verdict that the ledger does not
-expect, or a claim that nobody checked. In a rehearsal (see `Machine.rehearsed`) only memory is as it would be on the
-machine that is rehearsed, so only claims about memory are decided, and marked.
+Notable: a claim that does not hold is a finding, not an error. What fails a strict run is a verdict that the ledger
+does not expect, or a claim that nobody checked. In a rehearsal (see `Machine.rehearsed`) only memory is as it would be
+on the machine that is rehearsed, so only claims about memory are decided, and marked.
 """
 
 import json
@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "NotReproduced", "Scoreboard", "check", "decide", "decisions", "finish", "load", "reset"]
 
 # A verdict is never told by colour alone: its sign and its words go with it.
-SIGNS = {Verdict.HOLDS: "✓", Verdict.REFUTED: "✗", Verdict.TOO_SMALL: "≈", Verdict.NOT_TESTABLE: "–"}
+SIGNS = {
+    Verdict.HOLDS: "✓",
+    Verdict.SMALLER: "↓",
+    Verdict.REFUTED: "✗",
+    Verdict.TOO_SMALL: "≈",
+    Verdict.NOT_TESTABLE: "–",
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +58,7 @@ class Decision:
     interval: tuple[float, float] | None  # in the same unit; None: an exact count, or a single measurement
     threshold: str  # the rule in words
     guide: Guide
-    reason: str | None  # the ledger's, where a claim is expected to be refuted
+    reason: str | None  # the ledger's, where a claim is expected not to hold
     missing: str | None  # what is lacking here to measure it
     note: str  # the lesson's own
     rehearsed: bool = False  # whether the machine computes nothing, see Machine.rehearsed

@@ -29,6 +29,7 @@ class Verdict(StrEnum):
     """What a measurement says of a claim."""
 
     HOLDS = "holds"
+    SMALLER = "smaller than promised"
     REFUTED = "refuted"
     TOO_SMALL = "too small to tell"
     NOT_TESTABLE = "not testable here"
@@ -59,21 +60,37 @@ class Claim:
     direction: str | None = None  # one of DIRECTIONS
     threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
     tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
-    refuted_from: float | None = None  # in the unit of the quantity; None: from the threshold on
+    no_effect: float | None = None  # the quantity where the technique does nothing; None: there is no such value
     expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or a profile of GPUs
-    reason: str | None = None  # why it is refuted today
+    reason: str | None = None  # why it does not hold today
     since: str | None = None  # the version that changed it
     thread: str | None = None  # where that was discussed
 
+    def window(self) -> tuple[float, float]:
+        """Between which values of the quantity the claim holds, in its unit; an open end is infinite."""
+        match self.direction:
+            case "between":
+                return tuple(self.threshold)
+            case "equal":
+                margin = self.tolerance * (abs(self.threshold) or 1)  # relative, but absolute around 0
+                return self.threshold - margin, self.threshold + margin
+            case "below":
+                return -math.inf, self.threshold
+            case _:
+                return self.threshold, math.inf
+
     def threshold_text(self) -> str:
-        """The rule in words, e.g. "below 0.9, refuted from 1"; empty for a text claim."""
+        """The rule in words, e.g. "below 0.9; smaller than promised up to 1"; empty for a text claim."""
+        if not self.direction:
+            return ""
         if self.direction == "between":
-            return "between {} and {}".format(*map(number_text, self.threshold))
-        if self.direction == "equal":
+            rule = "between {} and {}".format(*map(number_text, self.threshold))
+        elif self.direction == "equal":
             margin = f"{100 * self.tolerance:g} %" if self.threshold else f"{self.tolerance:g}"
-            return f"equal to {number_text(self.threshold)}" + (f", within {margin}" if self.tolerance else "")
-        refuted = "" if self.refuted_from is None else f", refuted from {number_text(self.refuted_from)}"
-        return f"{self.direction} {number_text(self.threshold)}{refuted}" if self.direction else ""
+            rule = f"equal to {number_text(self.threshold)}" + (f", within {margin}" if self.tolerance else "")
+        else:
+            rule = f"{self.direction} {number_text(self.threshold)}"
+        return rule if self.no_effect is None else f"{rule}; {number_text(self.no_effect)} is no effect"
 
 
 def load(path: str | Path | None = None) -> dict[str, Claim]:
@@ -96,25 +113,29 @@ def load(path: str | Path | None = None) -> dict[str, Claim]:
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
     """The verdict on one measured value, a number or an interval (low, high) in the unit of `claim.quantity`.
 
-    The claim holds if the whole interval satisfies the rule, is refuted if the whole interval lies in the refuted
-    region, and is too small to tell otherwise. Without the machine it needs, nothing is decided whatever the value.
+    It is that of every value in the interval, or "too small to tell" where they differ: a value inside the window
+    holds; one between it and `no_effect` is smaller than promised; any other is refuted. Without the machine it needs,
+    nothing is decided whatever the value.
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE
     low, high = value if isinstance(value, tuple) else (value, value)
-    threshold = claim.threshold
-    refuted_from = threshold if claim.refuted_from is None else claim.refuted_from
-    if claim.direction == "below":
-        holds, refuted = high < threshold, low >= refuted_from
-    elif claim.direction == "above":
-        holds, refuted = low > threshold, high <= refuted_from
+    least, most = claim.window()
+    if claim.direction in ("below", "above"):  # the threshold itself does not hold
+        inside = least < low and high < most
     else:
-        if claim.direction == "equal":
-            margin = claim.tolerance * (abs(threshold) or 1)  # relative, but absolute around 0
-            threshold = threshold - margin, threshold + margin
-        least, most = threshold
-        holds, refuted = least <= low and high <= most, high < least or most < low
-    return Verdict.HOLDS if holds else Verdict.REFUTED if refuted else Verdict.TOO_SMALL
+        inside = least <= low and high <= most
+    if inside:
+        return Verdict.HOLDS
+    none = claim.no_effect
+    if none is None:
+        apart = high <= least or most <= low if claim.direction in ("below", "above") else high < least or most < low
+        return Verdict.REFUTED if apart else Verdict.TOO_SMALL
+    if none <= least:  # the effect is a rise
+        smaller, refuted = none < low and high <= least, high <= none or most < low
+    else:
+        smaller, refuted = most <= low and high < none, none <= low or high < least
+    return Verdict.SMALLER if smaller else Verdict.REFUTED if refuted else Verdict.TOO_SMALL
 
 
 def _read(table: dict) -> Claim:
@@ -127,7 +148,7 @@ def _read(table: dict) -> Claim:
     _check_statement(table, need)
     values = table | {"guide": Guide(**table["guide"])}
     if table["where"] == "text":
-        for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "refuted_from", "expected"):
+        for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "no_effect", "expected"):
             need(name not in table, name, "a text claim has nothing to measure; leave it out")
         return Claim(**values)
     _check_rule(table, need)
@@ -173,11 +194,13 @@ def _check_rule(table: dict, need: Need) -> None:
         need(_is_number(tolerance) and tolerance >= 0, "tolerance", "equal needs one, 0 or more")
     else:
         need("tolerance" not in table, "tolerance", "only equal takes one")
-    if "refuted_from" in table:
-        need(direction in ("below", "above"), "refuted_from", "only below and above take one")
-        limit = table["refuted_from"]
-        beyond = _is_number(limit) and (limit >= threshold if direction == "below" else limit <= threshold)
-        need(beyond, "refuted_from", "a number beyond the threshold is needed, where the claim does not hold")
+    if "no_effect" in table:
+        need(direction != "equal", "no_effect", "a size that is exact has none")
+        none, ends = table["no_effect"], threshold if direction == "between" else [threshold]
+        outside = _is_number(none) and {
+            "below": none >= ends[0], "above": none <= ends[0], "between": none < ends[0] or ends[-1] < none
+        }[direction]  # fmt: skip
+        need(outside, "no_effect", "a number is needed, on the side where the claim does not hold")
     expected = table.get("expected")
     kinds = ["cuda"] if table["where"] in ("cuda", "sm80", "gpus2") else ["cpu", "cuda"]
     complete = isinstance(expected, dict) and set(expected) - set(GPU_PROFILES) == set(kinds)
@@ -185,8 +208,9 @@ def _check_rule(table: dict, need: Need) -> None:
     for kind, verdicts in expected.items():
         known = isinstance(verdicts, list) and verdicts and all(verdict in list(Verdict) for verdict in verdicts)
         need(known, f"expected.{kind}", f"a list is needed, out of: {', '.join(Verdict)}")
-    finding = any(Verdict.REFUTED in verdicts for verdicts in expected.values())
-    need("reason" in table or not finding, "reason", "needed where a claim is expected to be refuted")
+        need(len(verdicts) <= 2, f"expected.{kind}", "at most two verdicts: more could hardly be contradicted")
+    finding = any({Verdict.REFUTED, Verdict.SMALLER} & set(verdicts) for verdicts in expected.values())
+    need("reason" in table or not finding, "reason", "needed where a claim is expected not to hold")
 
 
 def _is_number(value: object) -> bool:

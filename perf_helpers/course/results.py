@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.ledger import Verdict, decide, load
 from perf_helpers.texts import number_text
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
@@ -65,6 +65,18 @@ def claim_row(lesson: str, decision: dict[str, Any]) -> dict[str, Any]:
     return row | {"reference": decision.get("guide"), "reason": decision.get("missing") or decision.get("reason") or ""}
 
 
+def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The claims of a recorded run with the verdicts that today's ledger gives to what was measured then. One that asks
+    for another quantity today is left out."""
+    ledger, rows = load(), []
+    for row in claims:
+        if (claim := ledger.get(row["id"])) and row["quantity"] == claim.quantity:
+            tested = row["verdict"] != Verdict.NOT_TESTABLE
+            value = tuple(row["interval"]) if row.get("interval") else row["value"]
+            rows.append(row | {"verdict": decide(claim, value, True) if tested else row["verdict"]})
+    return rows
+
+
 def problems(data: dict[str, Any]) -> list[str]:
     """What keeps a run (the content of results.json) from being ok, one line each."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
@@ -98,7 +110,8 @@ class Changes:
     new: str
     warnings: list[str]  # why their numbers may not be comparable
     differences: list[str]  # of machine and versions, "name: before -> after"
-    changes: list[dict[str, str | None]]  # {kind, id, old, new, text}; kind: lesson, verdict, value, (dis)appeared
+    # {kind, id, old, new, text}; kind: lesson, verdict, value, quantity, appeared or disappeared
+    changes: list[dict[str, str | None]]
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -110,7 +123,8 @@ class Changes:
 
 
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
-    """Name every verdict that changed and every value that moved beyond its noise, between two runs.
+    """Name every verdict that changed and every value that moved beyond its noise, between two runs. Values of a claim
+    that asks for another quantity now are not compared.
 
     Each is the content of results.json, or a path to it or to its folder.
 
@@ -140,7 +154,9 @@ def _changes(kind: str, key: str, field: str, old: list[dict], new: list[dict]) 
         pair = before.get(name), after.get(name)
         was, now = (item and item[field] for item in pair)
         changes = [(kind if all(pair) else "disappeared" if pair[0] else "appeared", was, now)] if was != now else []
-        if all(pair) and kind == "verdict" and _moved(*pair):
+        if all(pair) and pair[0].get("quantity") != pair[1].get("quantity"):
+            changes.append(("quantity", *(item["quantity"] for item in pair)))
+        elif all(pair) and kind == "verdict" and _moved(*pair):
             changes.append(("value", *map(measured_text, pair)))
         for what, was, now in changes:
             text = f"{what:11} {name}: {was or 'absent'} -> {now or 'absent'}"

@@ -9,7 +9,7 @@ import pytest
 from perf_helpers.course import ledger
 from perf_helpers.course.ledger import Verdict, decide
 
-HOLDS, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
+HOLDS, SMALLER, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 
 # Every row of the ledger by the lesson that owns it, written down here a second time on purpose.
 OWNED = {
@@ -207,7 +207,7 @@ def rejected(rows):
 def reversed_(claim):
     """The claim the other way round: below for above, and a range that was moved away."""
     if claim.direction in ("below", "above"):
-        return replace(claim, direction={"below": "above", "above": "below"}[claim.direction], refuted_from=None)
+        return replace(claim, direction={"below": "above", "above": "below"}[claim.direction], no_effect=None)
     if claim.direction == "between":
         low, high = claim.threshold
         return replace(claim, threshold=(high + (high - low), high + 2 * (high - low)))
@@ -290,7 +290,7 @@ where = "any"
 decided_by = "memory"
 direction = "below"
 threshold = 0.9
-refuted_from = 1.0
+no_effect = 1.0
 guide.source = "2023 guide"
 expected.cpu = ["holds"]
 expected.cuda = ["holds"]
@@ -306,7 +306,7 @@ def loaded(tmp_path, text):
 class TestLoad:
     def test_a_valid_table_is_read(self, tmp_path):
         claim = loaded(tmp_path, VALID)["some-claim"]
-        assert (claim.threshold, claim.refuted_from, claim.expected["cpu"]) == (0.9, 1.0, (HOLDS,))
+        assert (claim.threshold, claim.no_effect, claim.expected["cpu"]) == (0.9, 1.0, (HOLDS,))
 
     @pytest.mark.parametrize("text", ["", "[other]\nid = 1\n"])
     def test_an_empty_ledger_is_refused(self, tmp_path, text):
@@ -333,17 +333,18 @@ class TestLoad:
             ('decided_by = "memory"', 'decided_by = ["memory"]', "decided_by"),
             ('where = "any"', 'where = "sm80"', "expected"),
             ('direction = "below"', 'direction = "under"', "direction"),
-            ('direction = "below"', 'direction = "above"', "refuted_from"),
+            ('direction = "below"', 'direction = "above"', "no_effect"),
             ('direction = "below"', 'direction = "between"', "threshold"),
             ('direction = "below"', 'direction = "equal"', "tolerance"),
-            ('direction = "below"\n', 'direction = "equal"\ntolerance = 0.1\n', "refuted_from"),
+            ('direction = "below"\n', 'direction = "equal"\ntolerance = 0.1\n', "no_effect"),
             ("threshold = 0.9", "", "threshold"),
             ("threshold = 0.9", "threshold = nan", "threshold"),
             ("threshold = 0.9", "threshold = true", "threshold"),
             ("threshold = 0.9", "threshold = 0.9\ntolerance = 0.1", "tolerance"),
             ("threshold = 0.9", "treshold = 0.9", "treshold"),
-            ("refuted_from = 1.0", "refuted_from = 0.8", "refuted_from"),
-            ("refuted_from = 1.0", 'refuted_from = "1"', "refuted_from"),
+            ("no_effect = 1.0", "no_effect = 0.8", "no_effect"),
+            ('"below"\nthreshold = 0.9', '"between"\nthreshold = [0.9, 1.1]', "no_effect"),
+            ("no_effect = 1.0", 'no_effect = "1"', "no_effect"),
             ('guide.source = "2023 guide"', "", "guide"),
             ('guide.source = "2023 guide"', 'guide = "2023 guide"', "guide"),
             ('guide.source = "2023 guide"', 'guide.text = "5 MB"', "guide.source"),
@@ -358,6 +359,8 @@ class TestLoad:
             ('expected.cpu = ["holds"]', 'expected.cpu = "holds"', "expected.cpu"),
             ('expected.cpu = ["holds"]', 'expected.cpu = ["hold"]', "expected.cpu"),
             ('expected.cpu = ["holds"]', 'expected.cpu = ["refuted"]', "reason"),
+            ('expected.cpu = ["holds"]', 'expected.cpu = ["smaller than promised"]', "reason"),
+            ('expected.cpu = ["holds"]', f'expected.cpu = ["holds", "{TOO_SMALL}", "{NOT_TESTABLE}"]', "expected.cpu"),
         ],
     )
     def test_a_wrong_field_is_named_with_its_claim(self, tmp_path, old, new, field):
@@ -368,7 +371,7 @@ class TestLoad:
 
 def claim_that_is(direction, threshold, **fields):
     return replace(
-        LEDGER["accumulation-memory"], direction=direction, threshold=threshold, **{"refuted_from": None} | fields
+        LEDGER["accumulation-memory"], direction=direction, threshold=threshold, **{"no_effect": None} | fields
     )
 
 
@@ -376,9 +379,11 @@ def claim_that_is(direction, threshold, **fields):
     ("value", "verdict"),
     [
         (0.5, HOLDS),
-        (0.9, TOO_SMALL),
-        (0.95, TOO_SMALL),
+        (0.9, SMALLER),
+        (0.95, SMALLER),
         (1.0, REFUTED),
+        ((0.91, 0.99), SMALLER),
+        ((0.91, 1.0), TOO_SMALL),
         ((0.5, 0.89), HOLDS),
         ((0.5, 0.91), TOO_SMALL),
         ((0.5, 1.5), TOO_SMALL),
@@ -388,12 +393,12 @@ def claim_that_is(direction, threshold, **fields):
 )
 def test_below_and_its_mirror_above(value, verdict):
     mirrored = tuple(-x for x in reversed(value)) if isinstance(value, tuple) else -value
-    assert decide(claim_that_is("below", 0.9, refuted_from=1.0), value, True) is verdict
-    assert decide(claim_that_is("above", -0.9, refuted_from=-1.0), mirrored, True) is verdict
+    assert decide(claim_that_is("below", 0.9, no_effect=1.0), value, True) is verdict
+    assert decide(claim_that_is("above", -0.9, no_effect=-1.0), mirrored, True) is verdict
 
 
 @pytest.mark.parametrize("direction", ["below", "above"])
-def test_without_refuted_from_every_number_is_decided(direction):
+def test_without_a_value_of_no_effect_every_number_is_decided(direction):
     below, exactly, above = (decide(claim_that_is(direction, 1), value, True) for value in (0.9, 1, 1.1))
     assert (below, exactly, above) == ((HOLDS, REFUTED, REFUTED) if direction == "below" else (REFUTED, REFUTED, HOLDS))
 
@@ -429,3 +434,24 @@ def test_the_tolerance_is_relative_but_absolute_around_zero():
 def test_without_its_machine_nothing_is_decided(value):
     assert decide(LEDGER["accumulation-memory"], value, False) is NOT_TESTABLE
     assert decide(LEDGER["power-sockets"], value, True) is NOT_TESTABLE
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [
+        (3, HOLDS),
+        (1.5, SMALLER),
+        (1, REFUTED),
+        (0.5, REFUTED),
+        (4.5, REFUTED),
+        ((1.1, 1.9), SMALLER),
+        ((0.9, 1.9), TOO_SMALL),
+        ((1.9, 2.1), TOO_SMALL),
+        ((3.9, 4.1), TOO_SMALL),
+        ((0.2, 0.9), REFUTED),
+    ],
+)
+def test_between_may_be_a_promise_with_a_size(value, verdict):
+    mirrored = tuple(-x for x in reversed(value)) if isinstance(value, tuple) else -value
+    assert decide(claim_that_is("between", (2, 4), no_effect=1), value, True) is verdict
+    assert decide(claim_that_is("between", (-4, -2), no_effect=-1), mirrored, True) is verdict

@@ -7,7 +7,7 @@ import pytest
 from toys import decision, results
 
 from perf_helpers.course.ledger import load
-from perf_helpers.course.results import compare, load_results, recorded
+from perf_helpers.course.results import compare, decided_anew, load_results, recorded
 from perf_helpers.lab.runs import Run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -35,7 +35,28 @@ def test_every_recorded_run_can_be_read_with_its_runs_and_its_claims():
             assert (run.status, run.peak_bytes) == (kept["status"], memory.get("peak_bytes"))
             assert run.step_seconds == timing.get("step_seconds")
             assert "samples_per_step" not in run.arguments, "schema 1 of a run kept it there"
-        assert data["claims"] and {claim["id"] for claim in data["claims"]} <= load().keys()
+        decided = decided_anew(data["claims"])
+        assert len(decided) > 10 and all(claim["quantity"] == load()[claim["id"]].quantity for claim in decided)
+
+
+def test_what_was_recorded_is_decided_by_the_ledger_of_today():
+    claim = load()["accumulation-memory"]
+    then = decision(claim.id, "holds", value=0.95, interval=None) | {"quantity": claim.quantity}
+    rows = [
+        then,
+        then | {"verdict": "not testable here"},
+        then | {"quantity": "another"},
+        then | {"id": "no-such-claim"},
+    ]
+    assert [row["verdict"] for row in decided_anew(rows)] == ["smaller than promised", "not testable here"]
+    wide = then | {"interval": [0.5, 1.5]}
+    assert decided_anew([wide])[0]["verdict"] == "too small to tell"
+
+
+def test_values_of_another_quantity_are_not_compared():
+    a, b = (results(decision("a", value=value) | {"quantity": text}) for value, text in ((1, "then"), (2, "now")))
+    (change,) = compare(a, b).changes
+    assert (change["kind"], change["old"], change["new"]) == ("quantity", "then", "now")
 
 
 def test_the_newest_measured_run_of_each_machine_is_found(tmp_path):

@@ -1,0 +1,85 @@
+"""Every claim's check, tried on measurements that are wrong in a plausible way: the list is made from the ledger.
+
+The rule is not asked what it would say: what each mutant has to give follows from what it is a mutant of.
+"""
+
+import pytest
+
+from perf_helpers.course import claims, ledger
+from perf_helpers.course.ledger import Verdict
+from perf_helpers.lab.runs import Ratio
+
+HOLDS, SMALLER, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED, Verdict.TOO_SMALL
+LEDGER = {id: claim for id, claim in ledger.load().items() if claim.where != "text"}
+
+
+def promised(claim):
+    """A value that the claim's own words call true: the guides' figure, else one well inside the window."""
+    if claim.guide.value is not None:
+        return claim.guide.value
+    match claim.direction, claim.threshold:
+        case "between", (low, high):
+            return (low * high) ** 0.5 if low > 0 else (low + high) / 2
+        case "equal", exactly:
+            return exactly
+        case direction, limit:
+            step = abs(limit - claim.no_effect) if claim.no_effect not in (None, limit) else abs(limit) / 2 or 1
+            return limit + (step if direction == "above" else -step)
+
+
+def mutants(claim):
+    """Of a claim: what is wrong with a measurement, the value that comes of it, and the verdict that this must give."""
+    good, none = promised(claim), claim.no_effect
+    yield "nothing", good, HOLDS
+    if none is not None:
+        least, most = claim.window()
+        edge = least if none <= least else most  # what is asked for at least
+        yield "the effect is absent", none, REFUTED
+        yield "the effect is reversed", none - (good - none), REFUTED
+        yield "half of the least that counts", (none + edge) / 2, SMALLER if none != edge else REFUTED
+        if claim.direction == "between":
+            yield "the effect is half as large", (none + good) / 2, SMALLER
+            yield "it goes far beyond", good + 4 * (good - none), REFUTED
+        around = (none + edge) / 2
+        wide = sorted((around - 2 * abs(good - none), around + 2 * abs(good - none)))
+        yield "nobody could tell", tuple(wide), TOO_SMALL
+    elif claim.direction == "equal":
+        distance = 3 * claim.tolerance * (abs(claim.threshold) or 1) or abs(claim.threshold) / 2 or 1
+        yield "half as large", claim.threshold / 2 or -distance, REFUTED
+        yield "twice as large", claim.threshold * 2 or distance, REFUTED
+        yield "a little more", claim.threshold + distance, REFUTED
+        yield "a little less", claim.threshold - distance, REFUTED
+    elif claim.direction == "between":
+        low, high = claim.threshold
+        yield "below it", low - (high - low), REFUTED
+        yield "above it", high + (high - low), REFUTED
+        yield "nobody could tell", (low - 1, high + 1), TOO_SMALL
+    else:
+        beyond = claim.threshold + (claim.threshold - good)
+        yield "on the other side of the limit", beyond, REFUTED
+        yield "nobody could tell", tuple(sorted((good, beyond))), TOO_SMALL
+
+
+CASES = [(id, *mutant) for id, claim in LEDGER.items() for mutant in mutants(claim)]
+
+
+def test_every_claim_has_its_mutants():
+    assert {id for id, *_ in CASES} == LEDGER.keys()
+    wrong = [case for case in CASES if case[1] != "nothing"]
+    assert all(sum(case[0] == id for case in wrong) >= 2 for id in LEDGER)
+
+
+@pytest.mark.parametrize(("id", "what", "value", "verdict"), CASES, ids=[f"{id}: {what}" for id, what, *_ in CASES])
+def test_a_check_gives_the_verdict_that_its_measurement_deserves(machine, id, what, value, verdict):
+    machine.features |= {LEDGER[id].where} | ({"cuda"} if "cuda" in LEDGER[id].expected else set())
+    decision = claims.check(id, Ratio(sum(value) / 2, *value) if isinstance(value, tuple) else value)
+    assert decision.verdict is verdict
+    assert decision.as_expected == (verdict in decision.expected), "a strict run fails by it, or passes"
+
+
+@pytest.mark.parametrize("id", LEDGER)
+def test_a_wrong_measurement_fails_a_strict_run(id):
+    """On no kind of machine are all the verdicts of a claim's mutants expected."""
+    given = {verdict for _, _, verdict in mutants(LEDGER[id])}
+    for kind, expected in LEDGER[id].expected.items():
+        assert given - set(expected), f"{id} on {kind}: whatever is measured would be expected"
