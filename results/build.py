@@ -358,6 +358,26 @@ def _published() -> str:
     return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), _table(head, rows)])
 
 
+def _speed() -> str:
+    """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
+    report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
+    about = f"{report['machine']}, {_versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
+    rows = []
+    for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
+        values = sorted(row[clock][0] for row in report["itself"])
+        middle = values[len(values) // 40 : len(values) - len(values) // 40]
+        spread = f"{middle[0]:.3f} to {middle[-1]:.3f}"
+        rows.append([name, report["called an effect"][clock], spread, f"{values[0]:.3f} to {values[-1]:.3f}"])
+    decided = []
+    for name, verdicts in report["verdicts"].items():
+        ratios = sorted(row["cpu"][0] for row in report["claims"] if row["name"] == name)
+        told = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+        decided.append([f"`{name}`", told, f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
+    head = ["a recipe compared with itself, by", "called an effect", "95 % of the ratios", "all of them"]
+    parts = [f"By `lab.compare`. {about}", _table(head, rows)]
+    return "\n\n".join([*parts, _table(["claim, decided anew each time", "verdicts", "ratios"], decided)])
+
+
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{value:.2%}"
 
@@ -398,6 +418,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
+    parts += ["## Speed on a CPU", _speed()]
     parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
     parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda(), cuda_tools()]
     parts += ["## The estimate against published measurements", _published()]

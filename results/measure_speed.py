@@ -16,28 +16,31 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import measuring
 
 DOZEN = 12
+
+
+def _steps(count: int) -> dict:
+    return {"gradient_accumulation_steps": count}
+
+
 ONE, FOUR = ({"per_device_train_batch_size": size} for size in (1, 4))
 ITSELF = {  # recipes that are compared with themselves
     "4 x 1": FOUR,
-    "1 x 4": ONE | {"gradient_accumulation_steps": 4},
+    "1 x 4": ONE | _steps(4),
     "checkpointing": FOUR | {"gradient_checkpointing": True},
     "Adafactor": FOUR | {"optim": "adafactor"},
 }
-# claim: tokens in a sequence, the baseline, the other, as its lesson has them under the profile "cpu"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# claim: what is special about the task, the baseline, the other, options of the comparison, as its lesson has them
 CLAIMS = {
-    "accumulation-cost": (128, FOUR, ITSELF["1 x 4"]),
-    "accumulation-fill-first": (
-        128,
-        ONE | {"gradient_accumulation_steps": 8},
-        FOUR | {"gradient_accumulation_steps": 2},
-    ),
-    "accumulation-fewer-updates": (128, ONE, ITSELF["1 x 4"]),
-    "checkpointing-cost": (128, FOUR, ITSELF["checkpointing"]),
-    "adafactor-cost": (128, FOUR, ITSELF["Adafactor"]),
+    "accumulation-cost": ({"config": {"num_hidden_layers": 2}}, FOUR, ITSELF["1 x 4"], {}),
+    "accumulation-fill-first": ({"seq_len": 64}, ONE | _steps(8), FOUR | _steps(2), {"turns": 4}),
+    "accumulation-fewer-updates": ({"seq_len": 64}, ONE | _steps(1), ITSELF["1 x 4"], {"steps_per_turn": 3}),
+    "checkpointing-cost": ({"seq_len": 128, "config": NO_DROPOUT}, FOUR, ITSELF["checkpointing"], {}),
 }
 NEIGHBOUR = """
 import time, torch
@@ -62,20 +65,36 @@ def neighbour(wanted: bool):
             process.kill()
 
 
+def by_parts() -> dict:
+    """A row of the report for adafactor-cost, by the cells of its own lesson: what they call `cost`."""
+    import jupytext
+
+    notebook = jupytext.read(Path(__file__).parents[1] / "notebooks/src/08_adafactor.py")
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    wanted = [cell for cell in cells if {"parameters", "setup"} & {*cell.metadata.get("tags", ())}]
+    wanted += [cell for cell in cells if "def parts(" in cell.source or "def throughput(" in cell.source]
+    names: dict = {"display": print}
+    with contextlib.redirect_stdout(sys.stderr):
+        for cell in wanted:
+            exec(cell.source, names)
+    found = [names["cost"].value, names["cost"].low, names["cost"].high]
+    return {"name": "adafactor-cost", "floor": names["floor"], "load": os.getloadavg()[0], "cpu": found}
+
+
 def compared(pairs: list) -> list[dict]:
-    """[name, tokens, baseline, other] each, compared in this process: a row of the report for each."""
+    """A row of the report for each [name, changes of the task, baseline, other, options], compared in this process."""
     from perf_helpers import Lab
 
     lab, rows = Lab("cpu"), []
-    for name, tokens, baseline, other in pairs:
-        task = lab.task.replace(seq_len=tokens)
+    for name, changes, baseline, other, options in pairs:
+        task = lab.task.replace(**changes)
         runs = [lab.train(name, task=task, measure=("none",), steps=1, **each) for each in (baseline, other)]
-        found = lab.compare(*runs)
+        found = lab.compare(*runs, **options)
         row = {"name": name, "floor": found.speed_ratio.floor, "load": os.getloadavg()[0]}
         for clock, ratio in (("cpu", found.speed_ratio), ("wall", found.wall_ratio)):
             row[clock] = [ratio.value, ratio.low, ratio.high]
         rows.append(row)
-    return rows
+    return rows if pairs[0][0] in ITSELF else [*rows, by_parts()]
 
 
 def elsewhere(pairs: list, busy: bool) -> list[dict]:
@@ -97,7 +116,7 @@ def main() -> None:
 
     options = measuring.options(__doc__, itself=200, times=20)
     names = itertools.islice(itertools.cycle(ITSELF), options.itself)
-    pairs = [[name, 64, ITSELF[name], ITSELF[name]] for name in names]
+    pairs = [[name, {"seq_len": 64}, ITSELF[name], ITSELF[name], {}] for name in names]
     itself, claims = [], []
     for number, start in enumerate(range(0, len(pairs), DOZEN)):
         itself += elsewhere(pairs[start : start + DOZEN], busy=number % 2 == 1)

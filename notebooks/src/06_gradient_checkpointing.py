@@ -16,11 +16,13 @@ out = ""
 # %% tags=["setup"]
 import inspect
 import math
+import time
 import weakref
 from collections import Counter
 
 import numpy as np
 import torch
+from IPython.display import display
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,6 +33,7 @@ from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="06_gradient_checkpointing")
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are tiny
+bert = Task("bert-small", seq_len=256)  # the model to look into
 
 # %% [markdown]
 # ## Idea
@@ -103,7 +106,9 @@ print(f"off by {(other_dropout - plain).norm() / plain.norm():.0%} if the random
 #
 # ## How far apart?
 #
-# A checkpointed segment may hold one block or several. To see which is best we need a meter for live memory. This one sees every operation, adds each new tensor's bytes, and takes them off when the tensor dies. `blocks_each` is the number of blocks in a segment (None: no checkpoints), and the peak is told in units of a block's input.
+# A checkpointed segment may hold one block or several. To see which is best we need a meter for live memory. PyTorch sends every operation through a *dispatcher*, which picks the code for the device. While a **dispatch mode** is switched on, the dispatcher hands each operation to it first, those of backward and of recomputation too; the mode may do with it what it likes. Ours runs it, adds the bytes of the tensors that came out, and takes them off when they die. (A view shares the storage of the tensor that it looks at, and adds nothing.)
+#
+# `blocks_each` is the number of blocks in a segment (None: no checkpoints), and the peak is told in units of a block's input.
 
 
 # %%
@@ -151,8 +156,40 @@ _ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs
 # > k = √(n / I)
 #
 # With I = 1 that is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the checkpoints belong closer together.
+#
+# The two ends are extremes. One segment for all 36 blocks keeps a single input, and then all insides come back at once. To *forget all* and save memory too, each block's inside has to be made by itself, all the way from the start.
+
 
 # %%
+def forget_all(blocks, x):
+    gradient = None
+    for number in reversed(range(len(blocks))):
+        with torch.no_grad():
+            h = torch.nn.Sequential(*blocks[:number])(x)  # from x again: nothing was kept
+        out = blocks[number](h.requires_grad_(number > 0))
+        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)  # first, that of the loss
+        gradient = h.grad
+    return torch.cat([weight.grad.flatten() for block in blocks for weight in block.parameters()])
+
+
+sixteen, found, products = [Block() for _ in range(16)], {}, {}  # products: floating-point operations in them
+step(sixteen, x)  # the gradients are born here, so they do not count
+ways = {"kept": lambda: step(sixteen, x, recompute=False), "forgotten": lambda: forget_all(sixteen, x)}
+for name, work in ways.items():
+    with LiveBytes() as live:
+        found[name] = work()
+    with FlopCounterMode(display=False) as counter:
+        work()
+    products[name] = counter.get_total_flops()
+    print(f"16 blocks, all {name}: peak {live.peak / x.nbytes:.0f} inputs")
+torch.testing.assert_close(found["forgotten"], found["kept"])
+more_products = products["forgotten"] / products["kept"]
+print(f"all forgotten: {more_products:.2f} times the matrix products")
+
+# %%
+sixes = [Block(inside=1) for _ in range(36)]
+step([torch.nn.Sequential(*sixes[i : i + 6]) for i in range(0, 36, 6)], x)
+assert {block.runs for block in sixes} == {2}  # measured: this is the answer
 exercises.question(
     lab,
     "longer segments",
@@ -235,6 +272,7 @@ print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:.1%} saved")
 plots.table(small)
 
 # %%
+assert vanilla.peak_bytes - every.peak_bytes < vanilla.memory.breakdown["activations"]  # measured: this is the answer
 exercises.question(
     lab,
     "what it shrinks",
@@ -253,17 +291,18 @@ exercises.question(
 # %% [markdown]
 # ## Which layers pay
 #
-# Recomputing is a good trade where many bytes come back for little arithmetic. Inside one transformer model: who saves the bytes, and who does the arithmetic?
+# Recomputing is a good trade where many bytes come back for little arithmetic. Inside one transformer model: who saves the bytes, and who does the products? Hooks tell which part is at work.
 
 
 # %%
-bert, inside = Task("bert-small", seq_len=256), ["outside"]
-model, saved, flops = bert.build_model(), Counter(), Counter()
+model, inside, saved, flops, layers = bert.build_model(), ["outside"], Counter(), Counter(), Counter()
 seen = {weight.data_ptr() for weight in model.parameters()}
 
 
 def pack(tensor):
-    saved[inside[-1]] += tensor.nbytes * (tensor.data_ptr() not in seen)
+    size = tensor.nbytes * (tensor.data_ptr() not in seen)
+    saved[inside[-1]] += size
+    layers["BertLayer" in inside] += size
     seen.add(tensor.data_ptr())
     return tensor
 
@@ -276,15 +315,14 @@ def book(module, *results):
 for module in model.modules():
     module.register_forward_pre_hook(book)  # calls book(module, inputs)
     module.register_forward_hook(book)  # calls book(module, inputs, output)
-hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
-with FlopCounterMode(display=False) as counter, hooks:
+with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
     model(**bert.batch(4))
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
-print(f"each of the 4 layers saves about {saved.total() / 4 / (4 * 256 * 256 * 4):.0f} times its input")
-plots.Table(["part", "of the saved bytes", "of the arithmetic"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
+print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
+plots.Table(["part", "of the saved bytes", "of the products"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
-# The linear layers do most of the arithmetic. Attention by itself, the activation function, normalization and dropout save most of the bytes for hardly any: long sequences pay best, and methods that choose single operations rather than whole layers recompute just those. (A fused attention kernel saves less to begin with: lesson 11.)
+# A part pays where its first column is larger than its second. The counter knows products only, so what works element by element, as normalization, dropout and the activation function do, stands there with 0 %: it is little arithmetic, but on a CPU not little time. Attention grows with the square of the sequence, so long sequences pay best, and methods that choose single operations rather than whole layers recompute just those that pay. (A fused attention kernel saves less to begin with: lesson 11.)
 #
 # And by position? The *last* layer is dropped at the end of the forward pass and made again at the start of backward, with everything else still waiting. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
 #
@@ -309,9 +347,9 @@ _ = plots.memory(runs)
 # %% [markdown]
 # ## What held
 #
-# The guide measured memory on top of accumulation, so we do too: 4 x 2, two passes of 4 samples a step (lesson 05). For the cost, two runs take turns; on a CPU with shorter sequences, to save your time.
+# The guide measured memory on top of accumulation, so we do too: 4 x 2, two passes of 4 samples a step (lesson 05). For the cost, two runs take turns; on a CPU with sequences of 128 tokens, to save your time.
 #
-# Mind how a cost is told. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice. By arithmetic a step is one forward and two forwards' worth of backward, and recomputing makes four parts of three.
+# Mind how a cost is told. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice. A backward has twice the products of its forward, so by products recomputing makes four parts of three: 25 % less throughput. By time it depends on the forward's share, which the notes below measure. A CPU is slow at drawing dropout's random numbers, which makes forward longer; the runs there leave dropout out, as a GPU hardly notices it, and the second note tells what it would add. The update thins the cost out, the more the shorter the sequences are.
 
 # %% tags=["claim"]
 stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure=("memory",))
@@ -320,13 +358,42 @@ after = lab.train("4 x 2, every layer", gradient_checkpointing=True, **stacked)
 note = f"without accumulation: {every.peak_bytes / vanilla.peak_bytes:.3f}"
 claims.check("checkpointing-memory", after.peak_bytes / before.peak_bytes, note=note)
 
+
 # %% tags=["claim"]
-task = lab.task.replace(seq_len=128) if lab.machine.kind == "cpu" else lab.task
-timed = dict(task=task, per_device_train_batch_size=4, measure=("time",), steps=1)
+def parts(task):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())  # as in the comparison
+    model, batch, rows = task.build_model().to(device), task.batch(4, device), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(8):
+        rows.append([time.perf_counter()])
+        loss = model(**batch).loss
+        for work in (lambda: None, loss.backward, optimizer.step):  # at first what is timed is the forward above
+            work()
+            torch.cuda.synchronize() if device == "cuda" else None
+            rows[-1].append(time.perf_counter())
+    return np.diff(rows[2:]).min(0).tolist()
+
+
+def foretold(task):
+    forward, backward, update = lab.run(parts, task=task, measure=("none",)).value
+    throughput = 1 / (1 + forward / (forward + backward + update))
+    return (
+        f"forward is {forward / (forward + backward):.0%} of forward and backward, one more predicts {throughput:.2f}"
+    )
+
+
+# %% tags=["claim"]
+task = plain = lab.task
+if lab.machine.kind == "cpu":
+    task = lab.task.replace(seq_len=128)
+    plain = task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+timed = dict(task=plain, per_device_train_batch_size=4, measure=("time",), steps=1)
 recomputed = lab.train("every layer", gradient_checkpointing=True, **timed)
 speed = lab.compare(lab.train("none", **timed), recomputed).speed_ratio
-note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; one more forward alone: -25%, +33%"
-claims.check("checkpointing-cost", speed, note=note)
+note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; {foretold(plain)}"
+display(claims.check("checkpointing-cost", speed, note=note))
+claims.check("checkpointing-cost-2022", speed, note=f"with dropout {foretold(task)}")
 
 # %%
 exercises.question(
@@ -381,6 +448,29 @@ runs = [lab.run(stack(depth), f"{depth} blocks", measure=("memory",)) for depth 
 power = slope([4, 16, 64], [run.memory.breakdown["activations"] for run in runs])
 note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.2f} by hand"
 claims.check("checkpointing-sqrt", power, note=note)
+
+# %% [markdown]
+# The square root is the paper's, with √n blocks a segment. The 2022 guide writes it beside the library's flag, and the 2023 guide says that only a fraction is computed again. So: how do the bytes that wait after the forward pass grow with the layers of a BERT under the flag, and how many of its layers run twice?
+
+
+# %% tags=["claim"]
+def flagged(depth):
+    thin = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": depth, "use_cache": False}
+    model, runs = Task("bert-tiny", seq_len=32, config=thin).build_model(), Counter()
+    enable(model, {"use_reentrant": False})
+    for number, layer in enumerate(model.base_model.encoder.layer):
+        layer.attention.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
+    with LiveBytes() as live:
+        loss = model(**Task("bert-tiny", seq_len=32).batch(8)).loss
+    return live.now, runs, loss  # what is alive has to wait for backward
+
+
+layers = 8, 32, 128
+waiting, runs, losses = zip(*[flagged(depth) for depth in layers])
+losses[0].backward()
+display(claims.check("checkpointing-flag-sqrt", slope(layers, waiting)))
+display(claims.check("checkpointing-fraction", sum(count == 2 for count in runs[0].values()) / layers[0]))
+claims.check("checkpointing-forget-all", more_products)
 
 # %% [markdown]
 # ## Explore
@@ -440,7 +530,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model of 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more arithmetic, so at most 17 % slower. Which layers do you checkpoint?
+# A model of 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more products. Which layers do you checkpoint?
 
 # %%
 exercises.hint(
@@ -492,7 +582,7 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 #
 # - Every forward ran twice and gave the same gradient, as long as the random state was put back.
 # - Checkpoints belonged √(n / I) blocks apart. For thin blocks that gave the square root of the depth; transformer layers have so large an inside that every layer is the right distance until they are very many.
-# - The flag saved activations and nothing else, for about one more forward pass. Attention and the cheap element-wise parts paid for it, the last layer did not, and where states made the peak nothing was saved.
+# - The flag saved activations and nothing else, for one more forward of every layer, and what waits for backward grew with their number. Long sequences pay best, the last layer does not, and where states make the peak there is nothing to save.
 
 # %% tags=["finish"]
 claims.finish(lab)

@@ -266,5 +266,7 @@ def _expectation(claim: Claim, verdict: Verdict, profile: str, rehearsed: bool) 
     expected = claim.expected.get(kind, (Verdict.NOT_TESTABLE,))
     if kind == "cuda" and profile in GPU_PROFILES:
         expected = claim.expected.get(profile, expected)
+    if hardware.supports("cpu-bf16")[0]:
+        expected = claim.expected.get("cpu-bf16", expected)
     excused = not hardware.supports(claim.where)[0] or (rehearsed and verdict is Verdict.NOT_TESTABLE)
     return {"expected": expected, "as_expected": excused or verdict in expected}

@@ -20,6 +20,7 @@ LEDGER = Path(__file__).with_name("claims.toml")
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
+OTHERWISE = (*GPU_PROFILES, "cpu-bf16")  # where `expected` may name other verdicts than for the kind of machine
 LESSONS_WITHOUT_CLAIMS = ("20",)  # the only ones that may finish without having checked anything
 
 Need = Callable[[object, str, str], None]  # need(what must be true, field, what to write there), or it raises
@@ -61,7 +62,7 @@ class Claim:
     threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
     tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
     no_effect: float | None = None  # the quantity where the technique does nothing; None: there is no such value
-    expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or a profile of GPUs
+    expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or one of OTHERWISE
     reason: str | None = None  # why it does not hold today
     since: str | None = None  # the version that changed it
     thread: str | None = None  # where that was discussed
@@ -203,8 +204,8 @@ def _check_rule(table: dict, need: Need) -> None:
         need(outside, "no_effect", "a number is needed, on the side where the claim does not hold")
     expected = table.get("expected")
     kinds = ["cuda"] if table["where"] in ("cuda", "sm80", "gpus2") else ["cpu", "cuda"]
-    complete = isinstance(expected, dict) and set(expected) - set(GPU_PROFILES) == set(kinds)
-    need(complete, "expected", f"exactly {kinds} are needed; {', '.join(GPU_PROFILES)} may say otherwise for a GPU")
+    complete = isinstance(expected, dict) and set(expected) - set(OTHERWISE) == set(kinds)
+    need(complete, "expected", f"exactly {kinds} are needed; {', '.join(OTHERWISE)} may say otherwise")
     for kind, verdicts in expected.items():
         known = isinstance(verdicts, list) and verdicts and all(verdict in list(Verdict) for verdict in verdicts)
         need(known, f"expected.{kind}", f"a list is needed, out of: {', '.join(Verdict)}")

@@ -1,5 +1,7 @@
 """Experiments in turns inside one process."""
 
+import platform
+import tempfile
 import time
 
 import pytest
@@ -148,3 +150,23 @@ def test_the_interval_is_as_wide_as_processes_differ():
 
     ratio = Ratio.of_turns([process(speed) for speed in (1.0, 1.3, 1.4, 1.7)], CPU, 1.05)
     assert ratio.low < 1.2 and ratio.high > 1.5, "16 pairs, but four processes"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
+def test_threads_of_a_clean_process_have_their_memory_from_one_arena(lab):
+    def arenas(task):
+        import ctypes
+        import threading
+
+        libc = ctypes.CDLL(None)
+        libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+        for _ in range(3):
+            thread = threading.Thread(target=lambda: [libc.malloc(1000) for _ in range(1000)])
+            thread.start(), thread.join()
+        with tempfile.NamedTemporaryFile("r") as file:
+            stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+            libc.malloc_info(0, stream)
+            libc.fclose(stream)
+            return file.read().count("<heap nr=")
+
+    assert lab.run(arenas, measure=("none",)).value == 1

@@ -1,0 +1,91 @@
+"""The bibliography: what lessons and ledger take on trust has a dated source on the page, and no source is left over.
+
+The check is a pure function that returns the problems it found; the test on bad input plants one of each kind.
+"""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+URL = re.compile(r"https?://[^\s\"'`<>()\[\]|\\]+[^\s\"'`<>()\[\]|\\.,;:]")
+NUMBER = re.compile(r"(?:#|\b[Ii]ssue |\bPR |\b[Pp]ull request )(\d{2,6})\b")  # of an issue or a pull request
+
+
+def texts():
+    """What cites: by "lesson NN", "instructor", and "NN id" for a claim of an existing lesson."""
+    found = {f"lesson {path.name[:2]}": path.read_text() for path in (NOTEBOOKS / "src").glob("*.py")}
+    found["instructor"] = (NOTEBOOKS / "INSTRUCTOR.md").read_text()
+    for claim in tomllib.loads((ROOT / "perf_helpers/course/claims.toml").read_text())["claim"]:
+        if f"lesson {claim['lesson']}" in found:
+            found[f"{claim['lesson']} {claim['id']}"] = json.dumps(claim, ensure_ascii=False).replace('\\"', '"')
+    return {place: re.sub(r"\s+", " ", re.sub(r"\n# ?", " ", text)) for place, text in found.items()}
+
+
+def entries(page):
+    """(lesson, words, places, source, date) of each row of the page's tables."""
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        for row in re.findall(r"^\| (.*) \|$", section, re.M)[1:]:  # the first is the table's head
+            words, places, source, date, _ = row.split(" | ")
+            yield section[:2], re.findall(r"`([^`]+)`", words), places.split(", "), source, date
+
+
+def problems(page, texts):
+    listed, found = list(entries(page)), []
+    urls, threads = {*URL.findall(page)}, {*NUMBER.findall(page), *re.findall(r"/(\d+)\b", page)}
+    quoted = {(lesson, word) for lesson, words, *_ in listed for word in words}
+    for place, text in texts.items():
+        found += [f"{place}: {url} is not on the page" for url in {*URL.findall(text)} - urls]
+        found += [f"{place}: thread {number} is not on the page" for number in {*NUMBER.findall(text)} - threads]
+        for guide in re.findall(r'"source": "([^"]+)"', text):
+            if (place[:2], guide) not in quoted:
+                found.append(f"{place}: its source, {guide}, is not on the page for lesson {place[:2]}")
+    for lesson, words, places, source, date in listed:
+        name = f"lesson {lesson}, {words}"
+        if f"lesson {lesson}" not in texts:
+            found.append(f"{name}: there is no such lesson")
+        if not re.search(r"\[.+\]\(https?://\S+\)", source) or not re.fullmatch(r"\d{4}-\d\d(-\d\d)?", date):
+            found.append(f"{name}: it needs a source with a link, and a date")
+        named = {"lesson": f"lesson {lesson}", "instructor": "instructor"}
+        named = {place: named.get(place, f"{lesson} {place}") for place in places}
+        found += [f"{name}: no place is called {place!r}" for place, full in named.items() if full not in texts]
+        cited = [texts[full] for full in named.values() if full in texts]
+        orphans = [word for word in words if not any(word in text for text in cited)]
+        if orphans or not words:
+            found.append(f"{name}: orphaned, {orphans or 'no words'} in {places}")
+    return found if listed else ["the page has no entries"]
+
+
+def test_every_fact_taken_on_trust_has_a_source_and_no_source_is_left_over():
+    assert problems((NOTEBOOKS / "BIBLIOGRAPHY.md").read_text(), texts()) == []
+
+
+GOOD = {"lesson 01": "since 2.0 ([#92731](https://x.org/92731)).", "01 a": '{"guide": {"source": "2023 guide"}}'}
+PAGE = """## 01 memory
+
+| words | in | source | date | found |
+|---|---|---|---|---|
+| `since 2.0`, `2023 guide` | lesson, a | [PR](https://x.org/92731) | 2023-01 | so it is |
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "cited", "told"),
+    [
+        (PAGE, {"lesson 02": "see https://x.org/planted."}, "https://x.org/planted is not on the page"),
+        (PAGE, {"lesson 02": "(pytorch#12345)"}, "thread 12345"),
+        (PAGE, {"01 b": '{"guide": {"source": "2022 guide"}}'}, "its source, 2022 guide"),
+        (PAGE.replace("2023-01 ", "lately "), {}, "a date"),
+        (PAGE.replace("## 01", "## 09"), {}, "no such lesson"),
+        (PAGE.replace("since 2.0", "orphaned, ['since 3.0']"), {}, "orphaned, ['since 3.0']"),
+        (PAGE.replace("lesson, a", "lesson, b"), {}, "no place is called 'b'"),
+        ("", {}, "no entries"),
+    ],
+)
+def test_what_is_missing_undated_or_orphaned_is_reported(page, cited, told):
+    assert problems(PAGE, GOOD) == []
+    assert any(told in problem for problem in problems(page, GOOD | cited))
