@@ -13,8 +13,10 @@ import pytest
 
 from perf_helpers.advise import speeds
 from perf_helpers.course import results
+from perf_helpers.course.ledger import decide, load
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Gpu, Machine
+from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Run
 from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import CARDS
@@ -114,6 +116,42 @@ def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
     told = (RESULTS.parent / "CONTRIBUTING.md").read_text()
     assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told
     assert recorded["interval"][0] <= recorded["ratio"] <= recorded["interval"][1]
+
+
+# ---- speed on a CPU
+
+SPEED_CLAIMS = "accumulation-cost accumulation-fill-first accumulation-fewer-updates checkpointing-cost adafactor-cost"
+
+
+def speed():
+    return json.loads((RESULTS / "speed.json").read_text())
+
+
+def test_a_recipe_compared_with_itself_is_seldom_called_an_effect():
+    rows = speed()["itself"]
+    called = [row for row in rows if not row["cpu"][1] <= 1 <= row["cpu"][2]]
+    assert len(rows) == 200 and len(called) <= 4 and sum(row["busy"] for row in rows) >= 80
+    assert speed()["called an effect"]["cpu"] == f"{len(called)} of 200"
+
+
+@pytest.mark.parametrize("id", SPEED_CLAIMS.split())
+def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
+    rows = [row for row in speed()["claims"] if row["name"] == id]
+    verdicts = [decide(load()[id], tuple(row["cpu"][1:]), True) for row in rows]
+    most = max(set(verdicts), key=verdicts.count)
+    assert len(rows) == 20 and most != "too small to tell" and verdicts.count(most) >= 19
+    assert verdicts == [row["verdict"] for row in rows] and most in load()[id].expected["cpu"]
+
+
+def test_they_were_tried_with_the_recipes_of_their_lessons():
+    """Of all recorded runs on a CPU the newest tells what its lessons compare."""
+    runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
+    for id, (changes, *recipes, _) in script("measure_speed").CLAIMS.items():
+        task = choose_profile("cpu").task.replace(**changes).to_dict()
+        for recipe in recipes:
+            same = [run for run in runs if run["lesson"][:2] == load()[id].lesson and run["task"] == task]
+            wanted = {"gradient_accumulation_steps": 1} | recipe
+            assert any({"gradient_accumulation_steps": 1} | run["arguments"] == wanted for run in same), (id, recipe)
 
 
 # ---- rehearsals

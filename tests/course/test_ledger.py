@@ -246,6 +246,7 @@ FALSE |= {id: false for id, (_, false) in TRUE_AND_FALSE.items()}
 TRUE = {id: true for id, (true, _) in TRUE_AND_FALSE.items()}
 # Only these may expect more than one verdict: they are timed, or their losses vary with the seed.
 UNCERTAIN = (
+    "checkpointing-cost-2022 "
     "context-cost backward-takes-twice multiples-of-64 larger-batch-faster accumulation-cost accumulation-cost-grows "
     "accumulation-only-slows accumulation-fill-first accumulation-fewer-updates checkpointing-cost fp16-faster "
     "half-precision-faster-cpu combined-speed tf32-with-half half-inference-speed adafactor-cost "
