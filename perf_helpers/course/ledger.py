@@ -4,6 +4,7 @@ Notable: the checks are written out rather than declared to a validation library
 rule's direction and its threshold, a machine and the verdicts expected of it), and say what to write there.
 """
 
+import functools
 import math
 import re
 import tomllib
@@ -100,14 +101,21 @@ def load(path: str | Path | None = None) -> dict[str, Claim]:
     Raises:
         ValueError: names the claim and the field that is wrong, and says what to write there.
     """
+    path = Path(path or LEDGER)
+    return dict(_load(path, path.stat().st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path, changed: int) -> dict[str, Claim]:
+    """The same, read once as long as the file is not `changed`."""
     claims: dict[str, Claim] = {}
-    for table in tomllib.loads(Path(path or LEDGER).read_text(encoding="utf-8")).get("claim", []):
+    for table in tomllib.loads(path.read_text(encoding="utf-8")).get("claim", []):
         claim = _read(table)
         if claim.id in claims:
             raise ValueError(f"claim {claim.id!r}, field 'id': written twice; give one of the two another id")
         claims[claim.id] = claim
     if not claims:
-        raise ValueError(f"{path or LEDGER} holds no [[claim]] table: a ledger has at least one")
+        raise ValueError(f"{path} holds no [[claim]] table: a ledger has at least one")
     return claims
 
 
