@@ -12,7 +12,7 @@ from typing import Any
 
 from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, PRECISIONS, Candidate, Choices, Family, respelt
 from perf_helpers.course.ledger import load
-from perf_helpers.course.results import recorded
+from perf_helpers.course.results import decided_anew, recorded
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import NOISE_FLOOR
@@ -115,7 +115,7 @@ class Evidence:
     def _published(self, name: str, claim: str | None) -> Factor:
         """What the nearest recorded machine measured of a claim, else what the guides say of it, if they say it of a
         GPU and name which."""
-        for found in self._recorded["claims"] if self._recorded else ():
+        for found in decided_anew(self._recorded["claims"]) if self._recorded else ():
             if found["id"] == claim and found["value"] is not None:
                 low, high = found.get("interval") or (found["value"], found["value"])
                 machine, date = self._recorded["machine"]["name"], self._recorded["date"][:10]

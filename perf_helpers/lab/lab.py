@@ -197,7 +197,7 @@ class Lab:
         What could not be measured is unknown, and says why: a comparison that fails is no exception.
 
         Args:
-            turns: pairs of turns; default: the profile's.
+            turns: pairs of turns, on a CPU shared out among its processes; default: the profile's.
             steps_per_turn: optimizer steps in a turn, of which the fastest counts.
         """
         for run in (baseline, other):
