@@ -82,7 +82,7 @@ class Claim:
                 return self.threshold, math.inf
 
     def threshold_text(self) -> str:
-        """The rule in words, e.g. "below 0.9; smaller than promised up to 1"; empty for a text claim."""
+        """The rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
         if not self.direction:
             return ""
         if self.direction == "between":
