@@ -422,7 +422,7 @@ if hosts:
     titles = ["", "MB of gradients", "MB on the wire", "s a step, fast", "s to be added, told", "s added, seen"]
     display(plots.Table(titles, rows))
     pairs = [seconds / row[4] for row in rows[:2] for seconds in added[row[0]]]
-    law = Ratio(median(pairs), min(pairs), max(pairs), tuple(pairs))
+    law = Ratio.of_pairs(pairs, 1.05)  # the median, its bootstrap, and 5 % at least
     pairs = [shards / whole for shards, whole in zip(added["small, sharded"], added["DDP, small model"])]
     often = Ratio(median(pairs), min(pairs), max(pairs), tuple(pairs))
 print(missing or f"the slow cable: {rate} Mbit/s")
