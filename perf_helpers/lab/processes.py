@@ -116,7 +116,7 @@ class _Early(Exception):
 
     def __init__(self, which: int, outcome: Outcome):
         if outcome.ok:
-            outcome = Outcome("crashed", "it ended before its turns were over: give it more steps")
+            outcome = turns.TOO_SHORT
         self.outcome = Outcome(outcome.status, f"the {('first', 'second')[which]} one: {outcome.message}")
 
 

@@ -15,6 +15,8 @@ from perf_helpers.lab import worker
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
 
+TOO_SHORT = Outcome("crashed", "it ended before its turns were over: give it more steps")
+
 
 def take(experiments: Sequence[Experiment], turns: int, steps_per_turn: int, on_turn: Callable[[int], None]) -> Outcome:
     """Let experiments on the CPU take turns. The outcome's value: for each of them, and each turn, (seconds by the
@@ -22,6 +24,7 @@ def take(experiments: Sequence[Experiment], turns: int, steps_per_turn: int, on_
 
     Args:
         turns: of each experiment.
+        steps_per_turn: optimizer steps in a turn.
         on_turn: called after each turn with the number of turns taken.
     """
     length = turns * steps_per_turn
@@ -69,7 +72,7 @@ class _Player(threading.Thread):
         with _put_away():
             outcome = worker.perform(self._experiment, "time", self._stepped)
         if outcome.ok and (not outcome.timing or outcome.timing.steps < self._experiment.steps):
-            outcome = Outcome("crashed", "it ended before its turns were over: give it more steps")
+            outcome = TOO_SHORT
         self.outcome = outcome
         self._theirs.release()
 
