@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perf_helpers.advise import further
 from perf_helpers.advise.choices import Candidate, Choices, native_precisions
 from perf_helpers.advise.remedies import Change, remedies
 from perf_helpers.advise.search import RecipeSearch
@@ -174,7 +175,8 @@ def advise(
     """The recipes that fit a memory, ranked by the speed that measurements let expect.
 
     A recipe answers three questions, checkpointing, precision and optimizer, and takes the largest micro-batch that
-    then fits; attention is the library's choice. One that only adds costs to a recipe that fits whole is left out.
+    then fits; attention is the library's choice, unless `must` says otherwise. Its kernel, compiled code and sizes that
+    should be padded are told in `notes`. One that only adds costs to a recipe that fits whole is left out.
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's births and deaths are followed on the caching allocator of a card of that memory, less the context: it
     fits if that does not run out. Nothing is kept for fragmentation, which is in the figures; `results/advice.json` has
@@ -215,7 +217,8 @@ def advise(
     choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
-    ranking = Ranking(choices, Evidence(machine, kind, capability, task, runs))
+    evidence = Evidence(machine, kind, capability, task, runs)
+    ranking = Ranking(choices, evidence)
     predict = functools.partial(estimate, device=kind, processes=processes)
     if kind == "cuda":
         predict = functools.partial(predict, compute_capability=capability, device_memory=max(limit - context, 0))
@@ -225,6 +228,7 @@ def advise(
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
         changes = remedies(search, smallest) if smallest else ()
+        beside = further.notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate.family)]
     return Advice(
         task=task,
@@ -237,7 +241,7 @@ def advise(
         recipes=tuple(_recipe(candidate, search, max(measured, default=None)) for candidate in fitting),
         smallest=smallest and _recipe(smallest, search, None),
         changes=changes,
-        notes=(kept, *search.notes),
+        notes=(kept, *search.notes, *beside),
         assumptions=tuple(search.assumptions),
         estimates=search.count,
     )

@@ -86,8 +86,8 @@ def _avoided(avoid: Iterable[str]) -> set[str]:
 
 
 def _families(fixed: Mapping[str, Any], avoided: set[str], native: set[Technique]) -> list[Family]:
-    """Every combination of answers that is allowed. SGD is for who asks for it by `must`."""
-    left_out = {known.SGD} | (PRECISIONS - native)
+    """Every combination of answers that is allowed. What is `ON_DEMAND` is for who asks for it by `must`."""
+    left_out = known.ON_DEMAND | (PRECISIONS - native)
     if hardware.versions()["bitsandbytes"] is None:
         left_out.add(known.ADAM_8BIT)
     answers = []

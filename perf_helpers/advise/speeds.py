@@ -13,12 +13,12 @@ from typing import Any
 from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, PRECISIONS, Candidate, Choices, Family, respelt
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import decided_anew, recorded
-from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.arguments import Arguments, known
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import NOISE_FLOOR
 from perf_helpers.lab.runs import Ratio, Run
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.techniques import Technique
+from perf_helpers.lab.techniques import COMPILE, Technique
 from perf_helpers.unknown import is_measured
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"
@@ -83,11 +83,39 @@ class Evidence:
             return self._published(name, "accumulation-cost")
         return Factor("a smaller micro-batch, with accumulation", None, "not measured here")
 
+    def of_compiling(self) -> tuple[Factor, float] | None:
+        """How torch.compile changed the speed of runs on this machine, and the most that it changed a peak (a ratio);
+        None where no runs with and without it have both figures."""
+
+        def has_it(given: dict[str, Any]) -> bool:
+            return Arguments(given).compiles
+
+        pairs = self._pairs([name for name in known() if name.startswith("torch_compile")], has_it)
+        peaks = [run.peak_bytes / partner.peak_bytes for run, partner in pairs if run.peak_bytes and partner.peak_bytes]
+        if not peaks:
+            return None
+        return self._of_pairs(COMPILE.name, pairs) or Factor(COMPILE.name, None, "speed not measured here"), max(peaks)
+
     def _of_runs(
         self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
     ) -> Factor | None:
-        """The median ratio of pairs of runs, with it and without, that differ in nothing but these arguments; of the
-        same model if there are any. None where there are too few pairs to tell it from noise.
+        """The median ratio of pairs of runs, see `_pairs`; None where there are too few to tell it from noise."""
+        return self._of_pairs(name, self._pairs(arguments, has_it))
+
+    def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
+        if len(pairs) < _PAIRS[self._kind]:
+            return None
+        # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
+        ratios = [run.samples_per_second / partner.samples_per_second for run, partner in pairs]
+        value, floor = statistics.median(ratios), NOISE_FLOOR[self._kind]
+        ratio = Ratio(value, min(*ratios, value / floor), max(*ratios, value * floor), tuple(ratios))
+        return Factor(name, ratio, f"{len(ratios)} pairs of runs on this machine, {self._name}")
+
+    def _pairs(
+        self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
+    ) -> list[tuple[Run, Run]]:
+        """Pairs of runs, with it and without, that differ in nothing but these arguments; of the task's model if there
+        are any.
 
         The partner of a run with it is the run without it that is nearest in time. `has_it` says which a run is, by its
         arguments: with it, without it, or neither.
@@ -98,19 +126,13 @@ class Evidence:
                 rest = repr(sorted(item for item in given.items() if item[0] not in arguments))
                 sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
                 groups.setdefault((*sizes, run.processes, rest), ([], []))[with_it].append(run)
-        ratios: dict[str, list[float]] = {}  # by model
+        pairs: dict[str, list[tuple[Run, Run]]] = {}  # by model
         for (model, *_), (without, having) in groups.items():
             for run in having if without else ():
                 partner = min(without, key=lambda other: _apart(run, other))
                 if _apart(run, partner) < _TOGETHER_SECONDS:
-                    ratios.setdefault(model, []).append(run.samples_per_second / partner.samples_per_second)
-        pairs = ratios.get(self._task.model) or list(itertools.chain(*ratios.values()))
-        if len(pairs) < _PAIRS[self._kind]:
-            return None
-        # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
-        value, floor = statistics.median(pairs), NOISE_FLOOR[self._kind]
-        ratio = Ratio(value, min(*pairs, value / floor), max(*pairs, value * floor), tuple(pairs))
-        return Factor(name, ratio, f"{len(pairs)} pairs of runs on this machine, {self._name}")
+                    pairs.setdefault(model, []).append((run, partner))
+        return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
         """What the nearest recorded machine measured of a claim, else what the guides say of it, if they say it of a

@@ -43,6 +43,7 @@ class MemoryEstimate:
     own_bytes: int | None  # peak memory of the process that made it
     processes: int = 1  # ranks of the training; the figures are those of one rank
     is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
+    attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
 
     @property
     def peak_bytes(self) -> int:
@@ -103,8 +104,8 @@ def estimate(
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
     Raises:
-        ValueError: an unknown argument, a value out of range, a model or an operation that cannot be followed, or no
-            prediction within `timeout` (or within what `processes.within` leaves).
+        ValueError: an unknown argument, a value out of range, a model or an operation that cannot be followed, compiled
+            code, or no prediction within `timeout` (or within what `processes.within` leaves).
     """
     import cloudpickle
 
@@ -119,6 +120,8 @@ def estimate(
         training=training,
         processes=processes,
     )
+    if experiment.arguments.compiles:
+        raise ValueError(_OF_COMPILED)
     whose = target(device, compute_capability, parts, device_memory, allocator_settings)
     key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
     made, file = KNOWLEDGE.estimates.get(key), None
@@ -142,11 +145,18 @@ def estimate(
             own_bytes=said.own_bytes,
             processes=processes,
             is_too_large=said.is_too_large,
+            attention=said.attention,
         )
         if file:
             save(file, said.log, whose.settings, whose.memory_bytes)
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
+
+
+_OF_COMPILED = (
+    "torch_compile: what compiled code keeps is its compiler's choice, which no estimate follows. Measure it with "
+    "lab.train(..., torch_compile=True), or ask without it: that is the recipe as it is written"
+)
 
 
 def estimates_so_far() -> list[MemoryEstimate]:

@@ -58,6 +58,7 @@ class Prediction:
     own_bytes: int | None  # peak memory of the clean process
     is_too_large: bool = False  # for the card whose memory was given
     log: deepening.Log | None = None  # on CUDA: what it was predicted from
+    attention: tuple[str, ...] = ()  # see `attention_kernels`
 
 
 def predict(
@@ -74,7 +75,10 @@ def predict(
         said = _on_cuda(experiment, device, every_layer, known, tell)
         return said if with_log else replace(said, log=None)  # it would travel with every estimate
     (followed,) = follow_all([experiment], device, every_layer, known, tell)
-    return Prediction(memory_of(followed), followed.assumptions, followed.traced, meters.peak_rss_bytes())
+    kernels = attention_kernels(followed.trace)
+    return Prediction(
+        memory_of(followed), followed.assumptions, followed.traced, meters.peak_rss_bytes(), attention=kernels
+    )
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -330,6 +334,16 @@ def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
     return np.maximum(trace.high, live + hidden[kind]), assumptions(operations, probe)
 
 
+_KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
+
+
+def attention_kernels(trace: Trace) -> tuple[str, ...]:
+    """The fused kernels that scaled_dot_product_attention takes: "flash", "memory-efficient", "cuDNN"; () where it
+    is plain, because that was asked for (eager) or no kernel takes these inputs."""
+    fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
+    return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
+
+
 # ---- the memory
 
 
@@ -414,4 +428,5 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
         device_used_bytes=memory.reserved_bytes + context if memory.reserved_bytes and context else None,
     )
     told = (*assumptions, *cuda.assumptions(device.parts))
-    return Prediction(memory, told, _layers_told(depth, few), meters.peak_rss_bytes(), found.is_too_large, log)
+    kernels, layers_told = attention_kernels(traces[0]), _layers_told(depth, few)
+    return Prediction(memory, told, layers_told, meters.peak_rss_bytes(), found.is_too_large, log, kernels)

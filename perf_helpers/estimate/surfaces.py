@@ -28,17 +28,27 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
-from perf_helpers.lab.techniques import ADAFACTOR, ADAM_8BIT, ADAMW, BF16, BF16_WEIGHTS, CHECKPOINTING, FP16, SGD
+from perf_helpers.lab.techniques import (
+    ADAFACTOR,
+    ADAM_8BIT,
+    ADAMW,
+    ADAMW_UNFUSED,
+    BF16,
+    BF16_WEIGHTS,
+    CHECKPOINTING,
+    FP16,
+    SGD,
+)
 from perf_helpers.lab.training import Experiment
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ACCUMULATION = (1, 2, 4, 8, 16, 32)
 PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in (BF16, FP16, BF16_WEIGHTS)}
-OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAFACTOR, ADAM_8BIT, SGD)}
+OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 5  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 6  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
 _INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
 _SECONDS = 300.0  # that the traces of one surface may take
@@ -95,10 +105,11 @@ class Answer:
     phase: str  # in which it is
     operation: str  # at which it is
     how: str  # "traced" or "interpolated"
+    attention: Sequence[str] | None = None  # the fused kernels, as `MemoryEstimate` has them; None: not looked at
 
     @classmethod
-    def traced(cls, memory: Memory) -> "Answer":
-        return cls(memory.breakdown, memory.peak_phase, memory.peak_operation, "traced")
+    def traced(cls, memory: Memory, attention: Sequence[str] | None = None) -> "Answer":
+        return cls(memory.breakdown, memory.peak_phase, memory.peak_operation, "traced", attention)
 
     @property
     def peak_bytes(self) -> int:
@@ -219,8 +230,8 @@ class Surfaces:
         key = choice.at(micro_batch, seq_len)
         if key not in self._exact:
             training = self._training(choice, micro_batch, seq_len)
-            memory = estimate(training.task, **self._options, **training.arguments.given).memory
-            self._exact[key] = Answer.traced(memory)
+            said = estimate(training.task, **self._options, **training.arguments.given)
+            self._exact[key] = Answer.traced(said.memory, said.attention)
             self._save()
         return self._exact[key]
 

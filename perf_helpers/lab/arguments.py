@@ -103,6 +103,11 @@ class Arguments:
         """The value of an argument by any of its names; `default` where it was not given."""
         return self.current.get(_current_names().get(name, name), default)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is on: its mode or its backend alone switches it on, as in the library."""
+        return any(self.training.get(name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"))
+
     def samples_per_step(self, processes: int = 1) -> int:
         """The effective batch, in samples: micro-batch x accumulation x processes."""
         micro_batch = self.training.get("per_device_train_batch_size", 8)

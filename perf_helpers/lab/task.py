@@ -171,6 +171,12 @@ class Task:
         """Number of parameters, shared ones counted once; no weights are made."""
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
+    def with_padded_vocabulary(self, multiple: int) -> "Task":
+        """The same with a vocabulary of the next multiple, as `resize_token_embeddings(pad_to_multiple_of=...)` makes
+        it; itself where there is nothing to pad."""
+        size = getattr(self.build_config(), "vocab_size", None) if multiple > 1 else None
+        return self.replace(config={"vocab_size": -(-size // multiple) * multiple}) if size else self
+
     def length(self, config=None) -> int:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
         config = config or self.build_config()

@@ -44,6 +44,12 @@ BF16_WEIGHTS = Technique(
     "precision and convergence: weights, gradients and states in bf16 lose updates smaller than 1/256 of a weight",
 )
 ADAMW = Technique("AdamW", {"optim": "adamw_torch_fused"})
+ADAMW_UNFUSED = Technique(
+    "unfused AdamW",
+    {"optim": "adamw_torch"},
+    "memory and time: a GPU updates all tensors together (foreach) through temporaries as large as they are, a CPU one "
+    "tensor after the other",
+)
 ADAFACTOR = Technique(
     "Adafactor",
     {"optim": "adafactor"},
@@ -56,14 +62,23 @@ ADAM_8BIT = Technique(
     "precision: the optimizer's states are kept in 8 bits, block by block",
     {"cuda": "adam8bit-cost"},
 )
+PLAIN_ATTENTION = Technique(
+    "plain attention",
+    {"attn_implementation": "eager"},
+    "memory and time: each head's square of length x length is kept",
+)
+COMPILE = Technique("torch.compile", {"torch_compile": True}, "time to compile, once and again for each new shape")
 SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
 
 # The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.
 QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     ("gradient_checkpointing",): (None, CHECKPOINTING),
     ("bf16", "fp16", "dtype"): (None, BF16, FP16, BF16_WEIGHTS),
-    ("optim",): (ADAMW, ADAFACTOR, ADAM_8BIT, SGD),
+    ("optim",): (ADAMW, ADAFACTOR, ADAM_8BIT, SGD, ADAMW_UNFUSED),
+    ("attn_implementation",): (None, PLAIN_ATTENTION),
 }
+# Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.
+ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION}
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 

@@ -19,6 +19,7 @@ from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.unknown import Unknown
 
 NO_TIME = "a rehearsal: no kernel computes, so there is no time"
+NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
@@ -44,6 +45,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         torch.set_num_threads(experiment.threads)
     if refusal := _refusal(experiment):
         return Outcome("refused", refusal)
+    if experiment.arguments.compiles and hardware.is_rehearsal():
+        return Outcome("needs values", NO_COMPILER)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
         if measure in ("memory", "categories"):
             categories = True if measure == "categories" else None

@@ -1,5 +1,6 @@
 """The memory explorer: the peak of any model and recipe, against the memory of common cards and of this machine."""
 
+import contextlib
 import html
 import threading
 import time
@@ -56,7 +57,7 @@ class _MemoryExplorer:
         self._task, self._machine, self._folder = task, lab.machine, Path(lab.store.path).with_name("fits")
         capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
         self._options = {"compute_capability": capability} if capability else {}
-        self._models: dict[tuple[str, str], surfaces.Surfaces] = {}  # by model and device
+        self._models: dict[tuple, surfaces.Surfaces] = {}  # by model, device and vocabulary
         self._prepared: set[surfaces.Surfaces] = set()  # those whose lengths are known
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -67,7 +68,7 @@ class _MemoryExplorer:
         self._callback = observe(self._controls.values(), self._moved, self._output)
         grid = ipywidgets.Box(list(self._controls.values()), layout=ROW)
         self.parts = [grid, self._picture, self._note, self._progress, self._output]
-        self._show(surfaces.Answer.traced(first.memory))
+        self._show(surfaces.Answer.traced(first.memory, first.attention))
         self._tell("Move a control: the recipes around it are then traced, for some seconds.")
 
     def close(self) -> None:
@@ -89,13 +90,15 @@ class _MemoryExplorer:
         """Where the controls stand: what is known of the model on that device, and the recipe, the micro-batch and the
         length (in tokens; None for images)."""
         value = {name: control.value for name, control in self._controls.items()}
-        model, device, micro_batch, seq_len = map(value.pop, ("model", "device", "micro_batch", "seq_len"))
-        model = model.strip()
+        which = model, device, multiple = value.pop("model").strip(), value.pop("device"), value.pop("vocabulary")
+        micro_batch, seq_len = value.pop("micro_batch"), value.pop("seq_len")
         with self._lock:
-            if (model, device) not in self._models:
+            if which not in self._models:
                 task = self._task if model == self._task.model else Task(model)
-                self._models[model, device] = surfaces.Surfaces(task, device, folder=self._folder, **self._options)
-        known = self._models[model, device]
+                with contextlib.suppress(ValueError):  # no such model: `prepare` says so
+                    task = task.with_padded_vocabulary(multiple)
+                self._models[which] = surfaces.Surfaces(task, device, folder=self._folder, **self._options)
+        known = self._models[which]
         is_image = known in self._prepared and not known.lengths
         return known, (surfaces.Choice(**value), micro_batch, None if is_image else seq_len)
 
@@ -185,7 +188,8 @@ class _MemoryExplorer:
 
 
 def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, "DOMWidget"]:
-    """The controls by what they choose, set to what was estimated first; from the precision on, they are a `Choice`."""
+    """The controls by what they choose, set to what was estimated first; from the precision on to the attention they
+    are a `Choice`."""
     import ipywidgets
 
     def field(kind: type, description: str, **options) -> "DOMWidget":
@@ -206,6 +210,7 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, 
         "accumulation": field(slider, "accumulation", options=surfaces.ACCUMULATION, value=1),
         "optimizer": field(menu, "optimizer", options=list(surfaces.OPTIMIZERS)),
         "attention": field(menu, "attention", options=list(surfaces.ATTENTION)),
+        "vocabulary": field(menu, "vocabulary", options=[("as it is", 1), ("padded to 8", 8), ("padded to 64", 64)]),
     }
 
 
@@ -218,5 +223,8 @@ def _verdict(answer: surfaces.Answer, parts: dict[str, int], own: dict[str, int]
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():
         text += f"; {name} ({bytes_text(size)}) is {'large enough' if size >= needed else 'too small'}"
+    if answer.attention is not None:
+        kernels = " and ".join(answer.attention)
+        text += f". Attention takes the {kernels} kernel" if kernels else ". Attention is plain: no fused kernel"
     context = " The context is that of a V100, the one figure that is published; yours may differ."
     return f"{text}.{context if 'context' in parts else ''}"

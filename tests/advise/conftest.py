@@ -67,6 +67,19 @@ def followed(monkeypatch):
 
 
 @pytest.fixture
+def attending(monkeypatch, followed):
+    """Lets the formula tell of these kernels of attention."""
+
+    def told(*kernels):
+        def estimate(task, **options):
+            return dataclasses.replace(synthetic(task, **options), attention=kernels)
+
+        monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
+
+    return told
+
+
+@pytest.fixture
 def ask(task, machine, followed):
     """`advise` with what the tests have in common: 1 GB of memory and 64 samples a step unless told otherwise."""
     default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine}

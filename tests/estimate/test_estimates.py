@@ -44,12 +44,27 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"per_device_train_batch_size": 0}, "at least 1"),
         ({"device": "gpu"}, "choose 'cpu' or 'cuda'"),
         ({"device": "cuda", "parts": ["attention", "magic"]}, "magic"),
+        ({"torch_compile": True}, "compiled code keeps is its compiler's choice.*lab.train"),
+        ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "ask without it"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("something was followed"))
     with pytest.raises(ValueError, match=message):
         predicted(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        ({"device": "cuda", "compute_capability": (8, 0), "bf16": True}, ("flash",)),
+        ({"device": "cuda", "compute_capability": (7, 5), "fp16": True}, ("memory-efficient",)),
+        ({"device": "cuda", "compute_capability": (8, 0), "attn_implementation": "eager"}, ()),
+        ({"device": "cpu"}, ()),  # its fused kernel takes no dropout
+    ],
+)
+def test_the_kernel_that_attention_takes_is_told(options, kernels):
+    assert estimate(TINY, **options).attention == kernels
 
 
 def test_what_cannot_be_followed_is_refused_by_name():

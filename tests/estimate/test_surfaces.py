@@ -126,7 +126,7 @@ def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
     found = Surfaces(TASKS["bert-tiny"])
     first = Choice("bf16", True)
     order = list(found.choices(first))
-    assert order[0] == first and len(order) == len(set(order)) == 3 * 2 * 2 * 4 * 2
+    assert order[0] == first and len(order) == len(set(order)) == 3 * 2 * 2 * 5 * 2
     assert {choice.kind for choice in order[:4]} == {first.kind}, "another optimizer is nearer than another pass"
     assert precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
 

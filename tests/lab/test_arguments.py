@@ -67,3 +67,18 @@ def test_they_are_shown_as_python_to_paste():
     assert (
         "TrainingArguments(\n    bf16=True,\n)" in text and "from_pretrained(..., attn_implementation='eager')" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "compiles"),
+    [
+        ({}, False),
+        ({"torch_compile": False}, False),
+        ({"torch_compile": True}, True),
+        ({"torch_compile_backend": "aot_eager"}, True),
+        ({"torch_compile_mode": "max-autotune"}, True),
+    ],
+)
+def test_what_compiles_is_what_the_library_compiles(given, compiles, tmp_path):
+    told = Arguments.of(given)
+    assert told.compiles == told.build(str(tmp_path)).torch_compile == compiles

@@ -81,6 +81,18 @@ def test_presets_have_the_published_sizes(preset, millions):
     assert Task(preset).parameters() / 1e6 == pytest.approx(millions, abs=0.1)
 
 
+def test_a_vocabulary_is_padded_as_the_library_pads_it():
+    task = Task("gpt2", seq_len=8, config={"n_layer": 1, "n_embd": 12, "n_head": 2})
+    model = task.build_model()
+    model.resize_token_embeddings(pad_to_multiple_of=64)
+    padded = task.with_padded_vocabulary(64)
+    assert padded.config["vocab_size"] == model.config.vocab_size == 50304 and padded.config["n_layer"] == 1
+    assert padded.parameters() == sum(weight.numel() for weight in model.parameters())
+    assert task.with_padded_vocabulary(1) == task and padded.with_padded_vocabulary(8) == padded
+    images = Task("vit-base", config={"num_hidden_layers": 1})
+    assert images.with_padded_vocabulary(64) == images
+
+
 def test_every_preset_has_data():
     for preset in PRESETS:
         assert Task(preset).family() and Task(preset).length() == 512

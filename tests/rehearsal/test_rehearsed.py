@@ -280,6 +280,11 @@ def test_an_experiment_that_needs_values_is_no_crash(a100):
         Lab("gpu", executor=a100).run(decides, task=SMALL, measure="none")
 
 
+def test_compiled_code_cannot_be_rehearsed_and_is_not_told_as_what_is_not_compiled(a100):
+    with pytest.raises(NeedsValues, match="compiled for a card"):
+        Lab("gpu", executor=a100).train("compiled", task=SMALL, measure="memory", torch_compile=True)
+
+
 def test_there_is_no_time_in_a_rehearsal(a100):
     lab = Lab("gpu", executor=a100)
     first, second = (lab.train(name, task=SMALL, per_device_train_batch_size=1) for name in ("first", "second"))

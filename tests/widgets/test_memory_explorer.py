@@ -70,6 +70,25 @@ def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, t
     wait(lambda: not control(shown, "length").disabled and "Tracing" not in text(shown))
 
 
+def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab, shown, monkeypatch):
+    explorers.memory(lab, device="cuda")
+    assert "Attention takes the" in text(shown)
+    asked = []
+
+    class Asked(surfaces.Surfaces):
+        def __init__(self, task, *arguments, **options):
+            asked.append(task)
+            super().__init__(task, *arguments, **options)
+
+    monkeypatch.setattr(surfaces, "Surfaces", Asked)
+    control(shown, "vocabulary").value = 64
+    wait(lambda: asked)
+    assert asked[0].build_config().vocab_size % 64 == 0 and TASK.build_config().vocab_size % 64
+    control(shown, "vocabulary").value = 1
+    wait(lambda: len(asked) > 1)
+    assert asked[1] == lab.task.replace(seq_len=None) or asked[1] == lab.task
+
+
 def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
     explorers.memory(lab)
     first, count = box(shown).model_id, len(alive())
