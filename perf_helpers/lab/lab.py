@@ -361,7 +361,9 @@ class Lab:
             told = None if self.executor else taken
             seconds = timeout or self.timeout
             if inside_one:
-                outcome = self._perform(processes.side_by_side, *pair, each, PROCESSES, steps_per_turn, seconds, told)
+                at_once = min(2, self.machine.cpu_cores or 1)
+                how = (each, PROCESSES, steps_per_turn, seconds, told, at_once)
+                outcome = self._perform(processes.side_by_side, *pair, *how)
             else:
                 together = on_cpu or self._fit_together(baseline, other)
                 outcome = self._perform(processes.alternate, *pair, turns, steps_per_turn, seconds, together, told)

@@ -128,6 +128,7 @@ def side_by_side(
     steps_per_turn: int = 1,
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
+    at_once: int = 1,
 ) -> Outcome:
     """Let two experiments on the CPU, and the first one once more, take turns inside one clean process, several times.
 
@@ -135,19 +136,28 @@ def side_by_side(
 
     Args:
         count: turns of each experiment in a process.
-        processes: one after the other.
+        processes: in all.
         steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
         on_turn: called now and then with the number of turns taken.
+        at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
+            neighbour would, and both recipes alike, which take turns inside each.
     """
     deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
     three = (first, second, first)
     job = functools.partial(turns.take, three, count, steps_per_turn)
-    for number in range(processes):
-        done = number * len(three) * (count + 1)
-        outcome = _done(job, deadline - time.monotonic(), lambda turn, done=done: tell(done + turn), measured=True)
-        if not outcome.ok:
-            return _timed_out(timeout) if outcome.status == "timed out" else outcome
-        taken.append(outcome.value)
+    for begun in range(0, processes, at_once):
+        with contextlib.ExitStack() as stack:
+            those = range(begun, min(begun + at_once, processes))
+            living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
+            for number, process in zip(those, living, strict=True):
+                done = number * len(three) * (count + 1)
+                try:
+                    outcome = _wait(process, deadline, lambda turn, done=done: tell(done + turn))
+                except TimeoutError:
+                    return _timed_out(timeout)
+                if not outcome.ok:
+                    return outcome
+                taken.append(outcome.value)
     return Outcome(value=taken)
 
 
