@@ -201,7 +201,7 @@ small
 
 # %%
 large = lab.train("batch 8", per_device_train_batch_size=8)  # new
-comparison = lab.compare(small, large, turns=5)
+comparison = lab.compare(small, large, turns=4)
 comparison
 
 # %% [markdown]

@@ -34,8 +34,9 @@ from perf_helpers.estimate import estimate
 from perf_helpers.lab.lab import PROCESSES
 
 lab = Lab(profile, strict=strict, out=out, lesson="03_vanilla_training")
-# The same model; on a CPU with short sequences, so that many repeats take little time.
-short = lab.task.replace(seq_len=64) if lab.machine.kind == "cpu" else lab.task
+# The same model; on a CPU half of it and short sequences, so that many repeats take little time.
+half = {"num_hidden_layers": 2, "vocab_size": 4000}
+short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" else lab.task
 
 # %% [markdown]
 # ## Idea
@@ -356,11 +357,11 @@ exercises.question(
 
 # %%
 again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name, nothing else
-itself = lab.compare(from_lab, again, turns=9)
+itself = lab.compare(from_lab, again, turns=8)
 display(itself)
 options = {"per_device_train_batch_size": 4, "measure": "time", "steps": 1}
 quarter = lab.train("a quarter of the length", task=short.replace(seq_len=short.seq_len // 4), **options)  # new
-effect = lab.compare(from_lab, quarter, turns=9)
+effect = lab.compare(from_lab, quarter, turns=8)
 _ = plots.speed([itself, effect])
 
 # %% [markdown]
@@ -541,7 +542,7 @@ def check(answer):
     if word != faster(ratio):
         return exercises.wrong(f"your interval, {ratio}, says {faster(ratio)!r}: the dot decides nothing")
     if not measured_again:
-        measured_again.append(lab.compare(clipped, unclipped).speed_ratio)
+        measured_again.append(lab.compare(clipped, unclipped, turns=8).speed_ratio)
     fresh = measured_again[0]
     if fresh.high < ratio.low or ratio.high < fresh.low:
         return exercises.wrong(f"measured again: {fresh}, which does not touch your {ratio}. What was running?")
@@ -554,7 +555,7 @@ exercises.check(lab, "which is faster", check, answer)
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # The Trainer takes the norm of all gradients in any case, to report it (`_get_grad_norm`; transformers 5.15 and 5.23).
 # So both recipes do the same work, and an honest measurement finds no winner.
-ratio = lab.compare(clipped, unclipped).speed_ratio
+ratio = lab.compare(clipped, unclipped, turns=8).speed_ratio
 word = faster(ratio) if ratio.known else "not measured"
 once = clipped.step_seconds / unclipped.step_seconds  # one step of each, once: that names a winner at any rate
 exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))

@@ -27,6 +27,7 @@ from perf_helpers import Lab, Task, claims, exercises, plots, widgets
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
+torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
 # %% [markdown]
 # ## Idea

@@ -4,9 +4,9 @@
 # The 2023 guide ends with ten recipes on a V100. The first takes 14949 MB, the smallest 4847 MB, at the same speed.
 #
 # **You will see**
-# - all ten recipes on this machine, beside the V100's figures;
-# - which bytes each technique takes away, what it costs, and why their savings do not simply add up;
-# - what no recipe of the ten can take away, and one that can.
+# - all ten recipes on this machine beside the V100's figures, and why their savings do not simply add up;
+# - a ladder of speed from the guides' vanilla to the best recipe in no more memory, and the rungs that gain nothing;
+# - the guide's own table of what improves speed and what memory, decided cell by cell.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -14,13 +14,22 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import functools
+import itertools
+import math
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from IPython.display import Markdown, display
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, journal, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, journal, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
+from perf_helpers.lab.runs import CPU, WALL, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
 cuda = lab.machine.kind == "cuda"
@@ -40,11 +49,6 @@ cuda = lab.machine.kind == "cuda"
 #
 # Two techniques that attack the same bytes do not save twice. And what nobody attacks remains: the weights, and the
 # gradients that accumulation keeps.
-#
-# The guide opens with such a table, of which method improves speed and which memory. Its rows are decided where they
-# are measured: batch size (both) in lesson 04; accumulation and checkpointing (memory) in 05 and 06; mixed precision
-# (speed; memory "(No)", not a main concern) in 07; the optimizer (both) in 08 to 10; the DataLoader (speed) in 12; ZeRO
-# (memory) in 16.
 #
 # ## Predict
 #
@@ -102,8 +106,8 @@ micro_batches = 8  # two optimizer steps
 # ## Baseline
 #
 # Vanilla: micro-batch 4, fp32, AdamW. The other nine follow with the same effective batch of 4. MB and samples/s are
-# the 2023 guide's, from a V100 with 16 GB and bert-large. Speeds of this machine stand beside them only if it has a
-# GPU: those of a miniature on a CPU, which may emulate half precision, say nothing about the guide's.
+# the 2023 guide's, from a V100 with 16 GB and bert-large. Speeds of this machine are taken only if it has a GPU: those
+# of a miniature on a CPU, which may emulate half precision, say nothing about the guide's.
 
 # %%
 four = {"per_device_train_batch_size": 4}
@@ -121,8 +125,9 @@ v100 = {  # recipe: (arguments, MB, samples/s)
     "all + 8-bit Adam": (saving | half | {"optim": "adamw_bnb_8bit"}, 5363, 10.35),
     "Accelerate loop, all + 8-bit Adam": (None, 5363, None),
 }
-vanilla = lab.train("vanilla", task=task, **four)
-print(vanilla)
+meters = ("memory", "time") if cuda else ("memory",)
+vanilla = lab.train("vanilla", task=task, measure=meters, **four)
+vanilla
 
 # %% [markdown]
 # ## Change one thing, then everything
@@ -132,7 +137,7 @@ for name, (arguments, _, _) in list(v100.items())[1:]:
     if arguments is None:
         lab.run(loop, name, task=task, measure=("memory",))
     else:
-        lab.train(name, task=task, **arguments)
+        lab.train(name, task=task, measure=meters, **arguments)
 runs = {name: lab[name] for name in v100}
 failed = {name: run.message for name, run in runs.items() if not run.ok}
 share = {name: run.peak_bytes / vanilla.peak_bytes for name, run in runs.items() if run.ok}
@@ -198,25 +203,206 @@ Markdown(
 # are mostly gone, and it adds copies of the weights, so it takes little away, or adds. The dashed line is what nobody
 # attacks: 8 bytes a parameter, for fp32 weights and the gradients that accumulation keeps.
 #
-# Did the loop by hand need what the Trainer needs?
+# ## The ladder of speed
+#
+# The guide's second goal is speed. Vanilla above is today's: the library takes fused attention and a fused AdamW
+# unasked. The guides' vanilla had plain ("eager") attention, and an AdamW that walks through the tensors in a loop. From
+# there, one technique a rung: tf32 and 16-bit products (lesson 07), SDPA (11), fused AdamW (10), a batch as large as fits
+# into what was freed (04), DataLoader workers (12), torch.compile (11). What the machine lacks is left out; on a
+# CPU compiling takes longer than this lesson.
+#
+# A CPU takes two layers as wide as it needs to gain by 16 bits, without dropout of attention: with it, SDPA falls back to
+# the plain one there (11).
+
 
 # %%
-mine, trainers = runs["Accelerate loop, all + 8-bit Adam"].peak_bytes, runs["all + 8-bit Adam"].peak_bytes
-print(f"loop {plots.bytes_text(mine)}, Trainer {plots.bytes_text(trainers)}, ratio {mine / trainers:.4f}")
-torch.testing.assert_close(mine, trainers, rtol=0.02, atol=0)
+def looped(model, arguments):
+    return torch.optim.AdamW(
+        model.parameters(), lr=arguments.learning_rate, weight_decay=0.0, foreach=False, fused=False
+    )
+
+
+wide = {"num_hidden_layers": 2, "vocab_size": 200, "max_position_embeddings": 256, "attention_probs_dropout_prob": 0.0}
+speed_task = lab.task if cuda else Task("bert-small", seq_len=192, dataset_size=64, config=wide)
+sm80, native = (hardware.supports(feature)[0] for feature in ("sm80", "cuda-or-cpu-bf16"))
+sixteen = {"fp16": True} if cuda and not sm80 else {"bf16": True}
+compiles = cuda and not lab.machine.rehearsed and any(map(shutil.which, ("cc", "gcc", "clang")))
+start = four | {"attn_implementation": "eager", "optimizer": looped}
+rungs_of_speed = {  # rung: (what is new; of several the last that fits, whether this machine has it)
+    "+ tf32": ([{"tf32": True}], sm80),
+    "+ half precision": ([sixteen], native),
+    "+ SDPA": ([{"attn_implementation": "sdpa"}], True),
+    "+ fused AdamW": ([{"optimizer": None, "optim": "adamw_torch_fused"}], True),
+    "+ larger batch": ([{"per_device_train_batch_size": size} for size in (6, 8, 12, 16, 24, 32)], True),
+    "+ workers": ([{"dataloader_num_workers": 2}], True),
+    "+ compile": ([{"torch_compile": True}], compiles),
+}
+
+# %%
+alone = {  # one technique each, for the guide's table below
+    "accumulation alone": start | one,
+    "checkpointing alone": start | {"gradient_checkpointing": True},
+    "micro-batch 1": start | {"per_device_train_batch_size": 1},
+    "Adafactor alone": start | {"optimizer": None, "optim": "adafactor"},
+}
+
+
+def counted(name, recipe):
+    return lab.train(name, task=speed_task, measure=("memory",), **recipe)
+
+
+recipes = {"guides' vanilla": start}
+ran = {name: counted(name, recipe) for name, recipe in (recipes | alone).items()}
+room = ran["guides' vanilla"].peak_bytes
+for name, (options, is_here) in rungs_of_speed.items():
+    before = recipes[next(reversed(recipes))]
+    for change in options if is_here else ():
+        run = counted(name, before | change)
+        if not run.ok or (len(options) > 1 and run.peak_bytes > room):
+            print(f"{name}, {change}: {plots.bytes_text(run.peak_bytes) if run.ok else run.message}, left out")
+            break
+        recipes[name], ran[name] = before | change, run
+
+# %% [markdown]
+# Now the seconds. On a CPU all of them, and the first one once more, take turns inside one process, step by step on one
+# thread, in four processes; CPU time decides. Workers save waiting, which CPU time does not see: for them the clock
+# decides, with its larger noise. On a GPU `lab.compare` takes each pair.
+
+
+# %%
+def in_turns(task):
+    from perf_helpers.lab.arguments import Arguments
+    from perf_helpers.lab.training import Experiment, pickled
+    from perf_helpers.lab.turns import take
+
+    players = []
+    for recipe in (*racing.values(), start):
+        told = Arguments.of({name: value for name, value in recipe.items() if name != "optimizer"})
+        players.append(Experiment("", task, told, optimizer=pickled(recipe["optimizer"]), threads=1))
+    outcome = take(players, 2, 1, lambda turn: None)
+    return outcome.value if outcome.ok else outcome.message
+
+
+climb, first = list(recipes), "guides' vanilla"
+racing = recipes | {name: recipe for name, recipe in alone.items() if name != "Adafactor alone"}
+taken = []
+if not cuda:
+    with ThreadPoolExecutor(min(2, lab.machine.cpu_cores)) as pool:
+        names = [f"ladder in turns, {number}" for number in range(1, 5)]
+        values = pool.map(lambda name: lab.run(in_turns, name, task=speed_task, measure=("none",)).value, names)
+        taken = list(values)
+
+
+# %%
+@functools.cache
+def faster(first, second):  # samples a second of the second recipe over those of the first
+    if not {first, second} <= racing.keys():
+        return Ratio.unknown("this machine lacks what the recipe needs")
+    if cuda:
+        return lab.compare(ran[first], ran[second], turns=5).speed_ratio
+    if not all(isinstance(value, list) for value in taken):
+        return Ratio.unknown(f"not measured: {taken}")
+    clock = WALL if second == "+ workers" else CPU
+    order, seconds = list(racing), np.array(taken)[..., clock]  # by process, recipe, turn
+    itself = abs(np.median(np.log(seconds[:, 0] / seconds[:, -1])))
+    samples = ran[second].samples_per_step / ran[first].samples_per_step
+    floor = max(lab.noise_floor() if clock == WALL else 1.05, math.exp(itself))
+    return Ratio.of_processes(seconds[:, order.index(first)] / seconds[:, order.index(second)] * samples, floor)
+
+
+to_before = {name: faster(below, name) for below, name in itertools.pairwise(climb)}
+to_first = {name: faster(first, name) for name in climb[1:]}
+rows = []
+for name in climb:
+    peak, batch = ran[name].peak_bytes, recipes[name]["per_device_train_batch_size"]
+    ratios = to_before.get(name, 1), to_first.get(name, 1)
+    rows.append([name, batch, plots.bytes_text(peak), f"{peak / room:.0%}", *ratios])
+header = ["rung", "batch", "peak", "of vanilla's", "speed against the rung before", "against vanilla"]
+plots.Table(header, rows, "Speed with its interval; on a CPU by CPU time, workers by the clock")
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(climb) + 1.6), layout="constrained")
+left.barh(climb, [100 * ran[name].peak_bytes / room for name in climb], 0.62, color=plots.SERIES[0])
+left.bar_label(left.containers[0], fmt=" %.0f", fontsize=10)
+left.set(xlim=(0, 120), xlabel="peak (% of the guides' vanilla)", title="Memory")
+right.plot(1, 0, "o", color="black", markersize=8)
+for row, ratio in enumerate(to_first.values(), 1):
+    if not ratio.known:
+        right.text(1, row, "speed not measured", va="center", fontsize=10)
+        continue
+    right.plot([ratio.low, ratio.high], [row, row], color=plots.SERIES[1], linewidth=2.5)
+    right.plot(ratio.value, row, "o", color=plots.SERIES[1], markersize=8)
+    right.text(ratio.value, row - 0.2, f"{ratio.value:.2f} x", ha="center", va="bottom", fontsize=10)
+right.axvline(1, color="black", linewidth=1)
+right.set(yticks=[], xlabel="samples per second / those of the guides' vanilla (line: interval)", title="Speed")
+right.set_ylim(len(climb) - 0.4, -0.7)
+left.set_ylim(right.get_ylim())
+for ax in (left, right):
+    ax.spines[["top", "right"]].set_visible(False)
+
+# %%
+told = {name: ratio for name, ratio in to_before.items() if ratio.known}
+nothing = [name for name, ratio in told.items() if ratio.low <= 1 <= ratio.high]
+costly = [name for name, ratio in told.items() if ratio.high < 1]
+fits = [name for name in climb if ran[name].peak_bytes <= room]
+surely = {name: to_first[name].low for name in fits[1:] if to_first[name].known}
+best = max(surely | {first: 1.0}, key=(surely | {first: 1.0}).get) if surely else fits[-1]
+said = f"Gained nothing that can be told here: **{', '.join(nothing) or 'none'}**. "
+said += f"Slower than the rung before: **{', '.join(costly) or 'none'}**."
+Markdown(
+    f"{said if told else 'No speed was measured here.'} The best recipe in no more memory than the guides' vanilla ends with **{best}**: "
+    f"{ran[best].peak_bytes / room:.0%} of the peak, {to_first.get(best, 1)} x the throughput."
+)
+
+# %% [markdown]
+# A rung that gains nothing is no useless technique: here it met nothing to remove. Input that is ready needs no workers,
+# and short sequences need little of SDPA. A larger batch is another training: lesson 04 says what it does to learning.
+#
+# ## How far is that from the hardware?
+#
+# **Model FLOPs utilisation** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)): the products that the model needs for
+# a sample (what is recomputed does not count), times samples a second, over the rate of the hardware. PaLM divides by the
+# data sheet's rate, we by that of a large matrix product, measured here in the recipe's precision. The goal, on a GPU, is
+# 10 times the guides' throughput in no more memory, at 50 % or more.
+
+
+# %%
+def matrix_rates(task):
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # as the steps in turns
+    return [roofline.ceilings(dtype).flops_per_second for dtype in dtypes]
+
+
+def samples_per_second(name):
+    if cuda:
+        run = lab.train(name, task=speed_task, measure=("time",), **recipes[name])
+        return run.samples_per_second
+    return ran[name].samples_per_step / np.array(taken)[:, list(racing).index(name), :, CPU].min()
+
+
+in_half = {"bf16": "bfloat16", "fp16": "float16"}
+dtypes = ["float32", next((dtype for name, dtype in in_half.items() if recipes[best].get(name)), "float32")]
+rates = lab.run(matrix_rates, task=speed_task, measure=("none",)).value
+needed = roofline.model_flops(speed_task, 1)
+utilisation = {}
+for name, dtype, rate in zip((first, best), dtypes, rates):
+    utilisation[name] = needed * samples_per_second(name) / rate
+    print(f"{name}: {utilisation[name]:.1%} of {rate / 1e12:.3g} TFLOP/s ({dtype})")
+print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)} x at {utilisation[best]:.1%}")
 
 # %% [markdown]
 # ## What held
 #
 # The guide says of three combinations what they save, and how fast they are. These are two statements each: memory is
-# decided anywhere, speed on a GPU.
+# decided anywhere, speed on a GPU. And the loop by hand needs what the Trainer needs.
 
 # %% tags=["claim"]
 three, ada, eight = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
 for id, name in {"combined-half-memory": three, "all-three-memory": ada, "all-three-8bit-memory": eight}.items():
     display(claims.check(id, share.get(name), missing=failed.get(name)))
+mine, trainers = runs["Accelerate loop, all + 8-bit Adam"].peak_bytes, runs[eight].peak_bytes
+torch.testing.assert_close(mine, trainers, rtol=0.02, atol=0)
 
-# %% tags=["claim"]
 turns = {
     "combined-speed": ("vanilla", three),
     "all-three-speed": ("vanilla", ada),
@@ -227,18 +413,72 @@ for id, (before, after) in turns.items():
     display(claims.check(id, compared and compared.speed_ratio))
 
 # %% [markdown]
+# ## The guide's own table
+#
+# The guide opens with seven methods and a yes or a no for each: can it improve speed, can it reduce memory? One claim a cell,
+# from the runs of the ladder. "(No)" is the guide's bracket for "usually either not a main concern or negligible".
+# Workers get an input that is slow on purpose, as from a busy disk: a sample loads for half as long as a step takes.
+
+
+# %%
+def slow_input(task):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
+    model, batch = task.build_model().to(device), task.batch(4, device)
+
+    class Slow(list):
+        def __getitem__(self, index):
+            time.sleep(pause)
+            return index
+
+    def seconds(batches):
+        began = time.perf_counter()
+        for _ in batches:
+            model(**batch).loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(range(1))
+    pause, pairs = seconds(range(4)) / 4 / 2, []
+    for _ in range(3):
+        none, two = (iter(torch.utils.data.DataLoader(Slow(range(20)), 4, num_workers=n)) for n in (0, 2))
+        next(none), next(two)  # the workers have started
+        pairs.append(seconds(none) / seconds(two))
+    return pairs
+
+
+# %% tags=["claim"]
+slow = lab.run(slow_input, task=task.replace(seq_len=64), measure=("none",))
+workers = lab.ratio(slow.value) if slow.ok else Ratio.unknown(slow.message)
+under = dict(zip(climb[1:], climb))
+cells = {  # row of the guide's table: (speed: of which run over which, memory: likewise)
+    "accumulation": (("accumulation alone", first), ("accumulation alone", first)),
+    "checkpointing": (("checkpointing alone", first), ("checkpointing alone", first)),
+    "half": (("+ half precision", first), ("+ half precision", first)),
+    "batch": ((first, "micro-batch 1"), ("micro-batch 1", first)),
+    "optimizer": (("+ fused AdamW", under.get("+ fused AdamW")), ("Adafactor alone", first)),
+    "loader": (None, ("+ workers", under.get("+ workers"))),
+}
+for row, (of_speed, of_memory) in cells.items():
+    display(claims.check(f"table-{row}-speed", faster(*reversed(of_speed)) if of_speed else workers))
+    absent = [name for name in of_memory if name not in ran or not ran[name].ok]
+    peaks = None if absent else ran[of_memory[0]].peak_bytes / ran[of_memory[1]].peak_bytes
+    display(claims.check(f"table-{row}-memory", peaks, missing=f"a run that failed: {absent}" if absent else None))
+for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items():
+    display(claims.check(f"table-zero-{cell}", note=f"one process has nothing to shard: lesson 16, {claim}"))
+
+# %% [markdown]
+# Speed and memory of "batch size" are two directions: a larger batch is faster, a smaller one takes less. And a yes names the
+# best case, not yours: the ladder's intervals say which one you have.
+#
 # ## Explore
 #
-# Two recipes above each other, moment by moment: which colours shrink, and which grow?
+# Two recipes above each other, moment by moment: which colours shrink, and which grow? Below, all of them: choose a limit,
+# and paste what fits. (On a GPU with its speed. But one run of each is no comparison: lesson 03.)
 
 # %% tags=["widget"]
 explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
-
-# %% [markdown]
-# And all of them as memory against speed: choose a limit, and paste the best that fits. (On a CPU, which may emulate half
-# precision, the order by speed is another than on a GPU; and one run of each is no comparison: lesson 03.)
-
-# %% tags=["widget"]
 explorers.recipes(lab)
 
 # %%
@@ -276,18 +516,14 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 #
 # Looking, choosing and trying again can be left to the estimate: it says which recipes fit, how fast they are expected to
 # be and from which measurement, and why a faster one does not fit. Put **your own model** in the place of `task`
-# (a preset, a config.json, a model folder), and your card in the place of `memory`, as in `memory="16GB"`.
+# (a preset, a config.json, a model folder), and your card in the place of `memory`, as in `memory="16GB"`. Then the first
+# recipe is trained for two steps, and the peak held against what was said.
 
 # %%
 used = max(vanilla.peak_bytes, vanilla.memory.reserved_bytes or 0) + (vanilla.memory.context_bytes or 0)
 room = int(used * (0.8 if cuda else 0.5))  # of a GPU the context takes its part, whatever the recipe
 advice = lab.foresee(advise, task, memory=room, effective_batch=16, seconds=120)
-advice
-
-# %% [markdown]
-# Is it true? The first recipe is trained for two steps, and the peak held against what was said.
-
-# %%
+display(advice)
 advice and advice.recipes and lab.foresee(verify, advice, lab)
 
 # %% [markdown]
@@ -321,20 +557,19 @@ else:
 #
 # Two habits. Look at the peak's colours before choosing: a technique helps only if its bytes are at the peak. And
 # measure after each change, one change at a time, as the ladder does.
-
-# %% [markdown]
+#
 # ## Exercise
 #
 # Your card holds the share of vanilla's peak that is printed below. Which recipe of the ten fits and has the most
 # samples/s? (On a CPU, go by the V100's samples/s.)
 
-# %%
-exercises.hint(
-    "Only recipes with a share of at most the limit fit: read them off the table.",
-    "Among those, look for the highest samples per second. `speed_of` below tells it.",
-)
-
 # %% tags=["exercise"]
+display(
+    exercises.hint(
+        "Only recipes with a share of at most the limit fit: read them off the table.",
+        "Among those, look for the highest samples per second. `speed_of` below tells it.",
+    )
+)
 limit = sorted(share.values())[3]  # the four smallest fit
 print(f"The card holds {limit:.1%} of vanilla's peak.")
 answer = None  # the name of a recipe, as in the table
@@ -374,14 +609,14 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 # share of vanilla's speed that the check prints. Keep the effective batch of 4. Your answer is a dict of training
 # arguments; `dtype` and `attn_implementation` are allowed too. Every recipe that meets the target is ranked below.
 
-# %%
-exercises.hint(
-    "What is the largest part of the smallest bar of the ten? No technique of part II attacks it.",
-    "Weights and gradients are left. Their size is a number of parameters times bytes each.",
-    "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
-)
-
 # %% tags=["exercise"]
+display(
+    exercises.hint(
+        "What is the largest part of the smallest bar of the ten? No technique of part II attacks it.",
+        "Weights and gradients are left. Their size is a number of parameters times bytes each.",
+        "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
+    )
+)
 answer = None  # {"per_device_train_batch_size": ..., ...}
 
 
@@ -409,11 +644,11 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # %% [markdown]
 # ## Recap
 #
-# - All ten recipes ran on this machine, and their shares of vanilla's peak stood beside the V100's.
-# - Each technique took away bytes of one colour and paid in another coin; a rung of the ladder saved what the rungs
-#   before it had left.
-# - fp32 weights and gradients, the dashed line, are what none of the ten attacks; weights in half precision do, at a risk
-#   for learning.
+# - All ten recipes ran on this machine beside the V100's figures. A rung saved what the rungs before it had left; fp32
+#   weights and gradients, the dashed line, none of the ten attacks. Weights in half precision do, at a risk for learning.
+# - The ladder of speed led from the guides' vanilla to the best recipe in no more memory, and named the rungs that gained
+#   nothing here.
+# - The guide's own table was decided cell by cell, on this machine.
 
 # %% tags=["finish"]
 claims.finish(lab)

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -157,6 +158,10 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 # Here the lab started the ranks. A script of yours is started by `torchrun`, or by `accelerate launch`, which calls it: once for each rank, with `RANK`, `WORLD_SIZE` and a place to meet in the environment. Both are run here, and then the lab's own ranks on the same script.
 
 # %%
+import json
+import runpy
+import sys
+
 SCRIPT = """
 import json, datetime, torch
 import torch.distributed as dist
@@ -181,11 +186,7 @@ if __name__ == "__main__":
 
 
 # %%
-import json
-import runpy
-import sys
 import tempfile
-from pathlib import Path
 
 LAUNCHERS = {  # the module behind the command, and its arguments
     "torchrun": ("torch.distributed.run", "--standalone --local-addr 127.0.0.1 --nproc-per-node 2"),
@@ -193,17 +194,20 @@ LAUNCHERS = {  # the module behind the command, and its arguments
                           "--mixed_precision no --dynamo_backend no --main_process_port 0"),
 }  # fmt: skip
 here = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder, "script.py")
+with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    path, started = Path(folder, "script.py"), {}
     path.write_text(SCRIPT)
+    for name, (module, options) in LAUNCHERS.items():  # both at once, beside the lab's
+        command = [sys.executable, "-m", module, *options.split(), str(path)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here, cwd=folder)
+        started[name] = stack.enter_context(subprocess.Popen(command, **pipes))
+        stack.callback(started[name].kill)
     run = lab.run(lambda task: runpy.run_path(str(path))["main"](), "the lab", processes=2, measure=("none",))
     ranks = [rank["value"] for rank in run.ranks]
-    for name, (module, options) in LAUNCHERS.items():
-        print(f"$ {name} {options} script.py")
-        command = [sys.executable, "-m", module, *options.split(), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=here, cwd=folder)
-        print(done.stdout or done.stderr[-800:])
-        told = sorted(map(json.loads, re.findall(r"\{.*?\}", done.stdout)), key=lambda rank: rank["rank"])
+    for name, process in started.items():
+        output, errors = process.communicate(timeout=120)
+        print(f"$ {name} {LAUNCHERS[name][1]} script.py\n{output or errors[-800:]}")
+        told = sorted(map(json.loads, re.findall(r"\{.*?\}", output)), key=lambda rank: rank["rank"])
         if told or strict:
             torch.testing.assert_close(told, ranks)
 
@@ -379,7 +383,7 @@ _ = axes.set_xticks([1, 2])
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it, and adds a law: the more there is to synchronize, the more a slow link costs; little for DDP, which does so once a step, much for ZeRO-DP, which does so often. The law can be tried anywhere. Two ranks on two *hosts* (network namespaces with a virtual cable between them) train a large and a small model with DDP, then the small one with its weights sharded, as ZeRO does (lesson 16). The fast cable has the speed of this machine's memory, which is no NVLink. The slow one is held to a rate at which the sum takes as long as ten steps, or to 80 Mbit/s: backward hides little of that, so what it adds to a step can be told from bytes and rate.
+# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it, and adds a law: the more there is to synchronize, the more a slow link costs; little for DDP, which does so once a step, much for ZeRO-DP, which does so often. The law can be tried anywhere. Two ranks on two *hosts* (network namespaces with a virtual cable between them) train a large and a small model with DDP, then the small one with its weights sharded, as ZeRO does (lesson 16). The fast cable has the speed of this machine's memory, which is no NVLink. The slow one is held to a rate at which the sum takes as long as twenty steps, or to 40 Mbit/s: little of that is hidden, and what it adds to a step can be told from bytes and rate.
 
 
 # %%
@@ -394,15 +398,16 @@ def sharded(model):
 
 
 # %%
-small, over, rate, hosts = task.replace(config={"num_hidden_layers": 1}), {}, None, None
-recipes = {"DDP": (task, DDP), "DDP, small model": (small, DDP), "small, sharded": (small, sharded)}
+large = task.replace(config={"hidden_size": 128, "intermediate_size": 512})
+small, over, rate, hosts = large.replace(config={"num_hidden_layers": 1}), {}, None, None
+recipes = {"DDP": (large, DDP), "DDP, small model": (small, DDP), "small, sharded": (small, sharded)}
 with contextlib.ExitStack() as stack:
     for speed in () if missing else ("fast", "slow"):
         if speed == "slow":
-            rate = max(80, round(32 * task.parameters() / (10 * over["fast", "DDP"].step_seconds) / 1e6))  # Mbit/s
+            rate = max(40, round(32 * large.parameters() / (20 * over["fast", "DDP"].step_seconds) / 1e6))  # Mbit/s
         cable = stack.enter_context(links.link(rate))
         for name, (model, wrap) in recipes.items():
-            each = partial(loop, samples=4, wrap=wrap, link=cable, turns=3)
+            each = partial(loop, samples=2, wrap=wrap, link=cable, turns=4)
             over[speed, name] = lab.run(each, f"{name}, {speed} cable", task=model, processes=2, measure=("time",))
     if not missing:
         each = partial(train, wrap=with_ddp, link=cable)
@@ -424,7 +429,7 @@ if hosts:
     pairs = [seconds / row[4] for row in rows[:2] for seconds in added[row[0]]]
     law = Ratio.of_pairs(pairs, 1.05)  # the median, its bootstrap, and 5 % at least
     pairs = [shards / whole for shards, whole in zip(added["small, sharded"], added["DDP, small model"])]
-    often = Ratio(median(pairs), min(pairs), max(pairs), tuple(pairs))
+    often = Ratio.of_pairs(pairs, 1.05)
 print(missing or f"the slow cable: {rate} Mbit/s")
 print(f"the guide: {1 - 101 / 131:.0%} less time, so {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps a second")
 print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s each way, {8 * 14.0625} in all")
@@ -591,9 +596,9 @@ TECHNIQUES = {
     "Adafactor": {"optim": "adafactor"},
     "8-bit Adam": {"optim": "adamw_bnb_8bit"},
 }
-longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
+long, rows = Task("bert-tiny", seq_len=128, config=no_dropout | {"vocab_size": 2000}), []
 for name, arguments in TECHNIQUES.items():
-    given = {"task": longer, "per_device_train_batch_size": 8, "use_cpu": True} | arguments
+    given = {"task": long, "per_device_train_batch_size": 8, "use_cpu": True} | arguments
     on = [lab.train(f"{name}, {ranks}", processes=ranks, measure=("memory",), **given) for ranks in (1, 2)]
     peaks = [on[0].peak_bytes, min(rank["peak_bytes"] for rank in on[1].ranks)]
     first_row = rows[0] if rows else [name, *peaks]
@@ -649,6 +654,7 @@ if gpus2:
         timings[name] = lab.compare(*pair, turns=4).speed_ratio  # seconds of the first / of the second
 accelerated = None
 if lab.machine.kind == "cuda":
+    longer = task.replace(seq_len=128, config={"num_hidden_layers": 2})
     given = {"task": longer, "per_device_train_batch_size": 8, "measure": ("time",), "steps": 5}
     both = [lab.train(f"use_cpu={use}", use_cpu=use, **given) for use in (True, False)]
     accelerated = lab.ratio([cpu / gpu for cpu, gpu in zip(*(run.timing.all_seconds for run in both))], *both)

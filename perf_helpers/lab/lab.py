@@ -295,7 +295,7 @@ class Lab:
                     outcome = perform(meter)
                     self._has_rehearsed_time |= meter == "time"
                 if outcome.ok and meter == "memory":
-                    if outcome.memory.breakdown is None:
+                    if outcome.memory.breakdown is None and not experiment.arguments.compiles:
                         outcome = outcome.explained(perform("categories"))
                     text.measured(outcome.memory.peak_bytes)
                 known = known.joined(outcome)

@@ -191,6 +191,60 @@ class MemoryMeter:
         )
 
 
+class CompiledMemoryMeter:
+    """Peak memory of the last optimizer step inside `with CompiledMemoryMeter() as meter`, for compiled code.
+
+    A compiler gives up where modules have hooks or operations are watched, and what would be measured is the code
+    uncompiled. So only the ends of steps are seen here, there is no breakdown, and earlier steps, which compile, do not
+    count.
+
+    Args:
+        on_cpu: the experiment uses the CPU although there is a GPU.
+    """
+
+    def __init__(self, on_cpu: bool = False):
+        self._cuda = torch.cuda.is_available() and not on_cpu
+        self._peaks: list[int] = []  # on CUDA, of each step
+        self._parameters = 0
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        if not self._cuda:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            self._profile = self._stack.enter_context(torch.profiler.profile(activities=kinds, profile_memory=True))
+        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        return self
+
+    def __exit__(self, *error):
+        return self._stack.__exit__(*error)
+
+    def _stepped(self, optimizer, *_):
+        self._parameters = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+        if self._cuda:
+            self._peaks.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        with torch._C._profiler._RecordFunctionFast(f"{_MARK} mark"):
+            pass
+
+    def result(self) -> Memory | None:
+        """The memory figures, in bytes; None if there were fewer than two steps."""
+        if self._cuda:
+            peak = self._peaks[-1] if len(self._peaks) > 1 else None
+        else:
+            changes, _, ends = _events(self._profile)
+            times = [when for when, _ in changes]
+            totals = list(itertools.accumulate(size for _, size in changes))
+            last = [bisect.bisect_right(times, when) for when in ends[-2:]]
+            peak = max(totals[max(0, last[0] - 1) : last[1]], default=None) if len(last) > 1 else None
+        return peak and Memory(
+            peak_bytes=peak,
+            kind="allocated" if self._cuda else "counted",
+            parameters=self._parameters,
+            reserved_bytes=torch.cuda.max_memory_reserved() if self._cuda else None,
+            rss_bytes=peak_rss_bytes(),
+        )
+
+
 class _CpuWatcher(Watcher):
     """Leaves its marks among the profiler's events, so that both are told in one order."""
 
@@ -220,7 +274,10 @@ class _CudaTracker(Tracker):
     def execute(self, function, args, kwargs):
         result = function(*args, **kwargs)
         # The nested form: the flat one, which max_memory_allocated() makes too, takes half a millisecond.
-        allocated = torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        known = torch.cuda.memory.memory_stats_as_nested_dict()
+        if not known:  # a data loader's worker, a fork of this process: it has this mode, and no GPU
+            return result
+        allocated = known["allocated_bytes"]["all"]
         if allocated["peak"] > self._peak:
             self._peak, self._peak_operation = allocated["peak"], len(self.operations)
         self._at_operations.append(allocated["current"])
@@ -299,9 +356,10 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
     return named | {category: [part[category] for part in parts] for category in CATEGORIES}
 
 
-def _replay(profile, tracker: Tracker) -> _Account:
-    """The account of the CPU allocator, from the events that it gave to the profiler."""
-    changes, starts, mark_times = [], [], []
+def _events(profile) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """What the profiler saw, in the order of time (ns): (when, bytes) of each change, the beginnings of operations, and
+    the marks."""
+    changes, starts, marks = [], [], []
     for event in profile.profiler.kineto_results.events():
         name = event.name()
         if name == "[memory]":
@@ -309,10 +367,14 @@ def _replay(profile, tracker: Tracker) -> _Account:
         elif name == f"{_MARK} op":
             starts.append(event.start_ns())
         elif name == f"{_MARK} mark":
-            mark_times.append(event.start_ns())
+            marks.append(event.start_ns())
     changes.sort(key=lambda change: change[0])
-    starts.sort()
-    mark_times.sort()
+    return changes, sorted(starts), sorted(marks)
+
+
+def _replay(profile, tracker: Tracker) -> _Account:
+    """The account of the CPU allocator, from the events that it gave to the profiler."""
+    changes, starts, mark_times = _events(profile)
     times = [when for when, _ in changes]
     totals = list(itertools.accumulate(size for _, size in changes))
     start = next((i for i, (label, _, _) in enumerate(tracker.marks) if label == "start"), None)

@@ -4,8 +4,9 @@ For a lesson's own parts, inside a function that `Lab.run` performs; whole train
 """
 
 import itertools
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from perf_helpers.lab.hardware import is_rehearsal
 from perf_helpers.unknown import NeedsValues
@@ -41,12 +42,18 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     if is_rehearsal():
         raise NeedsValues(NO_TIME)
     taken: list[list[tuple[float, float]]] = [[] for _ in works]
-    every = range(len(works))
-    orders = itertools.permutations(every) if len(works) < 5 else (every, every[::-1])
-    for order in itertools.islice(itertools.cycle(orders), turns):
+    for order in itertools.islice(_orders(len(works)), turns):
         for which in order:
             taken[which].append(_seconds(works[which]))
     return taken
+
+
+def _orders(count: int) -> Iterator[Sequence[int]]:
+    """Orders of so many functions without end: all there are of a few, of more some at random, always the same ones."""
+    if count < 4:
+        return itertools.cycle(itertools.permutations(range(count)))
+    random_order = random.Random(0)
+    return (random_order.sample(range(count), count) for _ in itertools.count())
 
 
 def _seconds(work: Callable[[], object]) -> tuple[float, float]:

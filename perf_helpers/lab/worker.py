@@ -19,6 +19,9 @@ from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.unknown import Unknown
 
 NO_TIME = "a rehearsal: no kernel computes, so there is no time"
+_COMPILING_STEPS = (
+    3  # a model may be compiled anew after its first call: transformers' fill in their configuration then
+)
 NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
 
 
@@ -26,8 +29,9 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform an experiment under one meter. Whatever ends it, there is an outcome.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter), "categories" (the same, followed tensor by
-            tensor, see `meters.MemoryMeter`), "time" (the steps asked for, under the time meter alone) or "none".
+        measure: "memory" (two optimizer steps under the memory meter; of compiled code the last of a few), "categories"
+            (the same, followed tensor by tensor, see `meters.MemoryMeter`), "time" (the steps asked for, under the time
+            meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
     try:
@@ -48,9 +52,14 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
     if experiment.arguments.compiles and hardware.is_rehearsal():
         return Outcome("needs values", NO_COMPILER)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
+        on_cpu = bool(experiment.arguments.get("use_cpu"))
+        if measure == "memory" and experiment.arguments.compiles:
+            with meters.CompiledMemoryMeter(on_cpu) as meter:
+                outcome = _execute(experiment, folder, steps=_COMPILING_STEPS + 1, keep_losses=False)
+            return outcome.replace(memory=meter.result())
         if measure in ("memory", "categories"):
             categories = True if measure == "categories" else None
-            with meters.MemoryMeter(categories, on_cpu=bool(experiment.arguments.get("use_cpu"))) as meter:
+            with meters.MemoryMeter(categories, on_cpu) as meter:
                 outcome = _execute(experiment, folder, steps=2, keep_losses=False)
             return outcome.replace(memory=meter.result())
         if hardware.is_rehearsal():

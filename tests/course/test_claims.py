@@ -17,6 +17,15 @@ from perf_helpers.unknown import Unknown
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 LEDGER = claims.load()
+THREE = ("workers-help", "workers-not-beyond", "pinned-memory")
+
+
+@pytest.fixture(autouse=True)
+def lesson_of_three_claims(monkeypatch):
+    """In these tests lesson 12 owns three claims, however many the ledger gives it."""
+    rows = {id: claim for id, claim in LEDGER.items() if claim.lesson != "12" or id in THREE}
+    assert set(THREE) <= {id for id, claim in rows.items() if claim.lesson == "12"}
+    monkeypatch.setattr(claims, "load", lambda: rows)
 
 
 class TestCheck:
@@ -212,7 +221,7 @@ class TestFinish:
             "complete": True,
         }
         first = content["claims"][0]
-        assert (first["verdict"], first["expected"]) == ("holds", ["holds", "too small to tell"])
+        assert (first["verdict"], first["expected"]) == ("holds", ["holds"])
         assert (first["value"], first["interval"], first["guide"]["source"]) == (2.0, [1.5, 2.6], "2023 guide")
 
     def test_a_lesson_is_judged_by_the_profile_that_it_ran(self, machine, monkeypatch, tmp_path, capsys):

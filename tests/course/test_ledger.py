@@ -18,9 +18,12 @@ OWNED = {
     "states-sgd-momentum states-8bit states-adafactor t5-3b-adamw t5-3b-adafactor t5-3b-8bit "
     "gradients-cost eighteen-bytes inference-six-bytes activations-scale temporaries-freed "
     "functional-memory",
-    "02": "op-classes backward-twice-forward backward-takes-twice",
+    "02": "op-classes op-groups-ordered activations-bandwidth backward-twice-forward backward-takes-twice "
+    "convolution-backward-twice activation-backward-reads",
     "03": "training-dwarfs-weights",
-    "04": "multiples-of-eight multiples-of-64 tile-quantization larger-batch-faster",
+    "04": "multiples-of-eight multiples-of-64 tile-quantization larger-batch-faster memory-to-the-limit "
+    "larger-batch-fewer-steps larger-batch-same-data larger-batch-ends-better batch-multiple-of-eight "
+    "fp16-needs-eights",
     "05": "accumulation-memory accumulation-cost accumulation-cost-grows accumulation-only-slows "
     "accumulation-same-gradient accumulation-fill-first accumulation-fewer-updates "
     "accumulation-fewer-steps accumulation-learning-rate",
@@ -29,15 +32,22 @@ OWNED = {
     "07": "fp16-faster fp16-up-to-5x half-precision-faster-cpu fp16-activations-halve "
     "mixed-saves-only-activations fp16-small-batch-costs fp16-saves-with-batch fp16-range bf16-range "
     "bf16-no-scaling bf16-then-fp16 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster "
-    "autocast-cache autocast-stale layernorm-accumulates-fp32 half-inference half-inference-speed",
+    "autocast-cache autocast-stale layernorm-accumulates-fp32 half-inference half-inference-speed "
+    "fp16-twice-by-batch fp16-below-eight-costs bf16-prevents-overflow bf16-ampere-only tf32-default "
+    "tf32-trainer-flag full-eval-weights half-eval-depends",
     "08": "adafactor-memory adafactor-cost adafactor-row-column adafactor-convergence",
     "09": "adam8bit-memory adam8bit-cost adam8bit-convergence",
-    "10": "multi-tensor",
-    "11": "sdpa-memory sdpa-speed compile",
-    "12": "workers-help workers-not-beyond pinned-memory",
+    "10": "multi-tensor multi-tensor-default fused-fastest optim-list",
+    "11": "sdpa-memory sdpa-speed sdpa-same sdpa-fused-kernels better-transformer compile compile-debugging "
+    "compile-captures backends-training backends-inference compile-cudagraphs",
+    "12": "main-process-loads workers-help workers-not-beyond workers-no-memory utilisation-shows-wait "
+    "pinned-by-loader pinned-memory",
     "13": "accelerate-same",
     "14": "combined-half-memory combined-speed all-three-speed all-three-memory all-three-8bit-memory "
-    "all-three-8bit-speed",
+    "all-three-8bit-speed table-accumulation-speed table-accumulation-memory table-checkpointing-speed "
+    "table-checkpointing-memory table-half-speed table-half-memory table-batch-speed table-batch-memory "
+    "table-optimizer-speed table-optimizer-memory table-loader-speed table-loader-memory table-zero-speed "
+    "table-zero-memory",
     "15": "link-matters nvlink-quarter sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp "
     "dp-first-device ddp-traffic dp-traffic dp-exchanges-more ddp-in-step topology-legend "
     "single-gpu-carries-over accelerator-required",
@@ -51,12 +61,15 @@ OWNED = {
     "24": "cooling power-sockets gpu-choice prebuilt-images",
 }
 NEEDS = {  # what is not in this table is decided on any machine
-    "cuda": "context-cost first-tensor-cost nvml-agrees multiples-of-eight tile-quantization fp16-faster "
-    "fp16-up-to-5x combined-speed adam8bit-cost all-three-speed all-three-8bit-speed pinned-memory "
-    "accelerator-required cooling",
-    "sm80": "weights-grow-on-gpu multiples-of-64 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster",
+    "cuda": "batch-multiple-of-eight fp16-needs-eights "
+    "context-cost first-tensor-cost activations-bandwidth nvml-agrees multiples-of-eight tile-quantization "
+    "fp16-faster fp16-up-to-5x fp16-twice-by-batch combined-speed adam8bit-cost all-three-speed all-three-8bit-speed "
+    "pinned-memory utilisation-shows-wait pinned-by-loader accelerator-required cooling sdpa-fused-kernels",
+    "sm80": "weights-grow-on-gpu multiples-of-64 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster "
+    "tf32-trainer-flag",
     "gpus2": "nvlink-quarter ddp-beats-dp dp-beats-slow-ddp dp-first-device dp-traffic topology-legend",
-    "text": "power-sockets gpu-choice prebuilt-images",
+    "cuda-or-cpu-bf16": "table-half-speed table-half-memory",
+    "text": "power-sockets gpu-choice prebuilt-images table-zero-speed table-zero-memory",
 }
 # The guides' figures, worked out from their tables: (MB, samples/s) of the 2023 guide's runs.
 VANILLA, ACCUMULATED, CHECKPOINTED, FP16, COMBINED = (
@@ -78,6 +91,8 @@ FIGURES = {
     "eighteen-bytes": 18,
     "inference-six-bytes": 6,
     "backward-twice-forward": 2,
+    "convolution-backward-twice": 2,
+    "activation-backward-reads": 3 / 2,
     "accumulation-memory": ACCUMULATED[0] / VANILLA[0],
     "accumulation-cost": ACCUMULATED[1] / VANILLA[1],
     "accumulation-fewer-updates": 1.25,
@@ -111,6 +126,8 @@ FIGURES = {
     "checkpointing-cost-2022": 1 - (0.2 + 0.3) / 2,
     "checkpointing-flag-sqrt": 0.5,
     "fp16-up-to-5x": 5,
+    "fp16-twice-by-batch": 2,
+    "full-eval-weights": 2,
     "fp16-saves-with-batch": 178 / 4971 - 84 / 4247,
     "combined-half-memory": COMBINED[0] / VANILLA[0],
     "combined-speed": COMBINED[1] / VANILLA[1],
@@ -123,15 +140,35 @@ FIGURES = {
     "moe-flops": 1,
     "nvlink-quarter": 131 / 101,
     "dp-beats-slow-ddp": 110 / 131,
+    "sdpa-fused-kernels": 2,
+    "better-transformer": 1,
+    "backends-training": 4,
+    "backends-inference": 4,
+    "compile-cudagraphs": 1,
+    "table-accumulation-speed": ACCUMULATED[1] / VANILLA[1],
+    "table-accumulation-memory": ACCUMULATED[0] / VANILLA[0],
+    "table-checkpointing-speed": CHECKPOINTED[1] / ACCUMULATED[1],
+    "table-checkpointing-memory": CHECKPOINTED[0] / ACCUMULATED[0],
+    "table-half-speed": FP16[1] / VANILLA[1],
+    "table-half-memory": FP16[0] / VANILLA[0],
+    "table-optimizer-memory": ADAFACTOR[0] / VANILLA[0],
 }
 # Where the guides give no figure: a value that their statement calls true, and one that it calls false.
 TRUE_AND_FALSE = {
     "activations-scale": (1.0, 0.0),
     "functional-memory": (3.0, 1.0),
     "op-classes": (0.01, 1.5),
+    "op-groups-ordered": (3.0, 0.5),
+    "activations-bandwidth": (1.0, 4.0),
     "multiples-of-eight": (1.5, 0.9),
     "tile-quantization": (1.5, 0.9),
     "larger-batch-faster": (1.3, 0.9),
+    "memory-to-the-limit": (0.7, 1.1),
+    "larger-batch-fewer-steps": (0.3, 1.2),
+    "larger-batch-same-data": (0.5, 5.0),
+    "larger-batch-ends-better": (0.5, 1.2),
+    "batch-multiple-of-eight": (1.3, 0.9),
+    "fp16-needs-eights": (1.2, 4.0),
     "accumulation-same-gradient": (1.0, 4.0),
     "accumulation-fill-first": (1.5, 0.9),
     "checkpointing-same-gradient": (0.0, 0.5),
@@ -142,9 +179,15 @@ TRUE_AND_FALSE = {
     "adafactor-convergence": (1.2, 0.8),
     "adam8bit-convergence": (1.0, 1.5),
     "multi-tensor": (2.0, 0.9),
+    "multi-tensor-default": (1.0, 4.0),
+    "fused-fastest": (3.0, 0.9),
+    "optim-list": (1.0, 0.6),
     "workers-help": (2.0, 0.9),
     "pinned-memory": (2.5, 0.9),
     "compile": (1.5, 0.8),
+    "compile-debugging": (0.9, 1.5),
+    "compile-captures": (0, 3),
+    "sdpa-same": (0.0, 0.5),
     "zero-slows-if-fits": (0.7, 1.2),
     "zero-saves": (0.01, 1.0),
     "ddp-traffic": (1.0, 2.0),
@@ -169,10 +212,20 @@ TRUE_AND_FALSE = {
     "bf16-then-fp16": (0.9, 0.0),
     "tf32-convergence": (1.0, 2.0),
     "tf32-with-half": (1.2, 0.9),
+    "fp16-below-eight-costs": (0.05, -0.01),
+    "bf16-prevents-overflow": (0.0, 1.0),
+    "bf16-ampere-only": (0, 1),
+    "tf32-default": (0, 1),
+    "tf32-trainer-flag": (10, 16),
+    "half-eval-depends": (0.4, 0.0),
     "autocast-stale": (0.0, 1.0),
     "half-inference-speed": (1.5, 0.9),
     "adafactor-row-column": (1.0, 14.0),
     "workers-not-beyond": (0.9, 1.5),
+    "main-process-loads": (1.0, 0.0),
+    "workers-no-memory": (1.0, 0.8),
+    "utilisation-shows-wait": (0.3, 1.0),
+    "pinned-by-loader": (1.0, 0.0),
     "sdpa-memory": (0.5, 1.0),
     "sdpa-speed": (2.0, 0.8),
     "link-matters": (1.0, -0.1),
@@ -183,6 +236,11 @@ TRUE_AND_FALSE = {
     "single-gpu-carries-over": (1.0, 0.6),
     "accelerator-required": (20.0, 0.9),
     "cooling": (87, 95),
+    "table-batch-speed": (1.5, 0.9),
+    "table-batch-memory": (0.5, 1.0),
+    "table-optimizer-speed": (1.2, 0.9),
+    "table-loader-speed": (2.5, 0.9),
+    "table-loader-memory": (1.0, 1.1),
 }
 # Where they give one: a value that their statement calls false.
 FALSE = {
@@ -196,6 +254,8 @@ FALSE = {
     "eighteen-bytes": 12,
     "inference-six-bytes": 4,
     "backward-twice-forward": 1.0,
+    "convolution-backward-twice": 1.0,
+    "activation-backward-reads": 1.0,
     "accumulation-memory": 1.1,
     "accumulation-cost": 0.5,
     "accumulation-fewer-updates": 0.9,
@@ -229,6 +289,8 @@ FALSE = {
     "checkpointing-cost-2022": 1.0,
     "checkpointing-flag-sqrt": 1.0,
     "fp16-up-to-5x": 0.9,
+    "fp16-twice-by-batch": 0.9,
+    "full-eval-weights": 4,
     "fp16-saves-with-batch": -0.01,
     "combined-half-memory": 1.05,
     "combined-speed": 0.7,
@@ -241,18 +303,33 @@ FALSE = {
     "moe-flops": 8,
     "nvlink-quarter": 0.9,
     "dp-beats-slow-ddp": 1.1,
+    "sdpa-fused-kernels": 0,
+    "better-transformer": 0,
+    "backends-training": 1,
+    "backends-inference": 0,
+    "compile-cudagraphs": 0,
+    "table-accumulation-speed": 1.3,
+    "table-accumulation-memory": 1.1,
+    "table-checkpointing-speed": 1.2,
+    "table-checkpointing-memory": 1.0,
+    "table-half-speed": 0.9,
+    "table-half-memory": 0.5,
+    "table-optimizer-memory": 1.1,
 }
 FALSE |= {id: false for id, (_, false) in TRUE_AND_FALSE.items()}
 TRUE = {id: true for id, (true, _) in TRUE_AND_FALSE.items()}
 # Only these may expect more than one verdict: they are timed, or their losses vary with the seed.
 UNCERTAIN = (
     "checkpointing-cost-2022 "
-    "context-cost backward-takes-twice multiples-of-64 larger-batch-faster accumulation-cost accumulation-cost-grows "
-    "accumulation-only-slows accumulation-fill-first accumulation-fewer-updates checkpointing-cost fp16-faster "
+    "context-cost backward-takes-twice multiples-of-64 larger-batch-faster memory-to-the-limit "
+    "larger-batch-ends-better batch-multiple-of-eight fp16-needs-eights accumulation-cost accumulation-cost-grows "
+    "accumulation-only-slows accumulation-fill-first accumulation-fewer-updates checkpointing-cost "
+    "fp16-faster fp16-twice-by-batch "
     "half-precision-faster-cpu combined-speed tf32-with-half half-inference-speed adafactor-cost "
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
-    "workers-help workers-not-beyond sdpa-speed compile zero-slows-if-fits moe-faster link-matters nvlink-quarter "
-    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling hpo"
+    "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster link-matters nvlink-quarter "
+    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling hpo "
+    "table-accumulation-speed table-half-speed table-batch-speed table-optimizer-speed table-loader-speed"
 )
 LEDGER = ledger.load()
 MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
@@ -284,7 +361,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 115
+        assert len(listed) == 162
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):

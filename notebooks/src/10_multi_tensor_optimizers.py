@@ -1,0 +1,700 @@
+# %% [markdown]
+# # Why update a thousand tensors one by one?
+#
+# A model is hundreds of tensors, and AdamW does the same eight things to each. They can be done to one tensor after the other, to all at once, or in a single operation. The weights come out the same; the time and the memory do not.
+#
+# **You will see**
+# - one update written in three forms: how many operations each calls, which bytes each adds at the peak, and where each is fast
+# - every optimizer that the Trainer can make on this machine, in one table
+# - an update inside the backward pass, where a full set of gradients never exists, and what that rules out
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import statistics
+import tempfile
+
+import torch
+from IPython.display import display
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from perf_helpers import Lab, claims, exercises, plots, stopwatch, widgets
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Ratio
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.runs import CPU, WALL
+
+lab = Lab(profile, strict=strict, out=out, lesson="10_multi_tensor_optimizers")
+cuda = lab.machine.kind == "cuda"
+clock = WALL if cuda else CPU
+
+# %% [markdown]
+# ## Idea
+#
+# To *launch* an operation costs some microseconds: Python, torch's dispatcher and, on a GPU, the driver. The arithmetic on a small tensor takes less than that. A **multi-tensor** operation (`torch._foreach_*`) takes a list of tensors and is launched once for all of them. A **fused** operation goes further and does the whole update while it passes over the data once.
+#
+# ## Predict
+#
+# Sequences of 32 tokens leave hardly any activations, so that the peak of a step depends on the update. Weights, gradients and AdamW's two states, four numbers a parameter, stand there in any form.
+
+# %%
+widgets.predict(lab, "foreach", "Peak of a step with foreach=True, in percent of that with fused=True?", "%", 50, 300)
+
+# %% [markdown]
+# ## By hand: one update, three forms
+#
+# Line by line the same: decay the weight, move the two running averages, take the root, step. The loop makes a root for one tensor at a time, the foreach form for all of them. The fused form is the operation that torch's own optimizer calls. Then twenty steps of each, on tensors of five sizes, against torch's own three.
+
+# %%
+RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
+
+
+def loop(weights, gradients, first, second, step):
+    for w, g, m, v in zip(weights, gradients, first, second):
+        w.mul_(1 - RATE * DECAY)
+        m.lerp_(g, 1 - BETA1)
+        v.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
+        root = v.sqrt().div_((1 - BETA2**step) ** 0.5).add_(EPSILON)
+        w.addcdiv_(m, root, value=-RATE / (1 - BETA1**step))
+
+
+def foreach(weights, gradients, first, second, step):
+    torch._foreach_mul_(weights, 1 - RATE * DECAY)
+    torch._foreach_lerp_(first, gradients, 1 - BETA1)
+    torch._foreach_mul_(second, BETA2)
+    torch._foreach_addcmul_(second, gradients, gradients, value=1 - BETA2)
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, (1 - BETA2**step) ** 0.5)
+    torch._foreach_add_(roots, EPSILON)
+    torch._foreach_addcdiv_(weights, first, roots, value=-RATE / (1 - BETA1**step))
+
+
+# %%
+def fused(weights, gradients, first, second, step):
+    steps = [torch.tensor(float(step), device=w.device) for w in weights]
+    numbers = dict(lr=RATE, beta1=BETA1, beta2=BETA2, weight_decay=DECAY, eps=EPSILON)
+    torch._fused_adamw_(weights, gradients, first, second, [], steps, **numbers, amsgrad=False, maximize=False)
+
+
+BY_HAND = {"loop": loop, "foreach": foreach, "fused": fused}
+TORCH = {"loop": dict(foreach=False, fused=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
+
+
+def tensors(shapes, device="cpu"):
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(device) for shape in shapes]
+
+
+# %%
+def after_twenty(shapes, update=None, **form):
+    weights, gradients = tensors(shapes), tensors([(20, size) for size in shapes])
+    first, second = ([torch.zeros(size) for size in shapes] for _ in range(2))
+    optimizer = torch.optim.AdamW([w.requires_grad_(not update) for w in weights], RATE, weight_decay=DECAY, **form)
+    for step in range(20):
+        now = [gradient[step] for gradient in gradients]
+        if update:
+            update(weights, now, first, second, step + 1)
+        else:
+            for weight, gradient in zip(weights, now):
+                weight.grad = gradient
+            optimizer.step()
+    return torch.cat(weights).detach()
+
+
+shapes = [5, 64, 1000, 4096, 10000]
+reference = after_twenty(shapes, **TORCH["loop"])
+ended = {f"by hand, {name}": after_twenty(shapes, update) for name, update in BY_HAND.items()}
+ended |= {f"torch, {name}": after_twenty(shapes, **form) for name, form in TORCH.items()}
+for weights in ended.values():
+    torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)
+rows = [[name, int((w != reference).sum()), f"{(w - reference).abs().max():.1e}"] for name, w in ended.items()]
+plots.Table(
+    ["form", "unequal in a bit", "largest difference"], rows, f"{len(reference):,} weights, against torch's loop"
+)
+
+
+# %% [markdown]
+# Rows without an unequal weight do the same roundings in the same order. Where some differ, the formula was rounded at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two steps. Mind the size: a number near 1 is stored to within 6e-8.
+#
+# ## What is launched
+#
+# A **dispatch mode** is an object that torch hands every operator to, before its kernel runs; ours counts and passes on.
+
+
+# %%
+class Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.count += operator.namespace == "aten"
+        return operator(*arguments, **(options or {}))
+
+
+def operators_called(_):
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", {}
+    for name, form in (TORCH | {"no flag": {}}).items():
+        for count in (10, 100):
+            weights = [weight.requires_grad_() for weight in tensors([16] * count, device)]
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer = torch.optim.AdamW(weights, RATE, **form)
+            optimizer.step()  # the states are made here
+            with Operators() as operators:
+                optimizer.step()
+            found.setdefault(name, []).append(operators.count)
+    return found
+
+
+counts = lab.run(operators_called, measure=("none",)).value
+plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
+
+# %% [markdown]
+# Operators called from Python in one step. The loop's grow with every tensor. Most of what foreach still calls are reads of the step's number, which torch keeps for each tensor. The last row is what you get if you say nothing.
+#
+# One operator is not one kernel. On a GPU a multi-tensor kernel takes some dozens of tensors at a time, as many addresses as fit into its arguments; on a CPU foreach is a loop in C++, which saves the Python and nothing else. The profiler sees below the operators.
+
+
+# %%
+def kernels(_):
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu, found = torch.cuda.is_available(), {}
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    one_tensor = ("mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "_fused_adamw_")
+    for name, update in BY_HAND.items():
+        made = [tensors([64] * 100, "cuda" if on_gpu else "cpu") for _ in range(4)]
+        update(*made, 1)
+        with profile(activities=activities) as seen:
+            update(*made, 2)
+            if on_gpu:
+                torch.cuda.synchronize()
+        events = [event for event in seen.events() if on_gpu or event.name.removeprefix("aten::") in one_tensor]
+        found[name] = sum("CUDA" in str(event.device_type) for event in events) if on_gpu else len(events)
+    return {name: number or None for name, number in found.items()}  # a rehearsal launches none
+
+
+below = lab.run(kernels, measure=("none",)).value
+plots.Table(
+    ["form", "kernels" if cuda else "operations on one tensor"],
+    [*below.items()],
+    "by hand, 100 tensors, by torch.profiler",
+)
+
+# %% [markdown]
+# ## Time, by number and size
+#
+# All three forms on the same tensors: four of a size, and as many as a small budget allows. The ratio decides where each form pays.
+
+# %%
+SIZES = [2**6, 2**10, 2**14, 2**18]
+BUDGET = 2**27 if cuda else 2**22  # numbers in all tensors together
+
+
+def many(size):
+    return min(2048, BUDGET // size)
+
+
+def updates(shapes, names=tuple(TORCH)):
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = [weight.requires_grad_() for weight in tensors(shapes, device)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    return [torch.optim.AdamW(weights, RATE, **TORCH[name]).step for name in names]
+
+
+def grid(_):
+    taken = {}
+    for size in SIZES:
+        for count in (4, many(size)):
+            turns = stopwatch.in_turns(updates([size] * count), 4)
+            taken[f"{size} {count}"] = [statistics.median(turn[clock] for turn in form) for form in turns]
+    return taken
+
+
+# %%
+seconds_of = dict.fromkeys(TORCH)  # form -> {size: (seconds once, seconds a tensor)}, or None in a rehearsal
+measured = lab.run(grid, measure=("none",)).value
+for which, name in enumerate(TORCH):
+    seconds_of[name] = {}
+    for size in SIZES:
+        few, more = (measured[f"{size} {count}"][which] for count in (4, many(size)))
+        each = max(0.0, (more - few) / (many(size) - 4))
+        seconds_of[name][size] = max(0.0, few - 4 * each), each
+rows = []
+for size in SIZES:
+    taken = measured[f"{size} {many(size)}"]
+    rows.append(
+        [f"{many(size):,} x {size:,}", *map(plots.seconds_text, taken), taken[0] / taken[1], taken[1] / taken[2]]
+    )
+plots.Table(
+    ["tensors x numbers", *TORCH, "loop / foreach", "foreach / fused"], rows, "seconds of a step of torch.optim.AdamW"
+)
+
+# %% [markdown]
+# Follow *loop / foreach* down the rows. With tiny tensors launches are all there is, and the list wins. With larger ones the arithmetic takes over, and the advantage goes. Where the ratio falls **below 1**, the list is the slower one: the loop does all eight operations on a tensor while it lies in the cache, foreach passes over *all* tensors eight times, and they no longer fit. The fused form reads and writes each number once, and needs no such luck.
+
+# %%
+exercises.question(
+    lab,
+    "large tensors",
+    "A model of four huge matrices trains on a GPU, batch 64. Which form of the update is fast there, and why?",
+    {
+        "foreach, since it saves launches.": "There are about thirty launches in the loop. Against the reading of four "
+        "huge matrices they are nothing.",
+        "fused, since it passes over memory once.": "Launches do not matter with four tensors, but bytes do: the other "
+        "two forms read and write every number several times.",
+        "all the same: the arithmetic is the same.": "The arithmetic is, and it is next to nothing. An update moves bytes, "
+        "and the forms move different numbers of them.",
+    },
+    right="fused, since it passes over memory once.",
+)
+
+# %% [markdown]
+# ## Baseline
+#
+# Now the bytes. The task of this profile with short sequences, one sample a step, and torch's fused AdamW.
+
+
+# %%
+def with_form(name):
+    return lambda model, args: torch.optim.AdamW(model.parameters(), lr=args.learning_rate, **TORCH[name])
+
+
+short = lab.task.replace(seq_len=32)
+TASKS = {"whole": short, "even": short.replace(config={"vocab_size": 1000})}  # no tensor is much larger than others
+single = dict(per_device_train_batch_size=1, measure=("memory",))
+runs = {("fused", "whole"): lab.train("fused", task=short, optimizer=with_form("fused"), **single)}
+
+# %% [markdown]
+# ## Change one thing
+#
+# The form, and nothing else; then all three with a small vocabulary, whose embeddings are no longer the largest tensor by far.
+
+# %%
+for size, task in TASKS.items():
+    for name in TORCH:
+        if (name, size) not in runs:
+            text = name if task is short else f"{name}, small vocabulary"
+            runs[name, size] = lab.train(text, task=task, optimizer=with_form(name), **single)  # new
+
+
+def peak_of(name):
+    return estimate(short, optimizer=with_form(name), per_device_train_batch_size=1).peak_bytes
+
+
+measured = 100 * runs["foreach", "whole"].peak_bytes / runs["fused", "whole"].peak_bytes
+widgets.revealed(lab, "foreach", measured, estimate=lab.foresee(lambda: 100 * peak_of("foreach") / peak_of("fused")))
+
+
+# %%
+def roots(task, name):
+    sizes = [parameter.numel() for parameter in task.build_model(device="meta").parameters()]
+    if name == "loop":  # the root, its quotient, and the quotient of the tensor before, which its name still holds
+        return 4 * max(2 * size + before for before, size in zip([0, *sizes], sizes))
+    return 4 * sum(sizes) if name == "foreach" else 0
+
+
+_ = plots.memory(list(runs.values()), title="Peak of a step: one sample of 32 tokens")
+rows = []
+for (name, size), run in runs.items():
+    extra = run.memory.breakdown["temporaries"] if run.memory.peak_phase == "step" else 0
+    rows.append([run.name, run.memory.peak_phase, *map(plots.bytes_text, (extra, roots(TASKS[size], name)))])
+plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithmetic"], rows)
+
+# %% [markdown]
+# - **foreach** makes the roots of all tensors before it uses the first: 4 bytes a parameter, as much as the gradients.
+# - **The loop** holds the root of one tensor, twice: torch writes the quotient to a new tensor, while the name still holds that of the tensor before. Two roots of one huge embedding can weigh as much as one of everything. Compare the two vocabularies.
+# - **fused** holds none. What stands there anyway, from the last gradient on, is its peak.
+#
+# The Trainer's own two names, and what the estimate says of them, here and for a GPU. There `adamw_torch` is foreach, by torch's default, and on a CPU it is the loop.
+
+# %%
+both = ("adamw_torch", "adamw_torch_fused")
+trained = {optim: lab.train(optim, task=short, optim=optim, **single) for optim in both}
+
+
+def foretold(optim, device):
+    return estimate(short, optim=optim, per_device_train_batch_size=1, device=device).peak_bytes
+
+
+rows = []
+for optim, run in trained.items():
+    here, on_gpu = (lab.foresee(foretold, optim, device) for device in (lab.machine.kind, "cuda"))
+    rows.append([optim, *map(plots.bytes_text, (run.peak_bytes, here, on_gpu))])
+plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows)
+
+# %%
+heaviest = max(TORCH, key=lambda name: runs[name, "even"].peak_bytes)
+assert heaviest == "foreach"  # the answer
+exercises.question(
+    lab,
+    "foreach and accumulation",
+    "A model of 1 billion fp32 parameters, no tensor above 1 % of it, trains with its peak in a foreach update. "
+    "Which change lowers that peak most?",
+    {
+        "Half the batch.": "There are no activations at the update. Look where the peak is first.",
+        "`optim='adamw_torch_fused'`.": "The roots of all tensors are 4 GB beside weights, gradients and states of 16 GB. "
+        "The fused form makes none.",
+        "A loop in place of foreach.": "Nearly as good: two roots of 1 % of the model are left. And it launches "
+        "thousands of kernels, which fused does not.",
+    },
+    right="`optim='adamw_torch_fused'`.",
+)
+
+# %% [markdown]
+# ## Does the update's time matter?
+#
+# "The optimizer's time does not matter" is true of large steps. An update costs the same whatever the batch was, so its share depends on the passes: one sample of 32 tokens here, and this profile's own batch.
+
+
+# %%
+def parts(task):
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = task.build_model().to(device)
+    batches = [task.replace(seq_len=32).batch(1, device), task.batch(4, device)]
+    passes = [lambda batch=batch: model(**batch).loss.backward() for batch in batches]
+    forms = [torch.optim.AdamW(model.parameters(), 1e-9, **form).step for form in TORCH.values()]
+    turns = stopwatch.in_turns([*passes, *forms], 3)
+    return [statistics.median(turn[clock] for turn in part) for part in turns]
+
+
+small, large, *update = lab.run(parts, measure=("none",)).value
+shares = [[seconds / (seconds + passes) for seconds in update] for passes in (small, large)]
+rows = [["1 x 32 tokens", plots.seconds_text(small), *(f"{share:.0%}" for share in shares[0])]]
+rows += [[f"4 x {lab.task.seq_len} tokens", plots.seconds_text(large), *(f"{share:.0%}" for share in shares[1])]]
+plots.Table(
+    ["step", "forward and backward", *(f"{name}: share" for name in TORCH)], rows, "the update's share of a step"
+)
+
+# %% [markdown]
+# ## The Trainer's list
+#
+# The guides' story has moved on, and versions say when:
+#
+# - `adamw_hf`, a loop, was the default of both guides' time. `adamw_torch` replaced it in 2023, and it went in transformers 4.50 (the documentation of `optim` still lists it).
+# - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch grew fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. The option went in transformers 5.8.
+# - `torch.optim._multi_tensor` became `foreach=True`, on GPUs torch's default since 2.0. The Trainer's default is `adamw_torch_fused` since transformers 4.54, from torch 2.8 on.
+#
+# Which of them can be made here? We ask the Trainer for each.
+
+# %%
+GUIDE = ["adamw_hf", "adamw_torch", "adamw_torch_xla", "adamw_apex_fused", "adafactor"]
+print("the Trainer's default here:", TrainingArguments.__dataclass_fields__["optim"].default)
+names = [name.value for name in OptimizerNames]
+print("of the 2023 guide's list it refuses:", ", ".join(sorted({*GUIDE} - {*names})))
+
+
+def network(width, seed):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Embedding(256, width)]
+    for _ in range(3):
+        layers += [torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)]
+        layers += [torch.nn.LayerNorm(width)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 8))
+
+
+def from_trainer(name, rate=1e-3):
+    def make(model, parameters):
+        asked = Arguments(dict(optim=name, learning_rate=rate, optim_target_modules="all-linear"))
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(asked.build(tempfile.gettempdir()), model)
+        return kind(options.pop("params", parameters), **options)
+
+    return make
+
+
+# %%
+def asked_for(_):
+    made, absent = {}, {}
+    for name in names:
+        model = network(64, 0)
+        try:
+            optimizer = from_trainer(name)(model, [*model.parameters()])
+        except Exception as error:  # each package that is missing is told in another way
+            absent[name] = str(error)
+            continue
+        options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, int | float | tuple)}
+        told = [f"{type(optimizer).__module__}.{type(optimizer).__name__}", options]
+        told += [getattr(getattr(optimizer, "args", None), "optim_bits", 32)]
+        told += [getattr(optimizer, "is_paged", False) and torch.cuda.is_available()]  # host memory, for a GPU
+        made.setdefault(str(told), []).append(name)
+    return [[*made.values()], absent]
+
+
+alike, absent = lab.run(asked_for, measure=("none",)).value
+print("\n".join(f"the same here: {', '.join(group)}" for group in alike if len(group) > 1))
+reasons = {}
+for name, reason in absent.items():
+    reasons.setdefault(reason, []).append(name)
+plots.Table(["not here", "the Trainer's words"], [[", ".join(group), reason] for reason, group in reasons.items()])
+
+# %% [markdown]
+# GaLore and APOLLO keep Adam's states in a space of low rank; LOMO keeps none and updates in the backward pass; schedule-free methods average weights instead of lowering the rate; torchao's keep 8 or 4 bits. Install the package that is named, run on, and the optimizer joins the table below (unless it needs a loop of its own, which its row then says).
+#
+# ## One table
+#
+# A network of 24 tensors names the class of a token, its number modulo 8. Each optimizer gets the same four learning rates on one seed; its best is judged on two others. The loop by hand below has one option more, for later: `in_backward`.
+
+# %%
+RATES, WIDE = [0.0005, 0.002, 0.008, 0.03], 1024 if cuda else 128  # wider for bytes and seconds than for losses
+
+
+def train(make, seed=0, steps=40, width=64, batch=64, in_backward=False):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = network(width, seed).to(device)
+    parameters = [*model.parameters()]
+    if in_backward:
+        for weight in parameters:
+            weight.register_post_accumulate_grad_hook(updater(make(model, [weight])))
+    else:
+        optimizer = make(model, parameters)
+        getattr(optimizer, "train", bool)()  # schedule-free methods want to be told
+    numbers, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        tokens = torch.randint(256, (batch,), generator=numbers).to(device)
+        loss = cross_entropy(model(tokens), tokens % 8)
+        loss.backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+# %%
+def updater(optimizer):
+    def update(_):
+        optimizer.step()
+        optimizer.zero_grad()  # sets .grad to None: the bytes are free for the next one
+
+    return update
+
+
+def final(losses):
+    return sum(losses[-5:]) / 5
+
+
+def judged(name):
+    def judge(_):
+        torch.set_num_threads(1)
+        model = network(WIDE, 0).to("cuda" if torch.cuda.is_available() else "cpu")
+        sum(weight.sum() for weight in model.parameters()).backward()  # gradients of ones
+        optimizer = from_trainer(name)(model, [*model.parameters()])
+        trials = [final(train(from_trainer(name, rate))) for rate in RATES]
+        rate = min(zip(trials, RATES), key=lambda pair: (pair[0] != pair[0], pair))[1]  # no number: last
+        ends = [final(train(from_trainer(name, rate), seed)) for seed in (1, 2)]
+        ((*turns,),) = stopwatch.in_turns([optimizer.step], 5)
+        return {"rate": rate, "losses": ends, "seconds": statistics.median(turn[clock] for turn in turns)}
+
+    return judge
+
+
+# %%
+parameters = sum(parameter.numel() for parameter in network(WIDE, 0).parameters())
+
+
+def peak_run(name, make, in_backward=False):
+    def work(_):
+        return train(make, steps=3, width=WIDE, batch=4, in_backward=in_backward)  # few activations
+
+    return lab.run(work, name, measure=("memory",))
+
+
+sizes = {group[0]: peak_run(group[0], from_trainer(group[0])) for group in alike}
+_ = plots.memory(list(sizes.values()), title=f"Peak of a step, {parameters:,} parameters")
+found = {name: lab.run(judged(name), name, measure=("none",)) for name in sizes}
+rows = []
+for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
+    if not (run.ok and found[name].ok):
+        rows.append([name, *["does not run here"] * 5, (run.message or found[name].message)[:80]])
+        continue
+    value, states = found[name].value, run.memory.breakdown["optimizer_states"] / parameters
+    ends = ", ".join(f"{loss:.2f}" for loss in value["losses"])
+    shown = [plots.bytes_text(run.peak_bytes), run.memory.peak_phase, plots.seconds_text(value["seconds"])]
+    rows.append([name, f"{states:.2f}", *shown, str(value["rate"]), ends])
+header = ["optim", "states, B a parameter", "peak", "peak is in", "update", "best rate", "loss, two seeds"]
+plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
+
+# %% [markdown]
+# Read the two columns of memory apart. *States* is what the guides' tables tell. *Peak* is what must fit, and adds what the update makes while it runs: 8-bit optimizers of bitsandbytes unpack whole tensors on a CPU, `adafactor` makes an update before it applies it. On a GPU paged states lie in memory that torch does not count.
+#
+# The losses rank nothing beyond this task: 40 steps, no schedule, rates four times apart.
+#
+# ## An update inside backward
+#
+# All forms so far wait until *every* gradient is there: 4 bytes a parameter. But each weight's gradient is complete long before the pass ends. `register_post_accumulate_grad_hook` calls a function of yours at that moment: update this tensor, drop its gradient, go on. `updater` above is all it takes.
+
+# %%
+adamw = from_trainer("adamw_torch_fused")
+plain = sizes["adamw_torch_fused"]
+inside = peak_run("in backward", adamw, in_backward=True)  # new
+saved = plain.peak_bytes - inside.peak_bytes
+print(f"peak {plots.bytes_text(plain.peak_bytes)}, in backward {plots.bytes_text(inside.peak_bytes)}")
+print(f"saved {saved / parameters:.2f} bytes a parameter, of 4 in a full set of gradients")
+ax = plots.memory([plain, inside], title="The same update, at another time")
+
+
+def losses_of_both(_):
+    torch.set_num_threads(1)
+    return [train(adamw), train(adamw, in_backward=True)]
+
+
+twins = lab.run(losses_of_both, measure=("none",)).value
+apart = max(abs(a - b) for a, b in zip(*twins))
+assert apart < 1e-4
+print(f"largest difference of the losses in 40 steps: {apart:.1e}")
+
+# %% [markdown]
+# Equal losses, and nearly a set of gradients less: what remains is the gradient of the tensor at hand. Where activations make the peak, less is saved, because at the start of backward there are few gradients in either case.
+#
+# It has a price. **Accumulation** sums gradients over passes, and here none survives its pass. **Clipping by the global norm** needs all gradients before the first is used. fp16's **loss scaler** looks at all of them, too, before it allows a step. And each tensor is its own launch again: no list, no fusion across tensors.
+
+# %%
+exercises.question(
+    lab,
+    "clipping",
+    "You update in backward and want gradients clipped. What can be done in the same pass?",
+    {
+        "Clip to a global norm of 1, as the Trainer does.": "The global norm is known when the last gradient is. By then "
+        "all others were used and dropped.",
+        "Clip each tensor to a norm of its own.": "That needs nothing but the gradient at hand. It is another rule, with "
+        "another limit to find.",
+        "Nothing: a gradient cannot be changed any more.": "It can: the hook has it in hand before the optimizer sees it.",
+    },
+    right="Clip each tensor to a norm of its own.",
+)
+
+# %% [markdown]
+# ## What held
+#
+# Two claims are timed: the three forms in turns, in three clean processes (on a CPU by the seconds that it computed, on one thread). Many small tensors first, then the tensors of this profile's model.
+
+
+# %% tags=["claim"]
+def tiny(_):
+    return stopwatch.in_turns(updates([64] * 2048, ("loop", "foreach", "loop")), 6)
+
+
+def whole(task):
+    sizes = [parameter.numel() for parameter in task.build_model(device="meta").parameters()]
+    return stopwatch.in_turns(updates(sizes, ("loop", "foreach", "fused", "loop", "foreach")), 5)
+
+
+def speed_ratio(processes, *which):
+    return Ratio.of_turns([[process[i] for i in which] for process in processes], clock, 1.02 if cuda else 1.05)
+
+
+small_ones = [lab.run(tiny, measure=("none",)).value for _ in range(3)]
+models = [lab.run(whole, measure=("none",)).value for _ in range(3)]
+note = f"on the tensors of the model, loop / foreach: {speed_ratio(models, 0, 1, 3)}"
+display(claims.check("multi-tensor", speed_ratio(small_ones, 0, 1, 2), note=note))
+against = [speed_ratio(models, 0, 2, 3), speed_ratio(models, 1, 2, 4)]
+note = f"loop {against[0]}, foreach {against[1]}"
+display(claims.check("fused-fastest", min(against, key=lambda ratio: ratio.value), note=note))
+note = f"{counts['no flag'][1]} operators for 100 tensors without a flag, {counts['foreach'][1]} with foreach=True"
+display(claims.check("multi-tensor-default", counts["no flag"][1] / counts["foreach"][1], note=note))
+note = "refused: " + ", ".join(sorted({*GUIDE} - {*names}))
+claims.check("optim-list", sum(name in names for name in GUIDE) / len(GUIDE), note=note)
+
+# %% [markdown]
+# ## Explore
+#
+# The measured grid, put together: for each size, what a step costs once and what each tensor adds. Between the measured sizes the lines are drawn straight in the logarithm. Find where the list stops paying on this machine.
+
+
+# %% tags=["widget"]
+def modelled(form, count, size):
+    once, each = zip(*seconds_of[form].values())
+    place = (size.bit_length() - 7) / 4  # 2**6 is 0, 2**10 is 1
+    left = min(int(place), len(SIZES) - 2)
+    part = place - left
+    a_tensor = each[left] ** (1 - part) * each[left + 1] ** part
+    return once[left] * (1 - part) + once[left + 1] * part + count * a_tensor
+
+
+def draw(numbers_a_tensor):
+    counts = [2**power for power in range(2, 13)]
+    series = {form: [1e3 * modelled(form, count, numbers_a_tensor) for count in counts] for form in TORCH}
+    ratio = series["loop"][-1] / series["foreach"][-1]
+    title = f"{counts[-1]} tensors: loop / foreach {ratio:.2f}"
+    ax = plots.lines(counts, series, "number of tensors", "milliseconds of a step", title=title)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    return ax
+
+
+_ = widgets.explore(draw, numbers_a_tensor=[2**power for power in range(6, 19, 2)])
+
+# %% [markdown]
+# ## Exercise: the challenge
+#
+# The smallest peak at AdamW's loss. Name an `optim` of the table, a learning rate, and whether to update in backward. The limit lies below what either idea reaches alone; the loss may be at most 0.1 above the worse of AdamW's two seeds.
+
+# %%
+exercises.hint(
+    "Add up what stands there with each: weights 4, gradients 4, states by the table.",
+    "In backward the gradients go. Which `optim` leaves next to nothing of the states?",
+    "`adafactor`, in backward, at the rate that the table found for it.",
+)
+
+# %% tags=["exercise"]
+lean = peak_run("Adafactor", from_trainer("adafactor"))
+limit = 0.9 * min(inside.peak_bytes, lean.peak_bytes)
+worst = max(found["adamw_torch_fused"].value["losses"]) + 0.1
+print(f"limit: {plots.bytes_text(limit)} (AdamW {plots.bytes_text(plain.peak_bytes)}), loss at most {worst:.2f}")
+answer = None  # dict(optim=..., rate=..., in_backward=...)
+
+
+# %% tags=["check"]
+def ends_of(answer):
+    def work(_):
+        torch.set_num_threads(1)
+        make = from_trainer(answer["optim"], answer["rate"])
+        return [final(train(make, seed, in_backward=answer["in_backward"])) for seed in (1, 2)]
+
+    return lab.run(work, "challenge", measure=("none",)).value
+
+
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    run = peak_run("challenge", from_trainer(answer["optim"], answer["rate"]), answer["in_backward"])
+    if not run.ok:
+        return exercises.wrong(f"{run.status}: {run.message}")
+    if run.peak_bytes > limit:
+        return exercises.wrong(f"{plots.bytes_text(run.peak_bytes)}: over the limit. What else could go?")
+    ends = ends_of(answer)
+    figures = f"{plots.bytes_text(run.peak_bytes)}, losses {', '.join(f'{loss:.2f}' for loss in ends)}"
+    if not max(ends) <= worst:
+        return exercises.wrong(f"{figures}: it fits, but it has not learnt as much. Try another rate")
+    return exercises.right(f"{figures}: two ideas together")
+
+
+exercises.check(lab, "smallest peak", check, answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+best = found["adafactor"].value["rate"]
+exercises.prove(
+    check,
+    solution=dict(optim="adafactor", rate=best, in_backward=True),
+    mistake=dict(optim="adamw_torch_fused", rate=0.004, in_backward=True),
+)
+
+# %% [markdown]
+# ## Recap
+#
+# - One update was written in three forms, equal to rounding. The loop called operators for every tensor, foreach for the list, fused one. At the peak foreach added a root for every parameter, the loop two or three of one tensor, fused nothing. Small tensors made the list pay; on large ones the fused form alone kept its lead.
+# - Every optimizer that the Trainer can make here stood in one table, the others with the Trainer's words. States, peak, time and loss each ranked them differently.
+# - Inside backward the update needed no full set of gradients, at the same losses. It ruled out accumulation, clipping by the global norm, and a loss scaler.
+#
+# The default, fused, is the right choice nearly everywhere. Change it for memory (lessons 08 and 09), not for speed.
+
+# %% tags=["finish"]
+claims.finish(lab)
