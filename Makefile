@@ -59,7 +59,8 @@ WHEEL_TESTS := $(filter-out %_exact.py,$(wildcard tests/estimate/test_*.py)) $(w
 WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/test_cli.py $(wildcard tests/rehearsal/test_*rehearsed.py)
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
-	$(MAKE) $(CUDA) ARGS="-n 2 --dist loadfile $(WHEEL_TESTS)" test
+	$(MAKE) $(CUDA) .venv-cuda/.stamp
+	.venv-cuda/bin/python -m pytest -n 2 --dist loadfile $(WHEEL_TESTS)
 
 # On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those. With all
 # lessons the estimate is also held against torch's allocator anew, which takes an hour; torchao is needed for its optimizers.

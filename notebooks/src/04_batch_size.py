@@ -14,9 +14,12 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import collections
 import math
 import statistics
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
 import torch
@@ -226,8 +229,6 @@ print(f"from batch {quarter} to {largest}: {speeds[largest] / speeds[quarter]:.2
 
 # %%
 def tried_sizes(task):
-    import tempfile
-
     from transformers import PrinterCallback, Trainer
 
     from perf_helpers.lab import Arguments
@@ -243,7 +244,9 @@ def tried_sizes(task):
         model.register_forward_hook(enforce, with_kwargs=True)
     arguments = dict(auto_find_batch_size=True, per_device_train_batch_size=2 * fitting, max_steps=2)  # new
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(model=model, args=Arguments(arguments).build(folder), train_dataset=task.dataset())
+        told = Arguments(arguments).build(folder)
+        told._n_gpu = min(1, told.n_gpu)  # with several GPUs the Trainer would make a batch for each
+        trainer = Trainer(model=model, args=told, train_dataset=task.dataset())
         trainer.remove_callback(PrinterCallback)
         inner = trainer._inner_training_loop
         trainer._inner_training_loop = lambda batch_size, **rest: tried.append(batch_size) or inner(batch_size, **rest)
@@ -461,23 +464,24 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 
 
 # %%
-def learning(task):
-    device, found = single_thread(), {}
-    data, unseen = (task.replace(seed=seed).batch(size, device) for seed, size in ((50, 4096), (51, 192)))
-    for size, most in most_steps.items():
-        for factor in factors[size]:
-            for seed in seeds:
-                found[f"{size} {factor} {seed}"] = trained(task, data, unseen, size, factor * base_rate, seed, most)
-    return found
+def learning(sizes, seed):
+    def learn(task):
+        device, found = single_thread(), {}
+        data, unseen = (task.replace(seed=seed).batch(size, device) for seed, size in ((50, 4096), (51, 192)))
+        for size in sizes:
+            for factor in factors[size]:
+                found[f"{size} {factor} {seed}"] = trained(task, data, unseen, size, factor * base_rate, seed)
+        return found
+
+    return lab.run(learn, task=learnable, measure=("none",)).value
 
 
-def trained(task, data, unseen, size, rate, seed, steps):
-    device = data["labels"].device
-    model = task.replace(seed=seed).build_model().to(device)
+def trained(task, data, unseen, size, rate, seed, steps=None):
+    model, steps = task.replace(seed=seed).build_model().to(data["labels"].device), steps or most_steps[size]
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     order, losses = torch.Generator().manual_seed(seed), []
     for step in range(1, steps + 1):
-        chosen = torch.randint(4096, (size,), generator=order).to(device)
+        chosen = torch.randint(4096, (size,), generator=order).to(data["labels"].device)
         model(**{name: values[chosen] for name, values in data.items()}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -490,14 +494,13 @@ def trained(task, data, unseen, size, rate, seed, steps):
 # %%
 most_steps, seeds = {8: 64, 32: 32, 128: 32}, (0, 1, 2)
 factors = {8: (1, 2, 4), 32: (1, 2, 4), 128: (1, 4, 16)}
-curves = lab.run(learning, task=learnable, measure=("none",)).value
+with ThreadPoolExecutor(2 if on_cpu else 1) as pool:  # what is learnt does not depend on who computes beside it
+    curves = dict(collections.ChainMap(*pool.map(learning, 3 * [(128,)] + 3 * [(8, 32)], 2 * seeds)))
 
 
-def loss(size, factor, step, seed=None):
-    """Of one seed, or the median over all."""
-    return statistics.median(
-        dict(curves[f"{size} {factor} {one}"])[step] for one in ([seed] if seed is not None else seeds)
-    )
+def loss(size, factor, step, seed=None):  # of one seed, or the median over all
+    each = seeds if seed is None else [seed]
+    return statistics.median(dict(curves[f"{size} {factor} {one}"])[step] for one in each)
 
 
 def best(size, step):
@@ -506,11 +509,10 @@ def best(size, step):
 
 rows = []
 for size in factors:
-    for factor, how in zip(factors[size], ("as it is", "square root", "in proportion") if size > 8 else ("", "", "")):
+    for factor, how in zip(factors[size], ("as is", "square root", "in proportion") if size > 8 else 3 * [""]):
         last = [loss(size, factor, step) for step in (512 // size, 16, most_steps[size])]
         rows.append([size, f"{factor * base_rate:g}", how, *last])
-header = ["batch", "learning rate", "scaled", "512 samples", "16 steps", "at the end"]
-plots.Table(header, rows, "loss on unseen sequences, median of three seeds")
+plots.Table(["batch", "rate", "scaled", "512 samples", "16 steps", "end"], rows, "unseen loss, median of three seeds")
 
 
 # %%

@@ -286,6 +286,8 @@ class Lab:
 
             def perform(meter: str) -> Outcome:
                 on_step = None if self.executor else text.on_step
+                if meter == "memory":
+                    return self._perform(processes.account, experiment, timeout, on_step)
                 return self._perform(processes.execute, experiment, meter, timeout, on_step)
 
             for meter in measure:
@@ -295,8 +297,6 @@ class Lab:
                     outcome = perform(meter)
                     self._has_rehearsed_time |= meter == "time"
                 if outcome.ok and meter == "memory":
-                    if outcome.memory.breakdown is None and not experiment.arguments.compiles:
-                        outcome = outcome.explained(perform("categories"))
                     text.measured(outcome.memory.peak_bytes)
                 known = known.joined(outcome)
                 yield known

@@ -194,9 +194,9 @@ class MemoryMeter:
 class CompiledMemoryMeter:
     """Peak memory of the last optimizer step inside `with CompiledMemoryMeter() as meter`, for compiled code.
 
-    A compiler gives up where modules have hooks or operations are watched, and what would be measured is the code
-    uncompiled. So only the ends of steps are seen here, there is no breakdown, and earlier steps, which compile, do not
-    count.
+    Hooks on modules break a model into pieces for its compiler, and where operations are watched it gives up: what
+    would be measured is the code uncompiled. So only the ends of steps are seen here, there is no breakdown, and
+    earlier steps, which compile, do not count.
 
     Args:
         on_cpu: the experiment uses the CPU although there is a GPU.

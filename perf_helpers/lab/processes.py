@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from perf_helpers.lab import outcomes, turns, worker
+from perf_helpers.lab import hardware, outcomes, turns, worker
 from perf_helpers.lab.forkserver import SERVER, CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -51,6 +51,33 @@ def execute(
     return _done(job, timeout, on_step, measured=measure != "none")
 
 
+def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
+    """The memory of an experiment with its breakdown: where one pass cannot tell both, by a second one that follows
+    every tensor. On a CPU with a core for each the two run beside each other, which changes no count.
+
+    Args:
+        timeout, on_step: as in `execute`.
+    """
+    if not _may_be_paired(experiment):
+        first = execute(experiment, "memory", timeout, on_step)
+        if not first.ok or first.memory is None or first.memory.breakdown or experiment.arguments.compiles:
+            return first
+        return first.explained(execute(experiment, "categories", timeout, on_step))
+    deadline = time.monotonic() + seconds_left(timeout)
+    with contextlib.ExitStack() as stack:
+        jobs = [functools.partial(worker.perform, experiment, measure) for measure in ("memory", "categories")]
+        first, second = (stack.enter_context(CleanProcess(job, measured=True)) for job in jobs)
+        outcome = _ended(first, deadline, timeout, on_step)
+        return outcome.explained(_ended(second, deadline, timeout, None)) if outcome.ok else outcome
+
+
+def _may_be_paired(experiment: Experiment) -> bool:
+    """A function could write what its second pass reads; and several ranks take the cores themselves."""
+    machine = hardware.this_machine()
+    alone = experiment.function or experiment.arguments.compiles or experiment.processes > 1
+    return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
+
+
 def call(
     function: Callable[..., Value], *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None
 ) -> Value:
@@ -87,11 +114,16 @@ def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: b
     """The outcome that a job returns in a clean process, or that of the process's end."""
     deadline = time.monotonic() + seconds_left(timeout)
     with CleanProcess(job, measured=measured) as process:
-        try:
-            outcome = _wait(process, deadline, on_step)
-        except TimeoutError:
-            outcome = _timed_out(timeout)
-        output, errors = process.printed()
+        return _ended(process, deadline, timeout, on_step)
+
+
+def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Callable[[int], Any] | None) -> Outcome:
+    """The outcome of a process, with what it printed, once it has come to its end or the deadline has."""
+    try:
+        outcome = _wait(process, deadline, on_step)
+    except TimeoutError:
+        outcome = _timed_out(timeout)
+    output, errors = process.printed()
     return outcome.replace(output=output, errors=errors[-4000:])
 
 

@@ -5,12 +5,14 @@ import time
 import pytest
 from machines import TINY
 
+from perf_helpers.lab import processes
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.runs import Memory, Ratio
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.training import Experiment
 from perf_helpers.unknown import Unknown
 
 
@@ -173,7 +175,8 @@ def with_gpus(tmp_path):
                 _, _, turns, count, *_ = arguments
                 return Outcome(value=[[[(1.0, 1.0)] * turns] * 3] * count)
             memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes))
-            return Outcome(memory=memory if arguments[1] == "memory" else None)
+            is_counted = function.__name__ == "account" or arguments[1] == "memory"
+            return Outcome(memory=memory if is_counted else None)
 
         lab._perform = perform
         return lab, asked
@@ -203,6 +206,26 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert turns_taken(lab, asked, on_cpu, on_cpu)[:2] == ((1, 1), "in one process")
     assert turns_taken(lab, asked, on_gpu, three)[:2] == ((1, 1), True)
     assert turns_taken(lab, asked, on_gpu, two)[0] == (None, None)
+
+
+def test_two_passes_beside_each_other_count_what_they_count_one_after_the_other(lab, monkeypatch):
+    found = []
+    for paired in (True, False):
+        monkeypatch.setattr(processes, "_may_be_paired", lambda experiment, paired=paired: paired)
+        memory = lab.train(f"paired {paired}", task=TINY, measure="memory", per_device_train_batch_size=2).memory
+        found.append((memory.peak_bytes, memory.breakdown, memory.phases, memory.peak_operation))
+    assert found[0] == found[1] and sum(found[0][1].values()) == found[0][0]
+
+
+def test_of_two_passes_the_first_ones_failure_is_the_runs(lab, monkeypatch):
+    monkeypatch.setattr(processes, "_may_be_paired", lambda experiment: True)
+    run = lab.train("no time", task=TINY, measure="memory", timeout=0.01)
+    assert run.status == "timed out" and run.memory is None
+
+
+def test_a_function_is_never_paired_for_its_passes_may_share_a_file():
+    trained = Experiment("trained", TINY)
+    assert not any(map(processes._may_be_paired, (trained.replace(function=b"f"), trained.replace(processes=2))))
 
 
 def test_on_a_cpu_every_run_has_the_floor_of_a_cpu(lab):

@@ -252,3 +252,41 @@ def test_an_operation_is_told_with_its_module(lab, reentrant):
     assert told["forward"] == {("addmm", layer) for layer in layers}
     again = {None: (), False: layers[1:2], True: layers[1:]}[reentrant]  # the newer way stops where it has all it needs
     assert told["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}
+
+
+@pytest.mark.parametrize(("meter", "is_whole"), [("CompiledMemoryMeter", True), ("MemoryMeter", False)])
+def test_only_the_meter_for_compiled_code_leaves_a_model_whole(lab, meter, is_whole):
+    def graphs(task):
+        import torch
+
+        from perf_helpers.lab import meters
+
+        captured = []
+
+        def backend(graph, inputs):
+            captured.append(graph)
+            return graph.forward
+
+        model, batch = task.build_model(), task.batch(2)
+        compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.01)
+        with getattr(meters, meter)() as watching:
+            for _ in range(4):
+                compiled(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [len(captured), watching.result().peak_bytes]
+
+    count, peak = lab.run(graphs, task=TINY, measure=("none",)).value
+    assert (count <= 2) == is_whole, "one graph, and one more once the model has completed its configuration"
+    assert count and peak > 0
+
+
+def test_a_compiled_training_is_measured_compiled_and_without_a_breakdown(lab):
+    plain = lab.train("plain", task=TINY, measure="memory", per_device_train_batch_size=4)
+    noted = lab.train(
+        "noted", task=TINY, measure="memory", per_device_train_batch_size=4, torch_compile_backend="eager"
+    )
+    assert noted.ok, noted.message  # this backend notes the graph and runs it as it was: nothing is saved
+    assert noted.memory.breakdown is None and noted.memory.kind == "counted"
+    assert noted.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    assert noted.memory.parameters == plain.memory.parameters

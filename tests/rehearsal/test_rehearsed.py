@@ -280,6 +280,14 @@ def test_an_experiment_that_needs_values_is_no_crash(a100):
         Lab("gpu", executor=a100).run(decides, task=SMALL, measure="none")
 
 
+def test_workers_of_a_data_loader_inherit_the_meter_and_have_no_gpu(a100):
+    lab = Lab("gpu", executor=a100)
+    arguments = {"task": SMALL, "measure": "memory", "per_device_train_batch_size": 2}
+    alone, helped = (lab.train(f"{n} workers", dataloader_num_workers=n, **arguments) for n in (0, 2))
+    assert helped.ok, helped.message
+    assert helped.peak_bytes == alone.peak_bytes
+
+
 def test_compiled_code_cannot_be_rehearsed_and_is_not_told_as_what_is_not_compiled(a100):
     with pytest.raises(NeedsValues, match="compiled for a card"):
         Lab("gpu", executor=a100).train("compiled", task=SMALL, measure="memory", torch_compile=True)
