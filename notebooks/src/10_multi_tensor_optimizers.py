@@ -16,6 +16,7 @@ out = ""
 # %% tags=["setup"]
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from IPython.display import display
@@ -500,16 +501,15 @@ def judged(name):
 parameters = sum(parameter.numel() for parameter in network(WIDE, 0).parameters())
 
 
-def peak_run(name, make, in_backward=False):
-    def work(_):
-        return train(make, steps=3, width=WIDE, batch=4, in_backward=in_backward)  # few activations
-
-    return lab.run(work, name, measure=("memory",))
+def peak_run(name, make, in_backward=False):  # with a small batch: few activations
+    return lab.run(lambda _: train(make, 0, 3, WIDE, 4, in_backward), name, measure="memory")
 
 
-sizes = {group[0]: peak_run(group[0], from_trainer(group[0])) for group in alike}
+picked = [group[0] for group in alike]
+pool = ThreadPoolExecutor(1 if cuda else 2)  # counted bytes and CPU time do not mind a neighbour
+sizes = dict(zip(picked, pool.map(lambda name: peak_run(name, from_trainer(name)), picked)))
 _ = plots.memory(list(sizes.values()), title=f"Peak of a step, {parameters:,} parameters")
-found = {name: lab.run(judged(name), name, measure=("none",)) for name in sizes}
+found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="none"), picked)))
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):
