@@ -35,12 +35,13 @@ ITSELF = {  # recipes that are compared with themselves
     "Adafactor": FOUR | {"optim": "adafactor"},
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+HALF = {"num_hidden_layers": 2, "vocab_size": 4000}  # of the model
 # claim: what is special about the task, the baseline, the other, options of the comparison, as its lesson has them
 CLAIMS = {
-    "accumulation-cost": ({"config": {"num_hidden_layers": 2}}, FOUR, ITSELF["1 x 4"], {}),
+    "accumulation-cost": ({"config": {"num_hidden_layers": 2}}, FOUR, ITSELF["1 x 4"], {"turns": 12}),
     "accumulation-fill-first": ({"seq_len": 64}, ONE | _steps(8), FOUR | _steps(2), {"turns": 4}),
     "accumulation-fewer-updates": ({"seq_len": 64}, ONE | _steps(1), ITSELF["1 x 4"], {"steps_per_turn": 3}),
-    "checkpointing-cost": ({"seq_len": 128, "config": NO_DROPOUT}, FOUR, ITSELF["checkpointing"], {}),
+    "checkpointing-cost": ({"seq_len": 128, "config": HALF | NO_DROPOUT}, FOUR, ITSELF["checkpointing"], {}),
 }
 NEIGHBOUR = """
 import time, torch

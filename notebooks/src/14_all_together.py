@@ -279,7 +279,7 @@ def in_turns(task):
     for recipe in (*racing.values(), start):
         told = Arguments.of({name: value for name, value in recipe.items() if name != "optimizer"})
         players.append(Experiment("", task, told, optimizer=pickled(recipe["optimizer"]), threads=1))
-    outcome = take(players, 2, 1, lambda turn: None)
+    outcome = take(players, 4, 1, lambda turn: None)
     return outcome.value if outcome.ok else outcome.message
 
 

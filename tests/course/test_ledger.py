@@ -329,7 +329,8 @@ UNCERTAIN = (
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
     "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster link-matters nvlink-quarter "
     "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling hpo "
-    "table-accumulation-speed table-half-speed table-batch-speed table-optimizer-speed table-loader-speed"
+    "table-accumulation-speed table-checkpointing-speed table-half-speed table-batch-speed "
+    "table-optimizer-speed table-loader-speed"
 )
 LEDGER = ledger.load()
 MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
