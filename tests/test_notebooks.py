@@ -1,5 +1,6 @@
 """The lessons' notebooks are what their sources say, in the shape of a lesson; and the lint that says so bites."""
 
+import ast
 import importlib.util
 import json
 from pathlib import Path
@@ -198,3 +199,23 @@ def test_check_names_what_is_stale_missing_orphaned_or_out_of_shape(folder, caps
     damage(folder)
     assert build.main(["--check"], folder) == 1
     assert words in capsys.readouterr().err
+
+
+def never_shown(text):
+    """Cells whose answer to a guess nobody sees: `widgets.revealed` shows itself as the last statement of a cell."""
+    found = []
+    for cell in text.split("# %%"):
+        if "widgets.revealed(" in cell:
+            *before, _ = ast.parse(cell.partition("\n")[2]).body
+            alone = (node.value for node in before if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+            found += [cell for call in alone if ast.unparse(call.func) == "widgets.revealed"]
+    return found
+
+
+def test_every_answer_to_a_guess_is_shown():
+    found = {path.stem: never_shown(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert sum("widgets.revealed(" in path.read_text(encoding="utf-8") for path in SOURCES) > 10
+    assert not any(found.values()), found
+    assert never_shown("# %%\nwidgets.revealed(lab)\nprint(1)")
+    assert not never_shown("# %%\nprint(1)\nwidgets.revealed(lab)")
+    assert not never_shown("# %%\ndisplay(widgets.revealed(lab))\nprint(1)")

@@ -294,7 +294,7 @@ def foreseen():
 
 assert shares(step, "flops")[0] > 95
 share = shares(timed, "seconds")[0]
-widgets.revealed(lab, "share of products", share, estimate=lab.foresee(foreseen))
+display(widgets.revealed(lab, "share of products", share, estimate=lab.foresee(foreseen)))
 names = {row.name for row in step}
 dearest = {name: total(timed, "seconds", name=name) / total(timed, "seconds") for name in names}
 top = sorted(dearest, key=dearest.get, reverse=True)[:5]

@@ -453,7 +453,8 @@ for ax, title, squared in zip(axes, ("At the start", "After 24 steps of 32"), le
     scales.append(noise / signal)
     line = [signal + noise / size for size in together]
     plots.lines(together, {"measured": squared, "signal + noise / batch": line}, "batch size", "", ax=ax, title=title)
-    ax.set(xscale="log", yscale="log", ylabel="squared length of the gradient")
+    ax.set(xscale="log", ylabel="squared length of the gradient")
+    ax.set_yscale("log" if plots.is_measured(signal) else "linear")
     ax.set_xticks(together, [str(size) for size in together])
 print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".format(*scales))
 

@@ -386,7 +386,9 @@ def saved(fp32, mixed):
 
 peaks = {batch: [runs[recipe, batch].peak_bytes for recipe in ("fp32", "mixed")] for batch in batches}
 measured = 100 * peaks[large][1] / peaks[large][0]
-widgets.revealed(lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*foreseen(task, large))))
+display(
+    widgets.revealed(lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*foreseen(task, large))))
+)
 ends = [runs[recipe, batch] for batch in (small, large) for recipe in recipes]
 _ = plots.memory(ends, title=f"Peak at micro-batch {small} and {large}")
 
