@@ -514,7 +514,7 @@ cold, warm = (
     float(np.median([each["first"]["inductor"][0] for each in some])) for some in (processes[:1], processes[1:])
 )
 rows = []
-for name, number in {"none": 0, **tried}.items():
+for name, number in [("none", 0), *tried.items()]:
     first, loss = processes[0]["first"][name]
     assert abs(loss / processes[0]["first"]["none"][1] - 1) < 0.02  # the same numbers
     speed, peak = speeds.get(name, "1"), plots.bytes_text(processes[0]["peaks"][name])
