@@ -33,7 +33,7 @@ def executed(tmp_path_factory):
     return result
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)  # the first one waits for all lessons
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
     (lesson,) = [lesson for lesson in executed.data["lessons"] if lesson["name"] == name]
