@@ -91,7 +91,9 @@ class Evidence:
             return Arguments(given).compiles
 
         pairs = self._pairs([name for name in known() if name.startswith("torch_compile")], has_it)
-        peaks = [run.peak_bytes / partner.peak_bytes for run, partner in pairs if run.peak_bytes and partner.peak_bytes]
+        # With a breakdown it was measured under hooks, by an older version: uncompiled.
+        true = [pair for pair in pairs if all(run.memory for run in pair) and pair[0].memory.breakdown is None]
+        peaks = [run.peak_bytes / partner.peak_bytes for run, partner in true]
         if not peaks:
             return None
         return self._of_pairs(COMPILE.name, pairs) or Factor(COMPILE.name, None, "speed not measured here"), max(peaks)
