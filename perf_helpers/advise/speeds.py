@@ -13,12 +13,12 @@ from typing import Any
 from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH, PRECISIONS, Candidate, Choices, Family, respelt
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import decided_anew, recorded
-from perf_helpers.lab.arguments import Arguments, known
+from perf_helpers.lab.arguments import COMPILING, Arguments
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import NOISE_FLOOR
 from perf_helpers.lab.runs import Ratio, Run
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.techniques import COMPILE, Technique
+from perf_helpers.lab.techniques import Technique
 from perf_helpers.unknown import is_measured
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"
@@ -90,13 +90,14 @@ class Evidence:
         def has_it(given: dict[str, Any]) -> bool:
             return Arguments(given).compiles
 
-        pairs = self._pairs([name for name in known() if name.startswith("torch_compile")], has_it)
+        pairs = self._pairs(COMPILING, has_it)
         # With a breakdown it was measured under hooks, by an older version: uncompiled.
         true = [pair for pair in pairs if all(run.memory for run in pair) and pair[0].memory.breakdown is None]
         peaks = [run.peak_bytes / partner.peak_bytes for run, partner in true]
         if not peaks:
             return None
-        return self._of_pairs(COMPILE.name, pairs) or Factor(COMPILE.name, None, "speed not measured here"), max(peaks)
+        name = "torch.compile"
+        return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_runs(
         self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]

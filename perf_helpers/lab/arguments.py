@@ -20,6 +20,8 @@ MODEL_ARGUMENTS = {
     "dtype": "type of the weights: 'float32' (default), 'bfloat16', 'float16'",
 }
 
+COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
+
 # Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers
 # 5.18-5.23 and the first goes away in 6.
 _SYNONYMS = (
@@ -106,7 +108,7 @@ class Arguments:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is on: its mode or its backend alone switches it on, as in the library."""
-        return any(self.training.get(name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"))
+        return any(map(self.training.get, COMPILING))
 
     def samples_per_step(self, processes: int = 1) -> int:
         """The effective batch, in samples: micro-batch x accumulation x processes."""

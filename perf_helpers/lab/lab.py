@@ -17,6 +17,7 @@ from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import CPU, WALL, Comparison, Memory, Ratio, Run
+from perf_helpers.lab.stopwatch import NO_TIME
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment, pickled
@@ -341,7 +342,7 @@ class Lab:
     def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:
         """The ratio of speeds that decides and, on a CPU, the one by the wall's clock."""
         if self.machine.rehearsed and self._has_rehearsed_turns:
-            return [Ratio.unknown(worker.NO_TIME)]
+            return [Ratio.unknown(NO_TIME)]
         on_cpu = self._on_cpu(baseline, other)
         inside_one = on_cpu and not self.machine.rehearsed and max(baseline.processes, other.processes) == 1
         changes: dict[str, Any] = {"threads": 1 if on_cpu else None}

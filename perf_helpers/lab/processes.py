@@ -183,10 +183,7 @@ def side_by_side(
             living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
             for number, process in zip(those, living, strict=True):
                 done = number * len(three) * (count + 1)
-                try:
-                    outcome = _wait(process, deadline, lambda turn, done=done: tell(done + turn))
-                except TimeoutError:
-                    return _timed_out(timeout)
+                outcome = _ended(process, deadline, timeout, lambda turn, done=done: tell(done + turn))
                 if not outcome.ok:
                     return outcome
                 taken.append(outcome.value)

@@ -67,7 +67,6 @@ PLAIN_ATTENTION = Technique(
     {"attn_implementation": "eager"},
     "memory and time: each head's square of length x length is kept",
 )
-COMPILE = Technique("torch.compile", {"torch_compile": True}, "time to compile, once and again for each new shape")
 SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
 
 # The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.

@@ -15,13 +15,12 @@ from perf_helpers.lab import hardware, outcomes
 from perf_helpers.lab.forkserver import die_with_parent
 from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.runs import Timing
+from perf_helpers.lab.stopwatch import NO_TIME
 from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.unknown import Unknown
 
-NO_TIME = "a rehearsal: no kernel computes, so there is no time"
-_COMPILING_STEPS = (
-    3  # a model may be compiled anew after its first call: transformers' fill in their configuration then
-)
+# A model may be compiled anew after its first call, in which transformers' complete their configuration.
+_COMPILING_STEPS = 3
 NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
 
 
