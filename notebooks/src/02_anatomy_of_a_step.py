@@ -692,8 +692,10 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # Predict, within **25 %**, how long forward and backward take for a model that you have not timed. You get its operations, counted but not timed, and what was `known` in the process that timed it: the two ceilings, and the seconds of the step of this lesson (`timed_plain` has that step's operations with their seconds). Write a function that returns seconds. All of them took turns in several processes; your function is asked once for each.
 
 # %%
-smaller = dict(hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_hidden_layers=2)
-unseen_task, unseen_samples = plain_task.replace(seq_len=128, config=smaller), 4
+width, heads = 3 * config.hidden_size // 2, 3 * config.num_attention_heads // 2
+wider = dict(hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width)
+wider |= dict(num_hidden_layers=config.num_hidden_layers // 2)
+unseen_task, unseen_samples = plain_task.replace(config=wider), 4
 if DEVICE == "cuda":  # enough work for a GPU: half the layers, half the length, four times the sequences
     half = {"num_hidden_layers": config.num_hidden_layers // 2}
     unseen_task, unseen_samples = plain_task.replace(seq_len=length // 2, config=half), 16
