@@ -14,7 +14,7 @@ import typer
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
 from perf_helpers.lab.runs import Memory, Run
-from perf_helpers.texts import bytes_text, name_text
+from perf_helpers.texts import bytes_text, name_text, nearest_text
 
 app = typer.Typer(
     add_completion=False,
@@ -36,6 +36,7 @@ Snapshot = Annotated[
     Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
 ]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
+FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
@@ -64,16 +65,24 @@ def course(
     strict: Annotated[bool, typer.Option("--strict", help="A lesson fails at a verdict that is not expected.")] = False,
     out: CourseFolder = Path("build/course"),
     baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
+    fail_on: FailOn = "memory,verdict,speed",
+    speeds: Annotated[
+        bool, typer.Option(help="Time a few recipes, so that speeds of other days can be compared.")
+    ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 900,
 ) -> int:
-    """Execute the lessons. Exit code 0 only if every lesson ran and every verdict is the expected one."""
+    """Execute the lessons. Exit code 0 only if every lesson ran, every verdict is the expected one, and nothing is
+    worse than in the baseline; else 1, and 2 where it could not run."""
     from perf_helpers.course import course as module
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
-    result = module.run_course(lessons or None, profile, strict, out=out, baseline=baseline, timeout_per_lesson=timeout)
+    options = {"baseline": baseline, "fail_on": _axes(fail_on), "speeds": speeds, "timeout_per_lesson": timeout}
+    result = module.run_course(lessons or None, profile, strict, out=out, **options)
+    for line in result.worse:
+        typer.echo(f"worse than the baseline: {line}", err=True)
     _print([str(out / "index.html")])
-    return int(not result.ok)
+    return int(not result.ok or bool(result.worse))
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -213,12 +222,68 @@ def rehearse(
 
 
 @app.command()
-def compare(old: Path, new: Path, json_output: Json = False) -> None:
-    """Two results.json: verdicts that changed, values that moved beyond their noise, and what else differs."""
-    from perf_helpers.course import results
+def compare(
+    old: Path,
+    new: Path,
+    fail_on: FailOn = "memory,verdict,speed",
+    html: Annotated[Path | None, typer.Option(help="A file for the page.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="A file for CI.")] = None,
+    json_output: Json = False,
+) -> int:
+    """Two results.json: verdicts that changed, bytes that moved, values and speeds that moved beyond their noise.
 
-    changes = results.compare(old, new)
-    _print(changes.to_dict() if json_output else [changes.to_text()])
+    Exit code 0: the same or better; 1: worse; 2: could not be compared.
+    """
+    from perf_helpers.course import changes, report
+    from perf_helpers.lab.store import write_whole
+
+    axes = _axes(fail_on)
+    found = changes.compare(old, new)
+    if html:
+        write_whole(html, report.changes_page(found.to_dict()))
+    if junit:
+        write_whole(junit, report.changes_junit(found.to_dict(), axes))
+    _print(found.to_dict() if json_output else [found.to_text()])
+    return int(bool(found.worse(axes)))
+
+
+@app.command()
+def history(
+    folder: Path,
+    out: Annotated[Path, typer.Option(help="A file for the page.")] = Path("build/history.html"),
+    json_output: Json = False,
+) -> None:
+    """All results.json below a folder as lines over time, with the runs in which a line changed."""
+    from perf_helpers.course import history as module
+
+    histories = module.write(folder, out)
+    _print({"histories": [each.to_dict() for each in histories]} if json_output else [str(out)])
+
+
+@app.command()
+def sweep(
+    file: Path,
+    scheduler: Annotated[str, typer.Option(help="Address of Dask's; default: workers on this machine.")] = "",
+    workers: Annotated[int | None, typer.Option(help="On this machine; default: one for each GPU, else one.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for runs.jsonl.")] = Path("build/sweep"),
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a worker where there is none.")] = 600,
+    json_output: Json = False,
+) -> int:
+    """Train with every combination of a grid of arguments (TOML), on several workers at once.
+
+    Exit code 0: every row trained; 1: one did not; 2: could not run. What is in the folder already is not run again.
+    """
+    from perf_helpers.lab import deployments, plans
+    from perf_helpers.lab import sweep as module
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    plan = plans.Plan.read(file)
+    with deployments.connected(scheduler, workers, wait, tell) as executor:
+        found = module.run(Lab(out=out, executor=executor), plan, tell=tell)
+    _print(found.to_dict() if json_output else [repr(found)])
+    return int(not found.ok)
 
 
 @app.command()
@@ -299,6 +364,16 @@ def _function(text: str) -> Callable[[Task], Any]:
     if not callable(found):
         raise ValueError(f"{file} has no function {name!r}")
     return found
+
+
+def _axes(text: str) -> list[str]:
+    """What "memory,speed" names."""
+    from perf_helpers.course.changes import AXES
+
+    axes = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := set(axes) - {*AXES}:
+        raise ValueError(f"fail-on: {nearest_text(min(unknown), AXES)}")
+    return axes
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import base64
 import html
 import io
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -281,6 +282,15 @@ def words(figure: Figure) -> str:
 def figure_html(figure: Figure) -> str:
     """A figure as an <img> with its words."""
     return image_html(png(figure), words(figure))
+
+
+def give_words() -> None:
+    """Let a kernel show figures with an alternative text."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None):
+        from matplotlib.figure import Figure
+
+        Figure._repr_html_ = figure_html  # what is registered with the shell, its backend takes away again
 
 
 def picture_html(ax: Axes, text: str) -> str:

@@ -6,7 +6,8 @@
 # **You will see**
 # - all ten recipes on this machine beside the V100's figures, and why their savings do not simply add up;
 # - a ladder of speed from the guides' vanilla to the best recipe in no more memory, and the rungs that gain nothing;
-# - the guide's own table of what improves speed and what memory, decided cell by cell.
+# - the guide's own table of what improves speed and what memory, decided cell by cell;
+# - a grid of recipes on several workers.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -151,9 +152,7 @@ combined = v100["all + Adafactor"][0]
 plain = v100["vanilla"][0]
 said = lab.foresee(lambda: 100 * estimate(task, **combined).peak_bytes / estimate(task, **plain).peak_bytes)
 display(widgets.revealed(lab, "all together", 100 * share["all + Adafactor"], estimate=said))
-plots.Table(header, rows, f"Ten recipes: {lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}")
-
-# %%
+display(plots.Table(header, rows, f"{lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}"))
 plots.memory(list(runs.values()), title="What is alive at the peak")
 gap = max(abs(share[name] - v100[name][1] / 14949) for name in share)
 print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} points apart.")
@@ -185,9 +184,8 @@ ax.axhline(floor, color="black", linestyle="--", label="fp32 weights and gradien
 ax.set_xticks(range(len(rungs)), labels)
 ax.set_ylabel("peak (% of vanilla)")
 ax.spines[["top", "right"]].set_visible(False)
-_ = ax.legend(frameon=False)
-
-# %%
+ax.legend(frameon=False)
+plt.show()
 steps = {label: 100 * (share[before] - share[name]) for label, before, name in zip(labels[1:], rungs, rungs[1:])}
 theirs = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
 said = [f"*{label}* {points:+.0f} (V100: {theirs[label]:+.0f})" for label, points in steps.items()]
@@ -642,6 +640,46 @@ smallest = saving | {"optim": "adafactor", "dtype": "float16" if emulated else "
 exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 
 # %% [markdown]
+# ## Outgrowing one machine
+#
+# A **sweep** is a grid: every combination of some values is a training of its own, and none needs another, so they can run
+# anywhere. `perf-helpers sweep FILE` reads the grid from a TOML file and hands it to workers of
+# [Dask](https://distributed.dask.org/en/latest/resources.html), one training at a time a device. Here are two, each a process of its own that could
+# stand on another machine. Before you run it: who will train how many rows?
+
+# %%
+from perf_helpers import deployments, sweep
+
+grid = {
+    "task": {"model": "bert-tiny", "seq_len": 64},
+    "measure": ["memory"],
+    "grid": {"per_device_train_batch_size": [4, 16], "optim": ["adamw_torch", "adafactor"]},  # new
+}
+try:
+    if lab.machine.rehearsed:
+        raise ValueError("a rehearsal has no workers")
+    with deployments.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
+        found = sweep.run(Lab(out=out, executor=team), grid, tell=print)
+    display(found)
+    there = found.runs[0]
+    here = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **there.arguments)
+    print(f"The first row's peak: {there.peak_bytes} bytes by {there.attempts[-1]['worker']}, {here.peak_bytes} here.")
+except ValueError as missing:
+    print(f"No sweep here: {missing}")
+
+# %% [markdown]
+# Whoever is free takes the next row. Each run is in this lab's file, with its worker's machine and versions. What is there
+# is not trained twice: an interrupted sweep goes on. A killed worker's row is tried once more, elsewhere.
+#
+# On a cluster of yours the file stays, and Dask's own deployments start the workers: dask-jobqueue for Slurm,
+# dask-kubernetes, or `dask worker` over ssh; then `perf-helpers sweep FILE --scheduler ADDRESS`
+# ([a few lines for each](../README.md#on-several-machines)). Watch for four things:
+#
+# - **one worker a GPU**, started with `--resources "device=1"`, which each row asks for: else two share one;
+# - **the same environment** everywhere: a worker with another torch is told;
+# - **models** by names that mean the same everywhere. Results need no common folder, your side writes them;
+# - **speed** is compared on equal machines only.
+#
 # ## Recap
 #
 # - All ten recipes ran on this machine beside the V100's figures. A rung saved what the rungs before it had left; fp32
@@ -649,6 +687,7 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # - The ladder of speed led from the guides' vanilla to the best recipe in no more memory, and named the rungs that gained
 #   nothing here.
 # - The guide's own table was decided cell by cell, on this machine.
+# - A grid of recipes went to several workers; on a cluster only these change.
 
 # %% tags=["finish"]
 claims.finish(lab)

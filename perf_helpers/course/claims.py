@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers.course import journal
-from perf_helpers.course.ledger import GPU_PROFILES, LESSONS_WITHOUT_CLAIMS, Claim, Guide, Verdict, decide, load
+from perf_helpers.course.ledger import (
+    GPU_PROFILES,
+    LESSONS_WITHOUT_CLAIMS,
+    Claim,
+    Guide,
+    Verdict,
+    decide,
+    load,
+    recorded_since,
+)
 from perf_helpers.course.report import template
 from perf_helpers.course.results import claim_row, unexpected
 from perf_helpers.lab import hardware
@@ -62,6 +71,7 @@ class Decision:
     missing: str | None  # what is lacking here to measure it
     note: str  # the lesson's own
     rehearsed: bool = False  # whether the machine computes nothing, see Machine.rehearsed
+    since: str | None = None  # with which libraries it came out otherwise, where the library matrix saw that
 
     def to_dict(self) -> dict:
         """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
@@ -97,6 +107,7 @@ class Decision:
             "guide": self.guide_text(),
             "missing": self.missing,
             "why": self.reason if finding and self.verdict is not Verdict.NOT_TESTABLE else None,
+            "since": self.since if self.verdict is not Verdict.NOT_TESTABLE else None,
             "note": self.note,
         }
         return [(name, text) for name, text in rows.items() if text]
@@ -183,6 +194,7 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         missing=(missing or None) if met else lacking,
         note=str(note),
         rehearsed=machine.rehearsed,
+        since=recorded_since().get(id),
     )
     _decided.setdefault(None, {})[id] = decision
     return decision

@@ -12,14 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.execution import run_lesson, say
+from perf_helpers.course.changes import AXES, compare
+from perf_helpers.course.execution import code_of, run_lesson, say
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, claim_row, compare, load_results, problems
-from perf_helpers.lab import hardware
+from perf_helpers.course.results import SCHEMA, claim_row, load_results, problems
+from perf_helpers.lab import hardware, paces
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.store import write_whole
+from perf_helpers.lab.task import Task
 from perf_helpers.texts import nearest_text
+
+LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,15 @@ class CourseResult:
         return problems(self.data)
 
     @property
+    def worse(self) -> list[str]:
+        """In what it is worse than its baseline, one line each."""
+        changes = self.data["baseline"]["changes"] if self.data["baseline"] else []
+        return [change["text"] for change in changes if change["worse"] and change["axis"] in self.data["fail_on"]]
+
+    @property
     def ok(self) -> bool:
-        """Every lesson ran, every verdict is an expected one, and at least one claim was decided."""
+        """Every lesson ran, every verdict is an expected one, and at least one claim was decided. What is worse than
+        the baseline does not count here."""
         return not self.problems
 
 
@@ -46,6 +57,8 @@ def run_course(
     strict: bool = False,
     out: str | Path = "build/course",
     baseline: str | Path | None = None,
+    fail_on: Sequence[str] = AXES,
+    speeds: bool = False,
     timeout_per_lesson: float = 900,
     notebooks_dir: str | Path | None = None,
 ) -> CourseResult:
@@ -56,6 +69,8 @@ def run_course(
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
         baseline: an older run (results.json or its folder) to compare with.
+        fail_on: in what the run must not be worse than the baseline, of "memory", "verdict" and "speed".
+        speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
         timeout_per_lesson: in seconds, many times what a lesson takes.
         notebooks_dir: the folder of the lessons, if not this repository's.
 
@@ -71,23 +86,36 @@ def run_course(
     out.mkdir(parents=True, exist_ok=True)
     data = {"schema": SCHEMA, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
-    data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
+    data |= {"profile": profile, "strict": strict, "fail_on": list(fail_on), "lessons": [], "claims": [], "runs": []}
     for number, source in enumerate(sources, 1):
         say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
         status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson)
         seconds = round(time.monotonic() - started, 1)
         decided = [claim_row(source.stem, decision) for decision in record.get("claims", [])]
-        data["lessons"].append({"name": source.stem, "status": status, "seconds": seconds, "message": message})
+        lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
+        data["lessons"].append(lesson | {"code": code_of(source)})
         data["claims"] += decided
         data["runs"] += [{"lesson": source.stem, **run} for run in record.get("runs", [])]
         count = Counter(claim["verdict"] for claim in decided)
         verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
         say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
+    data["paces"] = paces_of(profile) if speeds else None
     data["baseline"] = compare(old, data).to_dict() if old else None
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
     return CourseResult(out, data)
+
+
+def paces_of(profile: str) -> dict[str, Any] | None:
+    """What a step of a few recipes takes here, for `compare`; None in a rehearsal, which has no time. On a CPU the
+    model is small: of many short steps the fastest is one that nobody disturbed."""
+    machine = hardware.this_machine()
+    if machine.rehearsed:
+        return None
+    say("[speed] a step of each of a few recipes, for comparisons with other days ...")
+    task = Task("bert-tiny", seq_len=128) if machine.kind == "cpu" else choose_profile(profile).task
+    return paces.measure(task.replace(dataset_size=64), say)
 
 
 def find_lessons(
@@ -98,7 +126,7 @@ def find_lessons(
     Raises:
         ValueError: no such lesson, with the nearest; or a folder without lessons.
     """
-    here = Path(notebooks_dir or Path(__file__).resolve().parents[2] / "notebooks")
+    here = Path(notebooks_dir or LESSONS)
     known = {path.stem: path.resolve() for path in sorted(here.glob("[0-9][0-9]_*.ipynb"))}
     found = {}
     for lesson in [lessons] if isinstance(lessons, str | Path) else lessons or known:

@@ -7,6 +7,7 @@ again, and a lesson is ok only if every cell ran, nothing raised, and its result
 """
 
 import ast
+import hashlib
 import json
 import os
 import re
@@ -59,6 +60,17 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
     code = _execute([str(part) for part in command], target.with_suffix(".log"), timeout, _Watch(target))
     return judge(source.stem, out, code, timeout)
+
+
+def code_of(source: Path) -> str | None:
+    """A short digest of a lesson's code: where it is another one, its functions measure something else. None for what
+    is no notebook."""
+    try:
+        cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+        code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    except (OSError, ValueError, LookupError):
+        return None
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:12]
 
 
 def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:

@@ -6,11 +6,13 @@ Notable: they are made from results.json and the executed notebooks alone, so th
 import functools
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from perf_helpers.course.changes import AXES
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import load_results, measured_text, problems
 from perf_helpers.lab.store import write_whole
@@ -36,6 +38,28 @@ def report(directory: str | Path) -> Path:
     facts = {"problems": problems(data), "count": count, "verdicts": list(Verdict)}
     write_whole(directory / "index.html", template("report.html.j2").render(data | facts))
     return directory / "index.html"
+
+
+def changes_page(found: dict[str, Any]) -> str:
+    """`Changes.to_dict` as a page of HTML."""
+    return template("changes.html.j2").module.page(found).strip() + "\n"
+
+
+def changes_junit(found: dict[str, Any], fail_on: Sequence[str]) -> str:
+    """The same for CI: one test case for each axis that is compared, and one a change."""
+    return _cases_junit(found["new"], _change_cases(found, fail_on))
+
+
+def _change_cases(found: dict[str, Any], fail_on: Sequence[str]) -> list[tuple]:
+    cases = []
+    for axis in AXES:
+        on_it = [change for change in found["changes"] if change["axis"] == axis]
+        worse = [change for change in on_it if change["worse"] and axis in fail_on]
+        text = f"{len(on_it)} changed, {len(worse)} for the worse"
+        cases.append(("compare", axis, 0, "failure" if worse else None, text))
+        for change in on_it:
+            cases.append((f"compare.{axis}", change["id"], 0, "failure" if change in worse else None, change["text"]))
+    return cases
 
 
 def _lesson_page(directory: Path, name: str) -> dict[str, Any]:
@@ -73,8 +97,14 @@ def _junit(data: dict[str, Any]) -> str:
         outcome = "skipped" if claim["verdict"] == Verdict.NOT_TESTABLE else None
         text = f"{claim['verdict']}: {measured_text(claim)} ({claim.get('quantity')}). {claim.get('reason') or ''}"
         cases.append((claim["lesson"], claim["id"], 0, outcome if claim["as_expected"] else "failure", text))
+    if data.get("baseline"):
+        cases += _change_cases(data["baseline"], data.get("fail_on", AXES))
+    return _cases_junit(data["date"], cases)
+
+
+def _cases_junit(date: str, cases: list[tuple]) -> str:
     count = Counter(outcome for *_, outcome, _ in cases)
-    return _NO_XML.sub("", template("junit.xml.j2").render(date=data["date"], cases=cases, count=count))
+    return _NO_XML.sub("", template("junit.xml.j2").render(date=date, cases=cases, count=count))
 
 
 @functools.cache

@@ -1,12 +1,10 @@
-"""results.json: what a course run leaves for machines, checked when it is read, and held against another run's.
+"""results.json: what a course run leaves for machines, checked when it is read.
 
 {"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}: `_NEEDED` says
 what a lesson has, `claim_row` what a claim has. A run is `Run.to_dict` with its lesson, for `Run.from_dict` to read.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,6 @@ _NEEDED = {
 }
 _OF_A_DECISION = ("id", "says", "quantity", "verdict", "expected", "as_expected", "value", "interval", "threshold")
 _OF_A_DECISION += ("note", "rehearsed")
-ROUNDING = 0.001  # relative: less is a library's changed rounding, not a change of what is held
-IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # of a machine: where these differ, so do the numbers
-VOLATILE = {"memory_available_bytes", "shm_bytes", "free_bytes", "uuid", "index", "cuda_visible_devices"}
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
@@ -100,87 +95,3 @@ def measured_text(claim: dict[str, Any]) -> str:
     """What a claim measured, with its interval if that has a width: "0.58 [0.55, 0.61]", or "not measured"."""
     low, high = claim.get("interval") or (None, None)
     return number_text(claim["value"]) + (f" [{number_text(low)}, {number_text(high)}]" if low != high else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The difference of two course runs."""
-
-    old: str  # date and machine
-    new: str
-    warnings: list[str]  # why their numbers may not be comparable
-    differences: list[str]  # of machine and versions, "name: before -> after"
-    # {kind, id, old, new, text}; kind: lesson, verdict, value, quantity, appeared or disappeared
-    changes: list[dict[str, str | None]]
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    def to_text(self) -> str:
-        lines = [f"old  {self.old}", f"new  {self.new}", *(f"warning: {warning}" for warning in self.warnings)]
-        lines += [f"differs: {difference}" for difference in self.differences]
-        return "\n".join([*lines, *([change["text"] for change in self.changes] or ["nothing changed"])])
-
-
-def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
-    """Name every verdict that changed and every value that moved beyond its noise, between two runs. Values of a claim
-    that asks for another quantity now are not compared.
-
-    Each is the content of results.json, or a path to it or to its folder.
-
-    Raises:
-        ValueError: a damaged file.
-    """
-    old, new = (data if isinstance(data, dict) else load_results(data) for data in (old, new))
-    machines = ({key: data["machine"].get(key) for key in IDENTITY} for data in (old, new))
-    warnings = ["the machines differ: their numbers are not comparable"] if _differences(*machines) else []
-    if old.get("profile") != new.get("profile"):
-        warnings.append(f"the profiles differ ({old.get('profile')}, {new.get('profile')}): so do the sizes measured")
-    changes = [*_changes("lesson", "name", "status", old["lessons"], new["lessons"])]
-    changes += _changes("verdict", "id", "verdict", old["claims"], new["claims"])
-    return Changes(
-        old=f"{old['date']} · {old['machine'].get('name')}",
-        new=f"{new['date']} · {new['machine'].get('name')}",
-        warnings=warnings,
-        differences=_differences(old["machine"], new["machine"]) + _differences(old["versions"], new["versions"]),
-        changes=changes,
-    )
-
-
-def _changes(kind: str, key: str, field: str, old: list[dict], new: list[dict]) -> Iterator[dict[str, str | None]]:
-    """The changes of lessons' statuses, or of claims' verdicts and values: of everything that either run has."""
-    before, after = ({item[key]: item for item in items} for items in (old, new))
-    for name in dict.fromkeys([*before, *after]):
-        pair = before.get(name), after.get(name)
-        was, now = (item and item[field] for item in pair)
-        changes = [(kind if all(pair) else "disappeared" if pair[0] else "appeared", was, now)] if was != now else []
-        if all(pair) and pair[0].get("quantity") != pair[1].get("quantity"):
-            changes.append(("quantity", *(item["quantity"] for item in pair)))
-        elif all(pair) and kind == "verdict" and _moved(*pair):
-            changes.append(("value", *map(measured_text, pair)))
-        for what, was, now in changes:
-            text = f"{what:11} {name}: {was or 'absent'} -> {now or 'absent'}"
-            yield {"kind": what, "id": name, "old": was, "new": now, "text": text}
-
-
-def _moved(before: dict, after: dict) -> bool:
-    """Whether each value lies outside the other's interval (an exact count has none) by more than rounding."""
-    a, b = before["value"], after["value"]
-    if a is None or b is None:
-        return a != b
-    (low, high), (new_low, new_high) = before.get("interval") or (a, a), after.get("interval") or (b, b)
-    return not low <= b <= high and not new_low <= a <= new_high and abs(a - b) > ROUNDING * max(abs(a), abs(b))
-
-
-def _differences(old: dict, new: dict) -> list[str]:
-    """What differs between two descriptions of a machine, or two lists of versions, one line each."""
-    old, new = _flat(old), _flat(new)
-    return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in dict.fromkeys([*old, *new]) if old.get(k) != new.get(k)]
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """{dotted name: value} of what lasts, e.g. {"gpus.0.name": "NVIDIA A100"}."""
-    if not isinstance(value, dict | list | tuple):
-        return {name: value}
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return {k: v for key, x in pairs if key not in VOLATILE for k, v in _flat(x, f"{name}.{key}".strip(".")).items()}

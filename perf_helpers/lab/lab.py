@@ -11,7 +11,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perf_helpers.lab import doctor, hardware, processes, progress, worker
+from perf_helpers import plots
+from perf_helpers.lab import doctor, hardware, places, processes, progress, worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
@@ -42,8 +43,8 @@ class Lab:
         strict: let `claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
-        executor: a `concurrent.futures.Executor` that performs experiments elsewhere (Dask's, for one); each still gets
-            a clean process on the machine that performs it. None: here.
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, as `cluster.Workers` and Dask's
+            own do; each still gets a clean process there, and its run has that machine. None: here.
         timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
@@ -60,9 +61,7 @@ class Lab:
         executor: Executor | None = None,
         timeout: float | None = None,
     ):
-        # An executor may say what machine and packages its experiments see: a rehearsal's are not these.
-        self.machine = getattr(executor, "machine", hardware.describe)()
-        self.versions = getattr(executor, "versions", hardware.versions)()
+        self.machine, self.versions = places.seen_by(executor)
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson
@@ -75,7 +74,7 @@ class Lab:
         self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
         if executor is None:
             SERVER.start()
-        _give_pictures_words()
+        plots.give_words()
 
     def train(
         self,
@@ -268,7 +267,7 @@ class Lab:
             for known in self._measured(experiment, measure, timeout or self.timeout):
                 outcome = known
         except KeyboardInterrupt:
-            self._keep(experiment, outcome.replace(status="killed", message="interrupted by the user"))
+            self.keep(experiment, outcome.replace(status="killed", message="interrupted by the user"))
             raise
         if outcome.status == "invalid":
             raise ValueError(outcome.message)
@@ -276,10 +275,13 @@ class Lab:
             raise NeedsValues(outcome.message)
         if experiment.function and outcome.output:
             print(outcome.output, end="")
-        return self._keep(experiment, outcome)
+        return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
         """What is known of the experiment after each of the meters, until one of them fails."""
+        if self.executor and not self.machine.rehearsed:  # one place for all meters
+            yield self._perform(places.measure, experiment, measure, timeout)
+            return
         quiet = self._is_unwatched or measure == ("none",)  # without a meter there are no steps to tell
         known = Outcome()
         with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
@@ -304,8 +306,8 @@ class Lab:
                 if not outcome.ok:
                     break
 
-    def _keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of what was measured, and store it."""
+    def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
+        """Make a run of what was measured, here or at the outcome's place, and store it."""
         run = Run(
             name=experiment.name,
             status=outcome.status,
@@ -321,8 +323,9 @@ class Lab:
             ranks=tuple(map(_rank_summary, outcome.ranks)) or None,
             processes=experiment.processes,
             profile=self.profile.name,
-            machine=self.machine.to_dict(),
-            versions=self.versions,
+            machine=outcome.place.machine if outcome.place else self.machine.to_dict(),
+            versions=outcome.place.versions if outcome.place else self.versions,
+            attempts=outcome.attempts,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             id=uuid.uuid4().hex[:12],
         )
@@ -337,7 +340,9 @@ class Lab:
     def _perform(self, function, *arguments):
         if self.executor is None:
             return function(*arguments)
-        return self.executor.submit(function, *arguments).result()
+        if self.machine.rehearsed:  # its place is known
+            return self.executor.submit(function, *arguments).result()
+        return places.outcome_of(places.submit(self.executor, function, *arguments))
 
     def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:
         """The ratio of speeds that decides and, on a CPU, the one by the wall's clock."""
@@ -437,14 +442,3 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
     return value
-
-
-def _give_pictures_words() -> None:
-    """Let a kernel show figures with an alternative text."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None):
-        from matplotlib.figure import Figure
-
-        from perf_helpers import plots
-
-        Figure._repr_html_ = plots.figure_html  # what is registered with the shell, its backend takes away again

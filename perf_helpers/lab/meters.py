@@ -46,7 +46,8 @@ class TimeMeter:
         self.on_step = on_step
         self._intervals: list[tuple[Any, Any]] = []
         self._cpu_seconds: list[float] = []
-        self._begin = self._cpu_begin = None
+        self._waited_seconds: list[float] = []
+        self._begin = self._cpu_begin = self._waited_begin = None
         self._optimizer = None
         self._seen = 0
 
@@ -74,13 +75,16 @@ class TimeMeter:
 
     def stepped(self) -> None:
         """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
-        end, cpu_end = _now(), time.process_time()
+        end, cpu_end, waited_end = _now(), time.process_time(), _waited()
         if self._begin is not None:
             self._intervals.append((self._begin, end))
             self._cpu_seconds.append(cpu_end - self._cpu_begin)
+            if waited_end is not None:
+                self._waited_seconds.append(waited_end - self._waited_begin)
         self._seen += 1
         if self.on_step:
             self.on_step(self._seen)
+        self._waited_begin = _waited()
         self._begin, self._cpu_begin = _now(), time.process_time()
 
     def seconds(self) -> tuple[float, ...]:
@@ -102,6 +106,7 @@ class TimeMeter:
             samples_per_second=samples_per_step / median if samples_per_step else None,
             all_seconds=seconds,
             all_cpu_seconds=tuple(self._cpu_seconds[self.warmup_steps - 1 :]),
+            all_waited_seconds=tuple(self._waited_seconds[self.warmup_steps - 1 :]),
         )
 
 
@@ -111,6 +116,16 @@ def _now():
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def _waited() -> float | None:
+    """Seconds that this thread has been ready to go on and had no core, by the kernel's scheduler; None where it does
+    not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _elapsed(begin, end) -> float:

@@ -150,6 +150,7 @@ class Timing(Record):
     samples_per_second: float | None  # None where it is not known how many samples a step sees
     all_seconds: tuple[float, ...] = ()  # of every step that was timed
     all_cpu_seconds: tuple[float, ...] = ()  # that the process computed meanwhile, all of its threads together
+    all_waited_seconds: tuple[float, ...] = ()  # in which its main thread could have gone on and had no core
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,9 @@ class Run(Record):
     profile: str = ""  # of the lab
     machine: dict[str, Any] = field(default_factory=dict)  # of `hardware.Machine`
     versions: dict[str, str] = field(default_factory=dict)  # of packages
+    # By workers of a cluster, the last one counts: {"worker", "address", "began", "ended" (ISO 8601, UTC), "status",
+    # "message", "sharing" (experiments on that CPU at once)}; empty where the lab performed it itself.
+    attempts: tuple[dict[str, Any], ...] = ()
     date: str = ""  # ISO 8601, UTC
     id: str = ""
 

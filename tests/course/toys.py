@@ -80,8 +80,9 @@ def write_all(lessons):
     write_lesson(lessons, "08_ok", SHOW, finish("08_ok", *OK))
 
 
-def results(*claims, lessons=(), machine="CPU, 2 cores", torch="2.13.0", **fields):
+def results(*claims, lessons=("ok",), machine="CPU, 2 cores", torch="2.13.0", **fields):
     lessons = [{"name": "00_a", "status": status, "seconds": 1, "message": ""} for status in lessons]
     machine = {"name": machine, "kind": "cpu", "gpus": [], "memory_available_bytes": hash(torch)}
     data = {"schema": 1, "date": "2026-01-01", "profile": "cpu", "machine": machine, "versions": {"torch": torch}}
-    return data | {"lessons": lessons, "claims": list(claims), "runs": []} | fields
+    claims = [claim | {"lesson": "00_a"} if claim["lesson"] == "00" else claim for claim in claims]
+    return data | {"lessons": lessons, "claims": claims, "runs": []} | fields

@@ -1,0 +1,116 @@
+"""Where experiments are performed: here, or wherever an executor performs them; and what is known of that place."""
+
+import datetime
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future
+
+from perf_helpers.lab import hardware, processes
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.outcomes import Outcome, Place
+from perf_helpers.lab.training import Experiment
+
+
+class Killed(BrokenExecutor):
+    """Whoever performed something ended before it did.
+
+    Args:
+        message: which and how.
+        attempts: as in `runs.Run.attempts`.
+    """
+
+    def __init__(self, message: str, attempts: tuple[dict, ...] = ()):
+        super().__init__(message)
+        self.attempts = attempts
+
+
+def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
+    """The machine that experiments see, and the packages that they run with: those of this process without an executor;
+    else what the executor says (`machine()`, `versions()`), or what is found where it performs this question.
+    """
+
+    def ask(name: str, question: Callable):
+        known = getattr(executor, name, None)
+        return question() if executor is None else known() if known else executor.submit(question).result()
+
+    return ask("machine", hardware.describe), ask("versions", hardware.versions)
+
+
+def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
+    """Have a function performed elsewhere; see `outcome_of`. It is always performed: Dask would hand out what an equal
+    call gave before."""
+    return executor.submit(perform, uuid.uuid4().hex, function, *arguments)
+
+
+def outcome_of(future: "Future[Outcome]") -> Outcome:
+    """The outcome of what was submitted, with its place; "killed" where whoever performed it ended. If the wait for it
+    is interrupted, it is cancelled."""
+    try:
+        outcome = future.result()
+    except Exception as error:
+        # Dask's own, when it has tried in vain as often as its scheduler allows; Dask need not be installed here.
+        if not isinstance(error, BrokenExecutor) and type(error).__name__ != "KilledWorker":
+            raise
+        return Outcome("killed", str(error).split(". ")[0], attempts=getattr(error, "attempts", ()))
+    except BaseException:
+        future.cancel()
+        raise
+    if outcome.place and outcome.place.worker and not outcome.attempts:
+        return outcome.replace(attempts=(outcome.place.attempt(outcome),))
+    return outcome
+
+
+def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
+    """What `submit` has done: the outcome with its place and the time that it took there.
+
+    Args:
+        number: of this call, which makes it unlike any other.
+    """
+    began = now()
+    outcome = function(*arguments)
+    worker, address = _worker()
+    machine, versions = hardware.describe().to_dict(), hardware.versions()
+    return outcome.replace(place=Place(machine, versions, worker, address, began, now()))
+
+
+def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
+    """Perform an experiment under each of the meters, one after another: what is known when all have, or one failed.
+
+    Args:
+        meters: "memory", "time" or "none", each in a clean process of its own.
+        timeout: seconds that each may take.
+    """
+    known = Outcome()
+    for meter in meters:
+        pass_ = processes.account(experiment, timeout) if meter == "memory" else None
+        known = known.joined(pass_ or processes.execute(experiment, meter, timeout))
+        if not known.ok:
+            break
+    return known
+
+
+def now() -> str:
+    """This moment, ISO 8601, UTC, to the millisecond."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _worker() -> tuple[str, str]:
+    """Name and address of Dask's worker that this thread works for; empty where there is none."""
+    distributed = sys.modules.get("distributed")
+    try:
+        worker = distributed and distributed.get_worker()
+    except ValueError:
+        worker = None
+    return (str(worker.name), worker.address) if worker else ("", "")
+
+
+def without_dasks_settings() -> None:
+    """Undo what Dask's nanny sets for the sums of its own tasks: one thread for every library, and an allocator that
+    hands memory back at once. Experiments would train so, at another speed than anywhere else."""
+    config = sys.modules.get("dask.config")
+    told = config.get("distributed.nanny.pre-spawn-environ", None) if config else None
+    for name, value in (told or {}).items():
+        if os.environ.get(name) == str(value):
+            del os.environ[name]
