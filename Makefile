@@ -24,10 +24,18 @@ help:
 	@echo "make test      check, then every test and every lesson"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
+	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
+	@echo "make matrix    the course under the oldest and the newest libraries, and two between: what differs"
+	@echo "make gpu       on a machine with a GPU: what the course lacks without one, in calls of minutes (ARGS=--list)"
 	@echo "make wheel     what depends on torch's build, tested with its CUDA build; and rehearsals themselves"
 
 course: $(STAMP)
 	$(BIN)/perf-helpers course --out build/course $(ARGS)
+
+# Where a verdict is not as expected it stops before anything is kept: look first, then run the two lines by hand.
+record: course
+	$(BIN)/python results/build.py --record build/course
+	$(BIN)/python notebooks/build.py
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS) notebooks/
@@ -74,6 +82,15 @@ ifeq ($(LESSONS),all)
 	.venv-cuda/bin/python results/measure_allocator.py --out build/allocator.json
 endif
 
+# Each set of results/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
+# hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.
+matrix: $(STAMP)
+	$(BIN)/python results/matrix.py --lessons $(LESSONS) $(ARGS); code=$$?; $(BIN)/python results/build.py && exit $$code
+
+# Exit code 3: rows are left, and the same command goes on. ARGS="--part ten" runs one part, ARGS=--tiny all of it on a CPU.
+gpu: $(STAMP)
+	$(BIN)/python results/measure_gpu.py $(ARGS)
+
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $@ ipywidgets==7.7.1 ipython_genutils==0.2.0
@@ -88,5 +105,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: help course lab lessons check test levels rehearse wheel fresh
+.PHONY: help course record lab lessons check test levels rehearse matrix wheel gpu fresh
 fresh: ;

@@ -1,9 +1,12 @@
 """Keeps recorded course runs, and makes their pictures, results/README.md and the short tables of the README from them.
 
 python results/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
+python results/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
 python results/build.py --estimates              hold the estimate against the recorded GPU runs, then build
 python results/build.py                          build from the newest run of each machine
 python results/build.py --check                  write nothing; exit code 1 if a page is not up to date
+
+Of the library matrix (matrix.json) it also makes perf_helpers/course/since.json: what lessons say of versions.
 
 results/README.md is made as a whole and has every table. The README of the repository has, between its markers, what
 a stranger asks first: how many claims hold, the memory of the guides' ten recipes, the estimate beside other tools.
@@ -13,6 +16,7 @@ the other, and no column has both.
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -20,9 +24,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import cuda_page
+import gpu_page
+import matrix_page
+from tables import MIB, mebibytes, share, table, versions
+
 from perf_helpers import plots
+from perf_helpers.course.changes import Noise
 from perf_helpers.course.course import find_lessons
-from perf_helpers.course.ledger import Verdict, load
+from perf_helpers.course.ledger import SINCE, Verdict, load
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
@@ -36,10 +46,9 @@ README = HERE.parent / "README.md"
 PAGE = HERE / "README.md"
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
-PUBLISHED = HERE / "published.json"  # by results/published.py
-CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
+MATRIX = HERE / "matrix.json"  # by results/matrix.py
+NIGHTS = HERE / "nights.json"  # by results/measure_nights.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
-MIB = 2**20
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
 
 
@@ -82,12 +91,7 @@ def rehearsals() -> dict[str, dict]:
 
 def caption(data: dict) -> str:
     """The machine, versions and date that its numbers stand with."""
-    return f"{data['machine']['name']}, {_versions(data)}, profile {data['profile']}, {data['date'][:10]}"
-
-
-def _versions(data: dict, *packages: str) -> str:
-    packages = packages or ("torch", "transformers", "bitsandbytes")
-    return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
+    return f"{data['machine']['name']}, {versions(data)}, profile {data['profile']}, {data['date'][:10]}"
 
 
 def picture(data: dict) -> None:
@@ -108,11 +112,13 @@ def counts(measured: dict[str, dict]) -> str:
     return "\n".join([*lines, "", "[Every claim with its number](results/README.md#scoreboard)."])
 
 
-def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
-    """The guides' ten recipes on rehearsed cards, beside what was published and what each machine measured."""
-    lines = []
+def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
+    """The guides' ten recipes on rehearsed cards, beside what was published and what each machine measured, also by the
+    GPU suite."""
+    lines, suites = [], suites or {}
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
-        lines = ["No GPU has run the course: memory rehearsed by torch's own allocator; speed not measured.", ""]
+        known = "speed by the GPU suite" if suites else "speed not measured"
+        lines = [f"No GPU has run the course: memory rehearsed by torch's own allocator; {known}.", ""]
     if not cards:
         return "\n".join([*lines, "No card is rehearsed yet."])
     one = next(iter(cards.values()))
@@ -124,7 +130,7 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
     columns = {}
     for name, data in cards.items():
         card = "compute capability {}.{}, {:.4g} GiB".format(*data["capability"], data["memory_bytes"] / 2**30)
-        about = f"{card}, {Task.from_dict(data['task'])}, {_versions(data)}, {data['date'][:10]}"
+        about = f"{card}, {Task.from_dict(data['task'])}, {versions(data)}, {data['date'][:10]}"
         lines.append(f"- **{name}**, rehearsed: {about}; {PARTS}")
         columns[f"{name}, rehearsed"] = {row["name"]: row for row in data["rows"]}
     for name, runs in ((name, _ten(data)) for name, data in measured.items()):
@@ -132,11 +138,14 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict]) -> str:
             lines.append(f"- **{name}**, measured: {_sizes(runs, one['task'])}")
             sizes = {run.name: {"status": run.status} | (run.to_dict()["memory"] or {}) for run in runs.values()}
             columns[f"{name}, measured"] = sizes
+    for name, data in suites.items():
+        lines.append(f"- **{name}**, measured by the GPU suite: {gpu_page.caption(data)}; {PARTS}")
+        columns[f"{name}, measured by the suite"] = gpu_page.recipes_of(data)
     rows = []
     for row in one["rows"]:
-        cells = [_mebibytes(column.get(row["name"])) for column in columns.values()]
+        cells = [mebibytes(column.get(row["name"])) for column in columns.values()]
         rows.append([row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells])
-    return "\n".join([*lines, "", _table(["recipe", f"{there}, published", *columns], rows)])
+    return "\n".join([*lines, "", table(["recipe", f"{there}, published", *columns], rows)])
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
@@ -145,8 +154,8 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
     if not courses:
         return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
-    table = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
-    return f"The claims about memory, by the rehearsed course ({told}):\n\n{table}"
+    claims = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
+    return f"The claims about memory, by the rehearsed course ({told}):\n\n{claims}"
 
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
@@ -159,15 +168,17 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
 
 
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
-    """One row for each claim that a column has: the lesson, the claim, the guides' words, and each column's verdict."""
+    """One row for each claim that a column has: the lesson, the claim, the guides' words, their figure with the machine
+    that it was measured on, and each column's verdict."""
     by_id = [{claim["id"]: claim for claim in decided_anew(decided)} for decided in columns.values()]
     rows = []
     for claim in sorted(load().values(), key=lambda claim: claim.lesson):
         decisions = [decided.get(claim.id) for decided in by_id]
         if any(decisions):
-            guide = claim.says + (f" ({claim.guide.text})" if claim.guide.text else "")
-            rows.append([claim.lesson, f"`{claim.id}`", guide, *(_cell(made, absent) for made in decisions)])
-    return _table(["lesson", "claim", "the guides say", *columns], rows)
+            figure = ", on ".join(filter(None, (claim.guide.text, claim.guide.hardware)))
+            told = [claim.lesson, f"`{claim.id}`", claim.says, figure]
+            rows.append([*told, *(_cell(made, absent) for made in decisions)])
+    return table(["lesson", "claim", "the guides say", "their figure", *columns], rows)
 
 
 def _cell(decision: dict | None, absent: str) -> str:
@@ -198,20 +209,6 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     what = "MiB counted" if counted else PARTS
     other = "" if task.to_dict() == rehearsed else "; **another model**: to be read downwards, not across"
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
-
-
-def _mebibytes(found: dict | None) -> str:
-    """Allocated or counted, and reserved where there is such a thing; the status of what did not end well."""
-    if found is None or found["status"] != "ok":
-        return found["status"] if found else "not measured"
-    sizes = [size for size in (found["peak_bytes"], found["reserved_bytes"]) if size is not None]
-    return " / ".join(f"{size / MIB:.{0 if size >= 100 * MIB else 1}f}" for size in sizes)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
@@ -250,19 +247,19 @@ def error_table(rows: list[dict]) -> str:
     for label, shares in errors.items():
         if shares:
             high = sorted(shares)[-(-95 * len(shares) // 100) - 1]  # one of them, so that it is an error that was made
-            lines.append([label, str(len(shares)), *map(_share, (statistics.median(shares), high, max(shares)))])
-    table = _table(["", "trainings", "median", "95th percentile", "worst"], lines)
-    return f"On GPUs, {len(rows)} trainings:\n\n{table}"
+            lines.append([label, str(len(shares)), *map(share, (statistics.median(shares), high, max(shares)))])
+    return f"On GPUs, {len(rows)} trainings:\n\n{table(['', 'trainings', 'median', '95th percentile', 'worst'], lines)}"
 
 
-def _estimate() -> str:
+def _estimate(suites: dict[str, dict]) -> str:
     """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
     report = json.loads(BESIDE.read_text(encoding="utf-8"))
     on_gpus = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
+    on_gpus += [row for data in suites.values() for row in data["estimates"]]
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
-        errors = (_share(row[name]) for name in ("median_error", "worst_error"))
+        errors = (share(row[name]) for name in ("median_error", "worst_error"))
         own = f"{row['most_own_bytes'] / MIB:.0f} MiB"
         answered = f"{row['answered']} of {row['asked']}"
         rows.append([row["tool"], answered, *errors, f"{row['median_seconds']:.1f}", own, row["cannot_express"]])
@@ -270,98 +267,16 @@ def _estimate() -> str:
     for name, said in report["large"].items():
         cost = f"{said['seconds']:.1f} s, {said['own_bytes'] / MIB:.0f} MiB" if "seconds" in said else "none"
         large.append(f"{name} {cost}")
-    versions = _versions(report, "torch", "transformers")
-    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}."
+    made_with = versions(report, "torch", "transformers")
+    about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}."
     told = f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."
-    return "\n\n".join([about, _table(head, rows), told, error_table(on_gpus)])
-
-
-def _on_cuda() -> str:
-    """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
-    report, lists = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("cuda", "allocator"))
-    kept = [row for row in report["rows"] if "rehearsed" in row]
-    architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
-    found, few = report["summary"]["estimated"], report["summary"]["extrapolated"]
-    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
-    when = f"{_versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
-    lines = [
-        f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
-        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_nearness(found)}. With few "
-        f"layers followed, {few['answered']} of them: {_nearness(few)}.",
-        f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
-        f"{lists['mismatches']} mismatches.",
-        f"Against {published['rows']} figures that others measured on real GPUs, like for like: "
-        f"{_share(published['median'])} in the median, 95 of 100 within {_share(published['percentile_95'])}.",
-    ]
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _nearness(found: dict) -> str:
-    """How near allocated and reserved bytes are, of a summary by results/measure_cuda.py."""
-    if not found["allocated_worst"] + found["reserved_worst"]:
-        return "allocated and reserved **equal to the byte in all**"
-    return (
-        f"allocated **equal to the byte in {found['allocated_equal']} of {found['answered']}**, the worst "
-        f"{_share(found['allocated_worst'])} off; reserved {_share(found['reserved_median'])} off in the median, "
-        f"{_share(found['reserved_worst'])} at worst"
-    )
-
-
-def _architecture(row: dict) -> str:
-    return row["architecture"]
-
-
-def _optimizer(row: dict) -> str:
-    return row["arguments"]["optim"]
-
-
-def cuda_tools() -> str:
-    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
-    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
-    head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
-    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
-    rows = []
-    for row in report["table"]:
-        names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
-        cells = [f"{row['tool']} {row['version']}".strip(), row["claims"], f"{row['answered']} of {row['asked']}"]
-        cells += [_share(row[name]) for name in names]
-        rows.append([*cells, f"{row['median_seconds']:.2g}", f"{row['most_own_bytes'] / MIB:.0f} MiB"])
-        rows[-1].append(row["cannot_express"])
-    versions = _versions(report, "torch", "transformers")
-    about = f"{report['what']}. {report['machine']}, {versions}, {report['date'][:10]}. {report['note']}".strip()
-    told = (
-        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
-        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
-    )
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, _table(head, rows), f"{told}."])
-
-
-def _published() -> str:
-    """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
-    report = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    errors = [
-        [kind, str(said["rows"]), *(_share(said[name]) for name in ("median", "percentile_95", "worst"))]
-        for kind, said in report["like_for_like"].items()
-    ]
-    rows = []
-    for row in report["table"]:
-        sizes = [row[name] for name in ("published", "predicted", "older_rules_add", "rehearsed")]
-        cells = ["" if size is None else f"{size:,.2f}" for size in sizes]
-        error = f"{row['error']:+.3%}"
-        rows.append([row["name"], row["quantity"], *cells, error if row["like_for_like"] else f"({error})"])
-    notes = {(row["name"].rsplit(": ", 1)[0], row["reason"]) for row in report["table"] if row["reason"]}
-    head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
-    about = f"{report['what']}. {_versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
-    told = "Sources, versions and set-ups stand in [published.toml](published.toml). In brackets, not like for like:"
-    parts = [about, _table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
-    return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), _table(head, rows)])
+    return "\n\n".join([about, table(head, rows), told, error_table(on_gpus)])
 
 
 def _speed() -> str:
     """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
     report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
-    about = f"{report['machine']}, {_versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
+    about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
     rows = []
     for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
         values = sorted(row[clock][0] for row in report["itself"])
@@ -374,15 +289,45 @@ def _speed() -> str:
         told = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
         decided.append([f"`{name}`", told, f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
     head = ["a recipe compared with itself, by", "called an effect", "95 % of the ratios", "all of them"]
-    parts = [f"By `lab.compare`. {about}", _table(head, rows)]
-    return "\n\n".join([*parts, _table(["claim, decided anew each time", "verdicts", "ratios"], decided)])
+    parts = [f"By `lab.compare`. {about}", table(head, rows)]
+    return "\n\n".join([*parts, table(["claim, decided anew each time", "verdicts", "ratios"], decided)])
 
 
-def _share(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2%}"
+def _nights() -> str:
+    """How far two nights can be held against each other, from nights.json and the comparisons of speed.json."""
+    pairs, called = _false_alarms_of_claims()
+    claims = (
+        f"Of {pairs:,} pairs of the comparisons above of one recipe with itself, {called} would be called a change."
+    )
+    if not NIGHTS.exists():
+        return f"{claims} Steps timed on several days: not measured."
+    report = json.loads(NIGHTS.read_text(encoding="utf-8"))
+    about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
+    rows = [["the same code, called slower", *report["false alarms"].values()]]
+    rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
+    told = f"A step of each of a few recipes (`perf_helpers.lab.paces`), night by night. {about}."
+    head = ["pairs of nights", "all, half beside a busy neighbour", "both quiet"]
+    return "\n\n".join([claims, told, table(head, rows)])
 
 
-def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
+def _false_alarms_of_claims() -> tuple[int, int]:
+    """(pairs of recorded self-comparisons, those of which `changes.Noise` says that the one moved against the other),
+    with as many figures looked at as the ledger has claims about time."""
+    report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
+    noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
+    pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
+    return len(pairs), sum(noise.is_exceeded(a[0], a[1:], b[0], b[1:]) for a, b in pairs)
+
+
+def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
+    """What the GPU suite measured on each machine, and the claims that it decides."""
+    if not suites:
+        return gpu_page.NONE
+    claims = _claims_table({name: data["claims"] for name, data in suites.items()}, "not decided")
+    return "\n\n".join([*(gpu_page.section(name, data, cards) for name, data in suites.items()), claims])
+
+
+def readme(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
     """The README of the repository with its blocks made anew; the rest of it is kept.
 
     Raises:
@@ -390,9 +335,9 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     """
     blocks = {
         "scoreboard": counts(measured),
-        "rehearsed": f"{rehearsed_recipes(cards, measured)}\n\n{rehearsed_counts(cards)}",
-        "estimate": _estimate(),
-        "cuda": f"{_on_cuda()}\n\n{cuda_tools()}",
+        "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
+        "estimate": _estimate(suites or {}),
+        "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
     text = README.read_text(encoding="utf-8")
     for name, content in blocks.items():
@@ -404,7 +349,7 @@ def readme(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     return text
 
 
-def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
+def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
     """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
     parts = [
         "# Recorded results",
@@ -418,23 +363,39 @@ def page(measured: dict[str, dict], cards: dict[str, dict]) -> str:
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
-    parts += ["## Speed on a CPU", _speed()]
-    parts += ["## On GPUs", rehearsed_recipes(cards, measured), rehearsed_claims(cards)]
-    parts += ["## The estimate", _estimate(), "## The estimate for CUDA", _on_cuda(), cuda_tools()]
-    parts += ["## The estimate against published measurements", _published()]
+    parts += ["## Library matrix", matrix_page.section(_matrix()), "## Speed on a CPU", _speed()]
+    parts += ["## Nights", _nights()]
+    parts += ["## On GPUs", rehearsed_recipes(cards, measured, suites), rehearsed_claims(cards)]
+    parts += ["## The GPU suite", gpu_suites(suites or {}, cards)]
+    parts += [
+        "## The estimate",
+        _estimate(suites or {}),
+        "## The estimate for CUDA",
+        cuda_page.nearness(),
+        cuda_page.cuda_tools(),
+    ]
+    parts += ["## The estimate against published measurements", cuda_page.published()]
     return "\n\n".join(parts) + "\n"
+
+
+def _matrix() -> dict | None:
+    """The library matrix, if it has been run."""
+    return json.loads(MATRIX.read_text(encoding="utf-8")) if MATRIX.exists() else None
 
 
 def main(arguments=None) -> int:
     """Record, build or check; the exit code."""
     parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")
+    parser.add_argument("--suite", type=Path, metavar="FILE", help="report of the GPU suite to keep")
     parser.add_argument("--estimates", action="store_true", help="hold the estimate against recorded GPU runs")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
     options = parser.parse_args(arguments)
     if options.record:
         print(record(options.record))
-    measured, cards = recorded(HERE), rehearsals()
+    if options.suite:
+        print(gpu_page.keep(options.suite, HERE))
+    measured, cards, suites = recorded(HERE), rehearsals(), gpu_page.suites(HERE)
     if not measured:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
@@ -443,12 +404,13 @@ def main(arguments=None) -> int:
     if not options.check:
         for data in measured.values():
             picture(data)
-    pages = {README: readme(measured, cards), PAGE: page(measured, cards)}
+    pages = {README: readme(measured, cards, suites), PAGE: page(measured, cards, suites)}
+    pages[SINCE] = json.dumps(matrix_page.since(_matrix()), indent=1, ensure_ascii=False) + "\n"
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         name = path.relative_to(README.parent)
         if options.check:
-            print(f"{name}: its tables are stale; run python results/build.py", file=sys.stderr)
+            print(f"{name} is stale; run python results/build.py", file=sys.stderr)
         else:
             write_whole(path, pages[path])
     return 1 if options.check and stale else 0

@@ -15,6 +15,9 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+import cloudpickle
+import recipes
+
 from perf_helpers import hardware
 from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
@@ -26,53 +29,9 @@ from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 from perf_helpers.rehearsal.lessons import MACHINES
 
 HERE = Path(__file__).parent / "rehearsed"
+cloudpickle.register_pickle_by_value(recipes)  # a clean process does not know this folder
 WANTED = ("a100", "h100", "t4")
 TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
-FOUR = {"per_device_train_batch_size": 4}
-ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-SAVING = ONE | {"gradient_checkpointing": True}
-HALF = {"fp16": True}
-ADAFACTOR, ADAM_8BIT = {"optim": "adafactor"}, {"optim": "adamw_bnb_8bit"}
-
-
-def loop(task: Task) -> None:
-    """The guide's last row: a loop of one's own with Accelerate, everything switched on; two optimizer steps."""
-    import bitsandbytes
-    import torch
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
-    accelerator = Accelerator(mixed_precision="fp16")
-    model = task.build_model()
-    model.gradient_checkpointing_enable()
-    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # as the Trainer does: embeddings keep states of 32 bits
-            manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(task.dataset(), batch_size=1))
-    model.train()
-    for number, batch in zip(range(1, 9), batches, strict=False):
-        accelerator.backward(model(**batch).loss / 4)
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-# Names are lesson 14's; MB as the 2023 guide prints them (NVML's bytes // 1024**2); the 2022 guide has no such table.
-ROWS = {
-    "vanilla": (FOUR, 14949),
-    "accumulation": (ONE, 8681),
-    "+ checkpointing": (SAVING, 6775),
-    "half precision": (FOUR | HALF, 13939),
-    "accumulation + checkpointing + half": (SAVING | HALF, 7275),
-    "Adafactor": (FOUR | ADAFACTOR, 12295),
-    "all + Adafactor": (SAVING | HALF | ADAFACTOR, 4847),
-    "8-bit Adam": (FOUR | ADAM_8BIT, 13085),
-    "all + 8-bit Adam": (SAVING | HALF | ADAM_8BIT, 5363),
-    "Accelerate loop, all + 8-bit Adam": (loop, 5363),
-}
-GUIDE = {"source": "2023 guide", "hardware": "V100-SXM2 16 GB", "context_mb": 1343}
 
 
 def record(card: Card, course: Path | None = None) -> Path:
@@ -86,7 +45,7 @@ def record(card: Card, course: Path | None = None) -> Path:
         lab = Lab("gpu", executor=stage, out=folder)
         versions = stage.submit(hardware.versions).result()
         rows = []
-        for name, (how, megabytes) in ROWS.items():
+        for name, (how, megabytes) in recipes.ROWS.items():
             options = {"name": name, "task": TASK, "measure": "memory"}
             run = lab.run(how, **options) if callable(how) else lab.train(**options, **how)
             rows.append(_row(run) | {"guide_mb": megabytes})
@@ -102,7 +61,7 @@ def record(card: Card, course: Path | None = None) -> Path:
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": TASK.to_dict(),
-        "guide": GUIDE,
+        "guide": recipes.GUIDE,
         "rows": rows,
         "course": course and decided(course, card),
     }

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -38,12 +39,14 @@ def script(name, monkeypatch=None):
 
 @pytest.fixture(scope="module")
 def build():
-    return script("build")
+    with pytest.MonkeyPatch.context() as patch:
+        yield script("build", patch)
 
 
 @pytest.fixture(scope="module")
 def rehearse():
-    return script("rehearse")
+    with pytest.MonkeyPatch.context() as patch:
+        yield script("rehearse", patch)
 
 
 def recorded(kind="cuda", **changes):
@@ -112,8 +115,25 @@ def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, tmp_path
     made = (tmp_path / stale).read_text()
     (tmp_path / stale).write_text(re.sub(r"\d+ claims: ", "999 claims: ", made).replace("**holds**", "**refuted**"))
     assert build.main(["--check"]) == 1
-    assert capsys.readouterr().err == f"{stale}: its tables are stale; run python results/build.py\n"
+    assert capsys.readouterr().err == f"{stale} is stale; run python results/build.py\n"
     assert build.main([]) == 0 and (tmp_path / stale).read_text() == made
+
+
+def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():
+    done = subprocess.run(["make", "-n", "record"], cwd=RESULTS.parent, capture_output=True, text=True)
+    told = ["perf-helpers course --out build/course", "results/build.py --record build/course", "notebooks/build.py"]
+    places = [done.stdout.find(line) for line in told]
+    assert done.returncode == 0 and -1 not in places and places == sorted(places), done.stdout
+
+
+def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
+    measured, cards = results.recorded(RESULTS), build.rehearsals()
+    page = build.page(measured, cards)
+    head = next(line for line in page.splitlines() if line.startswith("| lesson | claim | the guides say |"))
+    assert head == f"| lesson | claim | the guides say | their figure | {' | '.join(measured)} |"
+    for name, data in measured.items():
+        picture = data["file"].with_suffix(".png").relative_to(RESULTS)
+        assert (RESULTS / picture).exists() and f"on {name}]({picture})" in page
 
 
 def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
@@ -252,7 +272,7 @@ def test_the_table_has_a_column_for_each_card_and_none_for_two(build, tmp_path):
     size = " / ".join(f"{own['runs'][0]['memory'][name] / 2**20:.1f}" for name in ("peak_bytes", "reserved_bytes"))
     assert "| recipe | V100, published | A, rehearsed | B, rehearsed | nvidia-a100, measured |" in text
     assert f"| vanilla | 14949 (13606) | 7168 / 14336 | out of memory | {size} |" in text
-    assert "(8681 MB against 14949 MB) | **holds** (0.5) | not decided |" in text
+    assert "| 8681 MB against 14949 MB, on V100-SXM2 16 GB | **holds** (0.5) | not decided |" in text
     assert "speed not measured" not in text, "a GPU has run"
     assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_recipes(cards, {})
 

@@ -46,3 +46,11 @@ def test_report_makes_the_pages_again(ran, tmp_path):
     assert report(tmp_path) == tmp_path / "index.html"
     assert (tmp_path / "junit.xml").read_text() == (ran[1] / "junit.xml").read_text()
     assert (tmp_path / "08_ok.html").exists() and "small-peak" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_would_be_too_large_shows_fewer_pictures_and_links_the_rest(ran, tmp_path, monkeypatch):
+    shutil.copytree(ran[1], tmp_path / "copy")
+    whole = report(tmp_path / "copy").read_text()
+    monkeypatch.setattr("perf_helpers.course.report.MOST_BYTES", len(whole.encode()) - 1)
+    smaller = report(tmp_path / "copy").read_text()
+    assert PNG in whole and PNG not in smaller and "1 more</a>" in smaller

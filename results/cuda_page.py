@@ -1,0 +1,92 @@
+"""The estimate for CUDA on the pages: beside torch's own allocator, other tools, and figures that others measured."""
+
+import json
+from pathlib import Path
+
+from tables import MIB, share, table, versions
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published.json"  # by results/published.py
+CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
+
+
+def nearness() -> str:
+    """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
+    report, lists = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("cuda", "allocator"))
+    kept = [row for row in report["rows"] if "rehearsed" in row]
+    architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
+    found, few = report["summary"]["estimated"], report["summary"]["extrapolated"]
+    figures = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
+    when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
+    lines = [
+        f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
+        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_equal_or_off(found)}. With few "
+        f"layers followed, {few['answered']} of them: {_equal_or_off(few)}.",
+        f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
+        f"{lists['mismatches']} mismatches.",
+        f"Against {figures['rows']} figures that others measured on real GPUs, like for like: "
+        f"{share(figures['median'])} in the median, 95 of 100 within {share(figures['percentile_95'])}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _equal_or_off(found: dict) -> str:
+    """How near allocated and reserved bytes are, of a summary by results/measure_cuda.py."""
+    if not found["allocated_worst"] + found["reserved_worst"]:
+        return "allocated and reserved **equal to the byte in all**"
+    return (
+        f"allocated **equal to the byte in {found['allocated_equal']} of {found['answered']}**, the worst "
+        f"{share(found['allocated_worst'])} off; reserved {share(found['reserved_median'])} off in the median, "
+        f"{share(found['reserved_worst'])} at worst"
+    )
+
+
+def _architecture(row: dict) -> str:
+    return row["architecture"]
+
+
+def _optimizer(row: dict) -> str:
+    return row["arguments"]["optim"]
+
+
+def cuda_tools() -> str:
+    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
+    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
+    head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
+    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
+    rows = []
+    for row in report["table"]:
+        names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
+        cells = [f"{row['tool']} {row['version']}".strip(), row["claims"], f"{row['answered']} of {row['asked']}"]
+        cells += [share(row[name]) for name in names]
+        rows.append([*cells, f"{row['median_seconds']:.2g}", f"{row['most_own_bytes'] / MIB:.0f} MiB"])
+        rows[-1].append(row["cannot_express"])
+    made_with = versions(report, "torch", "transformers")
+    about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}. {report['note']}".strip()
+    told = (
+        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
+        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
+    )
+    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table(head, rows), f"{told}."])
+
+
+def published() -> str:
+    """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
+    report = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    errors = [
+        [kind, str(said["rows"]), *(share(said[name]) for name in ("median", "percentile_95", "worst"))]
+        for kind, said in report["like_for_like"].items()
+    ]
+    rows = []
+    for row in report["table"]:
+        sizes = [row[name] for name in ("published", "predicted", "older_rules_add", "rehearsed")]
+        cells = ["" if size is None else f"{size:,.2f}" for size in sizes]
+        error = f"{row['error']:+.3%}"
+        rows.append([row["name"], row["quantity"], *cells, error if row["like_for_like"] else f"({error})"])
+    notes = {(row["name"].rsplit(": ", 1)[0], row["reason"]) for row in report["table"] if row["reason"]}
+    head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
+    about = f"{report['what']}. {versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
+    told = "Sources, versions and set-ups stand in [published.toml](published.toml). In brackets, not like for like:"
+    parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
+    return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])

@@ -1,0 +1,247 @@
+"""The claims of the ledger that rows of the GPU suite decide: for each the value of its quantity, and the verdict."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from gpu_rows import FIRST, NOT_TESTABLE, Kept
+
+from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.lab import hardware
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.runs import Ratio
+
+Value = float | Ratio
+PRODUCTS_FLOOR = 1.02  # the lab's noise floor on CUDA
+
+
+class Absent(Exception):
+    """A row that a claim needs was not measured; the message says why."""
+
+
+class Rows:
+    """What was measured, by part and name. Whatever is asked for and not there raises Absent."""
+
+    def __init__(self, rows: Mapping[tuple[str, str], Kept]):
+        self._rows = rows
+        self.used: list[str] = []  # "part: name", of what was asked for
+
+    def __call__(self, part: str, name: str) -> Kept:
+        self.used.append(f"{part}: {name}")
+        row = self._rows.get((part, name))
+        if row is None:
+            raise Absent(f"{part}, {name}: not measured")
+        if not row.ok:
+            raise Absent(row.message if row.status == NOT_TESTABLE else f"{part}, {name}: {row.status}, {row.message}")
+        return row
+
+    def names(self, part: str, start: str = "") -> list[str]:
+        """The rows of a part that went well, by the start of their names, in their order."""
+        return [name for (of, name), row in self._rows.items() if of == part and name.startswith(start) and row.ok]
+
+    def memory(self, part: str, name: str) -> dict[str, Any]:
+        return self(part, name).runs[-1]["memory"]
+
+    def peak(self, part: str, name: str) -> int:
+        return self.memory(part, name)["peak_bytes"]
+
+    def shrunk(self, part: str, name: str, baseline: str) -> float:
+        """The peak of one over that of another."""
+        return self.peak(part, name) / self.peak(part, baseline)
+
+    def faster(self, part: str, name: str, baseline: str) -> Ratio:
+        return self(part, f"{name} against {baseline}").speed_ratio
+
+
+def _against(pair: tuple[str, str]) -> Callable[[Rows], Ratio]:
+    return lambda rows: rows.faster("ten", *pair)
+
+
+def _share(pair: tuple[str, str]) -> Callable[[Rows], float]:
+    return lambda rows: rows.shrunk("ten", *pair)
+
+
+THREE, ADA, EIGHT = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
+
+
+def _eight_bit_memory(rows: Rows) -> float:
+    vanilla = rows.peak("ten", "vanilla")
+    return (vanilla - rows.peak("ten", "8-bit Adam")) / (vanilla - rows.peak("ten", "Adafactor"))
+
+
+def _training_dwarfs(rows: Rows) -> float:
+    memory = rows.memory("ten", "vanilla")
+    return memory["peak_bytes"] / memory["breakdown"]["weights"]
+
+
+def _batches(rows: Rows) -> list[str]:
+    fitting = rows.names("batch", "batch ")
+    sizes = [name for name in fitting if "against" not in name]
+    if len(sizes) < 3:
+        raise Absent("batch: fewer than three sizes were measured")
+    return sizes
+
+
+def _larger_batch(rows: Rows) -> Ratio:
+    sizes = _batches(rows)
+    return rows.faster("batch", sizes[-1], sizes[0])
+
+
+def _to_the_limit(rows: Rows) -> Ratio:
+    sizes = _batches(rows)
+    return rows.faster("batch", sizes[-3], sizes[-1])
+
+
+def _twice_by_batch(rows: Rows) -> Ratio:
+    ratios = [rows.faster("fp16", f"{size}, fp16", f"{size}, fp32") for size in (8, 16, 32, 64)]
+    return min(ratios, key=lambda ratio: ratio.value)
+
+
+def _more(rows: Rows, size: str) -> float:
+    """The share of the fp32 peak by which fp16's is larger."""
+    return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
+
+
+def _saves_with_batch(rows: Rows) -> float:
+    saved = [-_more(rows, f"{size} x 2") for size in (1, 8, 16, 32, 64)]
+    return min(more - less for less, more in pairwise(saved))
+
+
+def _at_ends(rows: Rows, kind: str, phase: str) -> float:
+    """Bytes of a category at the end of a phase, in fp16 over fp32, at the largest micro-batch."""
+    half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
+    return half[kind] / full[kind]
+
+
+def _only_activations(rows: Rows) -> float:
+    kinds = {"weights": "forward", "gradients": "backward", "optimizer_states": "step"}
+    return max((_at_ends(rows, *pair) for pair in kinds.items()), key=lambda ratio: abs(ratio - 1))
+
+
+def _products(fast: str) -> Callable[[Rows], Ratio]:
+    def value(rows: Rows) -> Ratio:
+        seconds = rows("tf32", "products").value
+        pairs = [slow / quick for slow, quick in zip(seconds["fp32"], seconds[fast], strict=True)]
+        return Ratio.of_pairs(pairs, PRODUCTS_FLOOR)
+
+    return value
+
+
+def _longest(rows: Rows) -> list[str]:
+    """The names of plain attention and of SDPA at the longest sequence."""
+    lengths = [int(name.removeprefix("eager, ")) for name in rows.names("attention", "eager, ")]
+    if not lengths:
+        raise Absent("attention: nothing was measured")
+    return [f"{name}, {max(lengths)}" for name in ("eager", "sdpa")]
+
+
+def _sdpa_memory(rows: Rows) -> float:
+    eager, sdpa = _longest(rows)
+    return rows.shrunk("attention", sdpa, eager)
+
+
+def _sdpa_speed(rows: Rows) -> Ratio:
+    eager, sdpa = _longest(rows)
+    return rows.faster("attention", sdpa, eager)
+
+
+def _sdpa_same(rows: Rows) -> float:
+    eager, sdpa = (rows("attention", name).runs[0]["losses"] for name in _longest(rows))
+    if not eager or not sdpa:
+        raise Absent("attention: no losses")
+    return max(abs(b / a - 1) for a, b in zip(eager, sdpa, strict=True))
+
+
+def _fused_kernels(rows: Rows) -> float:
+    found = rows("attention", "kernels").value
+    return found["flash"] + found["efficient"]
+
+
+def _ladder(name: str, baseline: str = FIRST) -> dict[str, Callable[[Rows], Value]]:
+    """The two cells of the guide's table that rows of the ladder decide."""
+    return {
+        "speed": lambda rows: rows.faster("best", name, baseline),
+        "memory": lambda rows: rows.shrunk("best", name, baseline),
+    }
+
+
+def _before(rows: Rows, name: str) -> str:
+    """The rung below one, as a pair of the ladder names it."""
+    pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
+    if not pairs:
+        raise Absent(f"best, {name}: not compared with the rung below")
+    return pairs[0].removeprefix(f"{name} against ")
+
+
+VALUES: dict[str, Callable[[Rows], Value]] = {
+    "training-dwarfs-weights": _training_dwarfs,
+    "accumulation-memory": _share(("accumulation", "vanilla")),
+    "accumulation-cost": _against(("accumulation", "vanilla")),
+    "checkpointing-memory": _share(("+ checkpointing", "accumulation")),
+    "checkpointing-cost": _against(("+ checkpointing", "accumulation")),
+    "checkpointing-cost-2022": _against(("+ checkpointing", "accumulation")),
+    "fp16-faster": _against(("half precision", "vanilla")),
+    "adafactor-memory": _share(("Adafactor", "vanilla")),
+    "adafactor-cost": _against(("Adafactor", "vanilla")),
+    "adam8bit-memory": _eight_bit_memory,
+    "adam8bit-cost": _against(("8-bit Adam", "vanilla")),
+    "combined-half-memory": _share((THREE, "vanilla")),
+    "combined-speed": _against((THREE, "vanilla")),
+    "all-three-memory": _share((ADA, "vanilla")),
+    "all-three-speed": _against((ADA, "vanilla")),
+    "all-three-8bit-memory": _share((EIGHT, "vanilla")),
+    "all-three-8bit-speed": _against((EIGHT, ADA)),
+    "accelerate-same": _share(("Accelerate loop, all + 8-bit Adam", EIGHT)),
+    "larger-batch-faster": _larger_batch,
+    "memory-to-the-limit": _to_the_limit,
+    "fp16-twice-by-batch": _twice_by_batch,
+    "fp16-small-batch-costs": lambda rows: _more(rows, "1 x 2"),
+    "fp16-below-eight-costs": lambda rows: _more(rows, "1"),
+    "fp16-saves-with-batch": _saves_with_batch,
+    "fp16-activations-halve": lambda rows: _at_ends(rows, "activations", "forward"),
+    "mixed-saves-only-activations": _only_activations,
+    "tf32-faster": _products("tf32"),
+    "fp16-up-to-5x": _products("fp16"),
+    "tf32-with-half": lambda rows: rows.faster("tf32", "fp16 and tf32", "fp16"),
+    "sdpa-memory": _sdpa_memory,
+    "sdpa-speed": _sdpa_speed,
+    "sdpa-same": _sdpa_same,
+    "sdpa-fused-kernels": _fused_kernels,
+    "compile": lambda rows: rows.faster("compile", "inductor", "uncompiled"),
+    "compile-debugging": lambda rows: rows.faster("compile", "aot_eager", "uncompiled"),
+    "table-accumulation-speed": _ladder("accumulation alone")["speed"],
+    "table-accumulation-memory": _ladder("accumulation alone")["memory"],
+    "table-checkpointing-speed": _ladder("checkpointing alone")["speed"],
+    "table-checkpointing-memory": _ladder("checkpointing alone")["memory"],
+    "table-half-speed": _ladder("+ half precision")["speed"],
+    "table-half-memory": _ladder("+ half precision")["memory"],
+    "table-batch-speed": lambda rows: rows.faster("best", FIRST, "micro-batch 1"),
+    "table-batch-memory": _ladder("micro-batch 1")["memory"],
+    "table-optimizer-speed": lambda rows: rows.faster("best", "+ fused AdamW", _before(rows, "+ fused AdamW")),
+    "table-optimizer-memory": _ladder("Adafactor alone")["memory"],
+    "table-loader-memory": lambda rows: rows.shrunk("best", "+ workers", _before(rows, "+ workers")),
+}
+
+
+def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str) -> list[dict[str, Any]]:
+    """One decision for each of VALUES, in the order of the ledger, as JSON holds it: the verdict on what was measured,
+    or "not testable here" with what is missing. A rehearsal decides by memory alone."""
+    ledger, found = load(), []
+    for claim in (claim for claim in ledger.values() if claim.id in VALUES):
+        asked = Rows(rows)
+        met, missing = hardware.supports(claim.where, machine)
+        if met and machine.rehearsed and claim.decided_by != "memory":
+            met, missing = False, "a rehearsal: memory alone is known"
+        try:
+            value = VALUES[claim.id](asked) if met else None
+        except Absent as absent:
+            met, missing, value = False, str(absent), None
+        number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
+        verdict = decide(claim, interval or number, met)
+        expected = claim.expected.get(machine.kind, (Verdict.NOT_TESTABLE,))
+        expected = claim.expected.get(profile, expected) if machine.kind == "cuda" else expected
+        told = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
+        told |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
+        told |= {"interval": interval and list(interval), "missing": missing or None, "rows": asked.used}
+        found.append(told | {"rehearsed": machine.rehearsed})
+    return found

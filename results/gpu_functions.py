@@ -1,0 +1,126 @@
+"""What the GPU suite runs in clean processes beside trainings: kernels, rates, starts. Each takes the task and returns
+what JSON can hold, as `Lab.run` asks; torch is imported inside."""
+
+from collections.abc import Callable
+from typing import Any
+
+from perf_helpers.lab.profiles import Profile
+from perf_helpers.lab.task import Task
+
+KERNELS = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+PRECISIONS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SIDE, TURNS = 8192, 12  # of square matrices
+
+
+def looped(model, arguments):
+    """AdamW as it was: a loop over the tensors."""
+    import torch
+
+    options = {"weight_decay": 0.0, "foreach": False, "fused": False}
+    return torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, **options)
+
+
+def products(task: Task) -> dict[str, list[float]]:
+    """Seconds of one large product in each precision, in turns: {precision: by turn}."""
+    import torch
+
+    from perf_helpers.lab.runs import WALL
+    from perf_helpers.lab.stopwatch import in_turns
+
+    def product(name: str) -> Callable[[], None]:
+        left, right = (torch.randn(SIDE, SIDE, device="cuda").to(getattr(torch, PRECISIONS[name])) for _ in range(2))
+        out = torch.empty_like(left)
+
+        def work() -> None:
+            torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+            torch.mm(left, right, out=out)
+
+        return work
+
+    taken = in_turns([product(name) for name in PRECISIONS], TURNS)
+    return {name: [turn[WALL] for turn in turns] for name, turns in zip(PRECISIONS, taken, strict=True)}
+
+
+def kernels(task: Task) -> dict[str, bool]:
+    """Which kernels of SDPA take 16-bit numbers without a mask here."""
+    import warnings
+
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found = {}
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    for name, backend in KERNELS.items():
+        inputs = [torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+        try:
+            with warnings.catch_warnings(action="ignore"), sdpa_kernel([getattr(SDPBackend, backend)]):
+                torch.nn.functional.scaled_dot_product_attention(*inputs).sum().backward()
+            found[name] = True
+        except RuntimeError:  # "No available kernel"
+            found[name] = False
+    return found
+
+
+def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
+    """A training by the Trainer, long enough for a comparison, in which SDPA has that kernel and no other."""
+    steps = profile.warmup_steps + profile.turns + 1
+
+    def work(task: Task) -> None:
+        import tempfile
+
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        from perf_helpers.lab.arguments import Arguments
+        from perf_helpers.lab.training import Experiment, train
+
+        experiment = Experiment(kernel, task, Arguments.of(arguments))
+        with tempfile.TemporaryDirectory() as folder, sdpa_kernel([getattr(SDPBackend, KERNELS[kernel])]):
+            train(experiment, folder, steps, keep_losses=False)
+
+    return work
+
+
+def cold_start(task: Task) -> list[float]:
+    """Seconds of the first steps (forward and backward) of a compiled model where nothing is compiled yet: the first
+    one is the cold start."""
+    import os
+    import tempfile
+    import time
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        import torch
+
+        device, taken = "cuda" if torch.cuda.is_available() else "cpu", []
+        model, batch = task.build_model().to(device), task.batch(4, device)
+        compiled = torch.compile(model)
+        for _ in range(5):
+            began = time.perf_counter()
+            compiled(**batch).loss.backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        return taken
+
+
+def rates(task: Task) -> dict[str, float]:
+    """Floating-point operations a second of a large product, by its type, as `roofline.ceilings` measures them; "tf32"
+    is that of fp32 with tf32 on."""
+    import torch
+
+    from perf_helpers.lab import roofline
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # as the steps in turns
+        return {name: roofline.ceilings(name).flops_per_second for name in ("float32", "bfloat16")}
+    found = {name: roofline.ceilings(name).flops_per_second for name in ("float32", "bfloat16", "float16")}
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return found | {"tf32": roofline.ceilings("float32").flops_per_second}
+
+
+def flops_of_a_sample(task: Task) -> int:
+    """Of forward and backward, counted."""
+    from perf_helpers.lab import roofline
+
+    return roofline.model_flops(task, 1)

@@ -1,0 +1,111 @@
+"""The report of the GPU suite: one JSON of all rows of one machine, with the claims that they decide and the errors of
+the estimate. results/build.py keeps it, if it was measured, and shows it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_claims
+from gpu_rows import Kept
+
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.profiles import TINY
+from perf_helpers.lab.runs import Run
+from perf_helpers.lab.store import Store, write_whole
+
+SCHEMA = 1
+_OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
+
+
+def setup(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
+    """What rows of one machine have in common. Of a machine with a GPU the host may be another: speeds are compared
+    within a row alone."""
+    gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
+    about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
+    return about | {"versions": versions | {"torch": machine.torch_build}, "profile": profile}
+
+
+def kept_of(run: Run) -> dict[str, Any]:
+    """What is kept of a run: what stands in its row, and the pictures of its memory, are left out."""
+    told = run.to_dict()
+    if told["memory"]:
+        told["memory"]["timeline"] = None
+    if told["timing"]:
+        told["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
+    return {name: told[name] for name in _OF_A_RUN}
+
+
+def line(kept: Kept) -> str:
+    """A row in a line, for whoever waits."""
+    if not kept.ok:
+        return f"{kept.name}: {kept.status}, {kept.message}"
+    if kept.speed_ratio:
+        return f"{kept.name}: {kept.speed_ratio} x the speed"
+    if kept.runs:
+        return str(Run.from_dict(kept.runs[-1]))
+    value = kept.value["peak_bytes"] if isinstance(kept.value, dict) and "peak_bytes" in kept.value else kept.value
+    return f"{kept.name}: {value}"
+
+
+def content(rows: list[Kept]) -> dict[str, Any]:
+    """The report of the machine that the last row was measured on, from what was kept: of a row tried twice the last
+    try. ValueError without rows."""
+    if not rows:
+        raise ValueError("no rows: run the suite first")
+    last = rows[-1]
+    latest = {(row.part, row.name): row for row in rows if row.setup == last.setup}
+    machine, rehearsed = Machine.from_dict(last.machine), last.setup["rehearsed"]
+    measured = "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed"
+    return {
+        "schema": SCHEMA,
+        "suite": "gpu",
+        "rehearsed": rehearsed,
+        "what": measured if rehearsed else "measured by results/measure_gpu.py",
+        "tiny": last.setup["profile"] == TINY.name,
+        "machine": last.machine,
+        "versions": last.setup["versions"],
+        "profile": last.setup["profile"],
+        "began": min(row.date for row in latest.values()),
+        "date": max(row.date for row in latest.values()),
+        "claims": gpu_claims.decided(latest, machine, last.setup["profile"]),
+        "estimates": estimates(latest),
+        "rows": [_shown(row) for row in latest.values()],
+    }
+
+
+def estimates(rows: dict[tuple[str, str], Kept]) -> list[dict[str, Any]]:
+    """Each training that was measured and estimated: [estimated, measured] bytes, by category where that is known. As
+    the table of errors in results/build.py takes them."""
+    found = []
+    for (part, name), said in rows.items():
+        of = rows.get((part, name.removeprefix("estimate of ")))
+        if name.startswith("estimate of ") and said.ok and of and of.ok:
+            (run,) = of.runs
+            row = {"machine": of.setup["machine"], "name": of.name, "task": run["task"], "arguments": run["arguments"]}
+            for size in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
+                row[size] = [said.value[size], run["memory"][size]]
+            found.append(row)
+    return found
+
+
+def _shown(row: Kept) -> dict[str, Any]:
+    left_out = {"setup", "machine", "settings"}
+    told = {name: value for name, value in row.to_dict().items() if name not in left_out}
+    for run in told["runs"]:
+        for name in ("phase_breakdowns", "phases", "timeline"):
+            if run["memory"]:
+                run["memory"].pop(name, None)
+    return told
+
+
+def write(rows: Path, report: Path) -> int:
+    """Write the report of what a file of rows holds; the exit code."""
+    try:
+        made = content(Store(rows, Kept).read())
+    except ValueError as error:
+        print(f"{rows}: {error}", file=sys.stderr)
+        return 1
+    write_whole(report, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+    print(report)
+    return 0

@@ -1,0 +1,214 @@
+"""The library matrix for people, from results/matrix.json: its part of results/README.md, what lessons say of versions.
+
+A difference is told with the two sets of libraries between which it was seen. What a lesson says ("since ...") comes
+from counted memory and from computed values alone: one run a set tells nothing of time.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+from tables import MIB, table
+
+from perf_helpers.course.ledger import Verdict, load
+from perf_helpers.course.results import measured_text
+
+SETS = Path(__file__).with_name("matrix.toml")
+LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", "tokenizers", "numpy", "ipywidgets")
+DECISIVE = LIBRARIES[:4]  # those that a difference of bytes or verdicts is told with
+DECIDED = (Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED)
+
+
+def section(record: dict | None) -> str:
+    """The page's part, in Markdown, below its heading."""
+    if record is None:
+        return "The matrix has not been run yet: `make matrix`."
+    names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
+    head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
+    about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."
+    parts = [f"{head} {about} {record['note']}".strip(), _sets(record), *_trouble(record), _claims(record)]
+    return "\n\n".join([*parts, _memory(record), _rehearsed(record), *_causes(record)])
+
+
+def changed(record: dict) -> set[str]:
+    """The ids of all that differs between two sets: claims, runs, lessons, rehearsed trainings."""
+    return {change["id"] for pair in record["between"] for change in pair["changes"] + (pair["rehearsed"] or [])}
+
+
+def causes() -> list[dict]:
+    """{"changes": ids, "says"} of what was found out by hand, from matrix.toml."""
+    return tomllib.loads(SETS.read_text(encoding="utf-8")).get("cause", [])
+
+
+def _causes(record: dict) -> list[str]:
+    """Why, where that is known: a list; nothing where it is not."""
+    lines = []
+    for cause in causes():
+        if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:
+            lines.append(f"- {'; '.join(names)}: {cause['says']}")
+    return ["Why, where it was found out:\n\n" + "\n".join(lines)] if lines else []
+
+
+def since(record: dict | None) -> dict[str, str]:
+    """{claim: with which libraries it came out otherwise} of every claim that counted memory or computed values decide,
+    and that differs between two sets."""
+    found: dict[str, list[str]] = {}
+    for pair in record["between"] if record else ():
+        for id in dict.fromkeys(change["id"] for change in pair["changes"] if _is_told(change)):
+            sides = record["claims"][id]
+            now, before = (
+                f"{_libraries(record, pair, which)}: {_outcome(sides[pair[which]])}" for which in ("new", "old")
+            )
+            found.setdefault(id, []).append(f"{now}; before, with {before}")
+    return {id: "; ".join(texts) for id, texts in sorted(found.items())}
+
+
+def _is_told(change: dict) -> bool:
+    """Whether a change is one that the libraries made: a verdict that both sides decided, a count that is another; of a
+    claim that nothing timed decides."""
+    claim = load().get(change["id"])
+    if claim is None or claim.decided_by not in ("memory", "values"):
+        return False
+    if change["kind"] == "verdict":
+        return change["old"] in DECIDED and change["new"] in DECIDED
+    return change["kind"] == "value" and claim.decided_by == "memory"
+
+
+def _libraries(record: dict, pair: dict, which: str) -> str:
+    """The decisive libraries that differ between two sets, on one side: "torch 2.12.1, transformers 5.19.0"."""
+    packages = next(row["packages"] for row in record["sets"] if row["name"] == pair[which])
+    names = [name for name in DECISIVE if name in pair["packages"]]
+    # Where all of the decisive ones are the same, any other package may have done it.
+    names = names or [name for name in LIBRARIES if name in pair["packages"]] or [*pair["packages"]]
+    return ", ".join(f"{name} {packages.get(name, 'absent')}" for name in names)
+
+
+def _outcome(claim: dict) -> str:
+    return f"{claim['verdict']} ({measured_text(claim)})"
+
+
+def _sets(record: dict) -> str:
+    """One column a set: its libraries, the lessons that ran, the claims as expected, the rehearsal."""
+    sets = record["sets"]
+    rows = [["", *(row["what"] for row in sets)]]
+    rows += [[name, *(row["packages"].get(name, "") for row in sets)] for name in LIBRARIES]
+    rows.append(["packages in all", *(str(len(row["packages"]) or "") for row in sets)])
+    rows.append(["lessons that ran", *(_lessons(row) for row in sets)])
+    rows.append(["claims as expected", *(_expected(record, row["name"]) for row in sets)])
+    rows.append(["trainings rehearsed", *(_trainings(record, row) for row in sets)])
+    rows.append(["date", *(row["date"][:10] if row["status"] == "ok" else "" for row in sets)])
+    return table(["", *(row["name"] for row in sets)], rows)
+
+
+def _lessons(row: dict) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    return f"{sum(lesson['status'] == 'ok' for lesson in row['lessons'].values())} of {len(row['lessons'])}"
+
+
+def _expected(record: dict, name: str) -> str:
+    told = [sides[name] for sides in record["claims"].values() if name in sides]
+    return f"{sum(claim['as_expected'] for claim in told)} of {len(told)}" if told else ""
+
+
+def _trainings(record: dict, row: dict) -> str:
+    found = [sides[row["name"]] for sides in record["rehearsed"].values() if row["name"] in sides]
+    return f"{sum('peak_bytes' in memory for memory in found)} of {len(found)}" if found else ""
+
+
+def _trouble(record: dict) -> list[str]:
+    """A list of what did not run, with the reason; nothing where all did."""
+    lines = []
+    for row in record["sets"]:
+        if row["status"] != "ok":
+            lines.append(f"- **{row['name']}** {row['status']}: {row['message']}")
+        if row["not_rehearsed"]:
+            lines.append(f"- **{row['name']}** not rehearsed: {row['not_rehearsed']}")
+        ended = {id: sides.get(row["name"], {}) for id, sides in record["rehearsed"].items()}
+        for id, run in ended.items():
+            if run.get("status"):
+                lines.append(f"- **{row['name']}**, {id} {run['status']}: {run['message']}")
+        failed = ((name, lesson) for name, lesson in row["lessons"].items() if lesson["status"] != "ok")
+        lines += [
+            f"- **{row['name']}**, lesson {name} {lesson['status']}: {lesson['message']}" for name, lesson in failed
+        ]
+    return ["\n".join(lines)] if lines else []
+
+
+def _claims(record: dict) -> str:
+    """A row for each claim that differs between two sets beyond its noise; and how many do not."""
+    moved = changed(record) & record["claims"].keys()
+    ledger, same = load(), len(record["claims"]) - len(moved)
+    told = (
+        f"{same} of {len(record['claims'])} claims have the same verdict, and the same value within its noise, in all."
+    )
+    if not moved:
+        return told
+    names, rows = [row["name"] for row in record["sets"]], []
+    for id in sorted(moved, key=lambda id: (record["claims"][id]["lesson"], id)):
+        sides = record["claims"][id]
+        by = ledger[id].decided_by if id in ledger else ""
+        rows.append([sides["lesson"][:2], f"`{id}`", by or "", *(_side(sides.get(name)) for name in names)])
+    about = "The others are here. One decided by time was timed once in each set: it may differ by chance."
+    return "\n\n".join([f"{told} {about}", table(["lesson", "claim", "decided by", *names], rows)])
+
+
+def _side(claim: dict | None) -> str:
+    if claim is None:
+        return "not run"
+    return (
+        claim["verdict"]
+        if claim["verdict"] == Verdict.NOT_TESTABLE
+        else f"**{claim['verdict']}** ({measured_text(claim)})"
+    )
+
+
+def _memory(record: dict) -> str:
+    """Every run whose bytes moved between two sets, by category, with the operation at the peak."""
+    compared, moved = record["runs"], _moved(record, "changes")
+    if not moved:
+        return f"Memory: no byte of {compared} runs differs between any two sets that ran." if compared else "No run."
+    told = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
+    return "\n\n".join([told, table(["from", "to", "run", "what moved"], moved)])
+
+
+def _rehearsed(record: dict) -> str:
+    """The rehearsed trainings: what torch's allocator hands out and reserves in each set, and what moved."""
+    if not record["rehearsed"]:
+        return "Rehearsed: no set has torch's CUDA build, or none could be rehearsed."
+    names, rows = [row["name"] for row in record["sets"]], []
+    for id, sides in record["rehearsed"].items():
+        rows.append([id.partition("/")[2], *(_allocated(sides.get(name)) for name in names)])
+    told = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
+    parts = [told, table(["training", *names], rows)]
+    if moved := _moved(record, "rehearsed"):
+        parts += ["Moved:", table(["from", "to", "training", "what moved"], moved)]
+    else:
+        parts.append("No byte of them differs between any two sets that were rehearsed.")
+    return "\n\n".join(parts)
+
+
+def _moved(record: dict, which: str) -> list[list[str]]:
+    """[set, next set, run, what moved] for every change of memory, and of what fits. Runs of which the same bytes moved
+    stand in one row, without their sizes and the operation at the peak, which differ: the record has these."""
+    groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for pair in record["between"]:
+        for change in pair[which] or ():
+            if change["kind"] in ("memory", "run"):
+                told = change["text"].partition(f"{change['id']}: ")[2]
+                bare = re.sub(r"[\d.,]+ \w+ -> [\d.,]+ \w+ |; at [^;]*?\((?:forward|backward|step)\)", "", told)
+                name = change["id"].removeprefix("rehearsal/")
+                groups.setdefault((pair["old"], pair["new"], bare), []).append((name, told))
+    rows = []
+    for (old, new, bare), found in groups.items():
+        names = "; ".join(name for name, _ in found)
+        rows.append([old, new, names, bare if len(found) > 1 else found[0][1]])
+    return rows
+
+
+def _allocated(memory: dict | None) -> str:
+    if memory is None:
+        return "not rehearsed"
+    if "status" in memory:
+        return memory["status"]
+    return " / ".join(f"{memory[name] / MIB:,.2f}" for name in ("peak_bytes", "reserved_bytes"))

@@ -1,0 +1,312 @@
+"""Measures on a GPU all that the course lacks without one, part by part, each call within minutes.
+
+    python results/measure_gpu.py --list                       the parts, their rows, how long a call may take
+    python results/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
+    python results/build.py --suite build/gpu/gpu.json         keep what was measured, and show it
+
+It needs perf_helpers and what that trains with; no notebook. A call stops between two rows when its seconds are over,
+and is at its end LAST_SECONDS later at most. Every row is in a file as soon as it is known: killed or not, the same
+command goes on where it stopped. Out of memory is a result; what crashed is tried once more, by a later call.
+Exit code 0: nothing is left of what was asked for; 3: rows are left, call again; 1: it could not begin.
+
+    python results/measure_gpu.py --tiny                       all of it on a CPU, at sizes that say nothing
+    python results/measure_gpu.py --tiny --rehearse a100       its memory, on a card that is not here
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import cloudpickle
+import gpu_functions
+import gpu_report
+import recipes
+from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
+
+from perf_helpers.lab import processes
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.profiles import TINY
+from perf_helpers.lab.runs import Run
+from perf_helpers.lab.store import Store
+from perf_helpers.unknown import NeedsValues
+
+for module in (gpu_functions, recipes):
+    cloudpickle.register_pickle_by_value(module)  # a clean process does not know this folder
+
+SECONDS = 470  # in which a call begins rows, unless told otherwise
+LAST_SECONDS = 100  # that the last one may take longer: then it is cut off, and begins anew in the next call
+ROW_SECONDS = 300  # after which a row is given up: "timed out"
+ESTIMATE_SECONDS = 90
+NEEDED = ("torch", "transformers", "accelerate", "datasets")  # that trainings import when they begin
+WISHED = {"bitsandbytes": "8-bit Adam's rows are not testable", "pynvml": "device-used memory is not measured"}
+TRIES = 2  # of what crashed
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long this call has been running, and may."""
+
+    seconds: float
+    began: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.elapsed >= self.seconds
+
+    @property
+    def elapsed(self) -> float:
+        return monotonic() - self.began
+
+    def row_seconds(self) -> float:
+        """Seconds that a row beginning now may take."""
+        return max(1.0, min(ROW_SECONDS, self.seconds + LAST_SECONDS - self.elapsed))
+
+
+class Suite:
+    """The rows of the suite on one machine, and the file that keeps them.
+
+    Args:
+        lab: with the profile, and the executor of a rehearsal.
+        file: of JSON lines; rows of other machines, versions or profiles in it are left alone.
+    """
+
+    def __init__(self, lab: Lab, file: Path, clock: Clock):
+        self.lab, self.store, self.clock = lab, Store(file, Kept), clock
+        self.here = Here(lab.machine, lab.versions, lab.profile)
+        self.setup = gpu_report.setup(lab.machine, lab.versions, lab.profile.name)
+        self._rows = self.store.read()
+        self._tried: set[tuple[str, str]] = set()  # by this call
+        self._runs: dict[str, Run] = {}  # of this lab, by what was run
+
+    def known(self, part: str) -> Known:
+        """The rows of a part that need not be run again: kept on such a machine, with such packages and settings."""
+        known, failures = {}, {}
+        for kept in self._rows:
+            if kept.part == part and kept.setup == self.setup:
+                failures[kept.name] = failures.get(kept.name, 0) + (kept.status in FAILED)
+                if kept.status not in FAILED or failures[kept.name] >= TRIES:
+                    known[kept.name] = kept
+        while other := {row.name for row in PARTS[part](self.here, known) if _is_another(row, known)}:
+            known = {name: kept for name, kept in known.items() if name not in other}
+        return known
+
+    def left(self, part: str) -> list[Row]:
+        """The rows of a part that are not known, as far as the plan can see."""
+        known = self.known(part)
+        return [row for row in PARTS[part](self.here, known) if row.name not in known]
+
+    def run(self, part: str) -> None:
+        """All rows of a part that are left, until the clock is over."""
+        with self._estimating(part):
+            while (row := self._next(part)) and not self.clock.is_over:
+                self._tried.add((part, row.name))
+                self._do(part, row)
+
+    def _next(self, part: str) -> Row | None:
+        untried = (row for row in self.left(part) if (part, row.name) not in self._tried)
+        return next((row for row in untried if row.kind != "estimate" or row.lacks), None)
+
+    @contextlib.contextmanager
+    def _estimating(self, part: str) -> Iterator[None]:
+        """Meanwhile the part's estimates are made beside its trainings, whose bytes nothing disturbs."""
+        rows = [row for row in self.left(part) if row.kind == "estimate" and not row.lacks]
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+            waiting: list[Future] = [pool.submit(self._estimate_in_time, part, row) for row in rows]
+            try:
+                yield
+                wait(waiting, max(0, self.clock.seconds - self.clock.elapsed))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        for future in waiting:
+            if not future.cancelled():
+                future.result()
+
+    def _estimate_in_time(self, part: str, row: Row) -> None:
+        if not self.clock.is_over:
+            self._do(part, row)
+
+    def _do(self, part: str, row: Row) -> None:
+        """Do one row and keep it."""
+        seconds, began = self.clock.row_seconds(), monotonic()
+        with processes.within(seconds):
+            found = self._found(row)
+        took = monotonic() - began
+        if seconds < ROW_SECONDS and took >= seconds:
+            print(f"{part}: {row.name}: cut off at the end of this call", file=sys.stderr, flush=True)
+            return
+        about = {"part": part, "name": row.name, "settings": row.settings(), "setup": self.setup}
+        about |= {"machine": self.lab.machine.to_dict(), "seconds": round(took, 2)}
+        kept = Kept(**about, **found, date=datetime.now(UTC).isoformat(timespec="seconds"))
+        self.store.append(kept)
+        self._rows.append(kept)
+        print(f"{part}: {gpu_report.line(kept)}", file=sys.stderr, flush=True)
+
+    def _found(self, row: Row) -> dict[str, Any]:
+        """What a row yields: fields of `Kept`."""
+        if row.lacks:
+            return {"status": NOT_TESTABLE, "message": row.lacks}
+        kinds = {"run": self._run, "pair": self._pair, "question": self._ask, "estimate": self._estimate}
+        try:
+            return kinds[row.kind](row)
+        except NeedsValues as error:
+            return {"status": NOT_TESTABLE, "message": f"needs values: {error}"}
+        except ValueError as error:
+            return {"status": "refused", "message": str(error)[:500]}
+
+    def _run(self, row: Row) -> dict[str, Any]:
+        run = self._performed(row, row.measure)
+        return {"status": run.status, "message": run.message, "runs": (gpu_report.kept_of(run),)}
+
+    def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
+        """A run of this lab. In a rehearsal, where there is no time, its memory alone."""
+        measure = ("memory",) if self.lab.machine.rehearsed else measure
+        options = {"task": row.task, "measure": measure}
+        if row.function:
+            run = self.lab.run(row.function, row.name, **options)
+        else:
+            more = {"optimizer": row.optimizer, "steps": row.steps}
+            run = self.lab.train(row.name, **options, **more, **row.arguments)
+        self._runs[_what(row)] = run
+        return run
+
+    def _pair(self, row: Row) -> dict[str, Any]:
+        """Two runs in turns. What an earlier call ran, this one's lab runs once more, for its memory alone."""
+        pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
+        runs = tuple(map(gpu_report.kept_of, pair))
+        for run in pair:
+            if not run.ok:
+                return {"status": run.status, "message": f"{run.name}: {run.message}", "runs": runs}
+        compared = self.lab.compare(*pair)
+        ratio = compared.speed_ratio
+        if not ratio.known:
+            status = "timed out" if "timed out" in ratio.value.why else "crashed"
+            return {"status": status, "message": ratio.value.why, "runs": runs}
+        return {"status": "ok", "runs": runs, "speed_ratio": ratio, "wall_ratio": compared.wall_ratio}
+
+    def _ask(self, row: Row) -> dict[str, Any]:
+        run = self.lab.run(row.function, row.name, task=row.task, measure=("none",))
+        return {"status": run.status, "message": run.message, "value": run.value}
+
+    def _estimate(self, row: Row) -> dict[str, Any]:
+        from perf_helpers.estimate import estimate
+
+        machine = self.lab.machine
+        capability = machine.gpus[0].capability if machine.kind == "cuda" else None
+        options = {"device": machine.kind, "compute_capability": capability, "timeout": ESTIMATE_SECONDS}
+        said = estimate(row.task, **options, **row.arguments)
+        names = ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown")
+        value = {name: getattr(said.memory, name) for name in names}
+        return {"status": "ok", "value": value | {"traced": said.traced, "seconds": said.seconds}}
+
+
+def _what(row: Row) -> str:
+    """What is run, whatever it is called and however long it is measured."""
+    told = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
+    return json.dumps(told, sort_keys=True)
+
+
+def _is_another(row: Row, known: Known) -> bool:
+    """Whether what is known under the row's name was measured with other settings."""
+    return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
+
+
+def told(suite: Suite, parts: list[str]) -> str:
+    """The parts, their rows, and how long a call of one may take."""
+    lines = []
+    for number, (name, plan) in enumerate(PARTS.items(), 1):
+        if name in parts:
+            known = suite.known(name)
+            rows = [*plan(suite.here, known)]
+            left = [row for row in rows if row.name not in known]
+            most = suite.clock.seconds + LAST_SECONDS if left else 0
+            head = (
+                f"{number} {name}: {plan.__doc__.splitlines()[0]} {len(rows)} rows as far as is known, {len(left)} left"
+            )
+            lines += [f"{head}; a call takes {most:.0f} s at most"]
+            lines += [f"    {row.name}{f' ({NOT_TESTABLE}: {row.lacks})' if row.lacks else ''}" for row in rows]
+    return "\n".join(lines)
+
+
+def _chosen(names: list[str] | None) -> list[str]:
+    """Names of parts, each given by its name or number. ValueError for another."""
+    numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
+    chosen = [numbered.get(name, name) for name in names or PARTS]
+    if unknown := [name for name in chosen if name not in PARTS]:
+        raise ValueError(f"no part {', '.join(unknown)}: choose from {', '.join(PARTS)}, or their numbers")
+    return chosen
+
+
+def _check_packages() -> None:
+    """Tell what rows will lack. ValueError where nothing can be trained: a minute of a lent machine is worth a look."""
+    absent = [name for name in (*NEEDED, *WISHED) if importlib.util.find_spec(name) is None]
+    if missing := [name for name in absent if name in NEEDED]:
+        raise ValueError(f"this Python has no {', '.join(missing)}: install them, or carry their wheels")
+    for name in absent:
+        print(f"without {name} {WISHED[name]}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
+    """The lab that the options ask for. ValueError where this machine is not for it."""
+    with contextlib.ExitStack() as stack:
+        more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}
+        if options.rehearse:
+            from perf_helpers.rehearsal import Rehearsal, card
+
+            more["executor"] = stack.enter_context(Rehearsal(card(options.rehearse)))
+        lab = Lab(TINY.name if options.tiny else "auto", **more)
+        if lab.profile.name == "cpu":
+            reason = lab.machine.cuda_reason
+            raise ValueError(f"no GPU here ({reason}): --tiny tries the suite on a CPU, --rehearse CARD its memory")
+        yield lab
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, list or finish; the exit code."""
+    began = monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
+    parser.add_argument("--list", action="store_true", help="tell the rows, run none")
+    parser.add_argument("--finish", action="store_true", help="write the report of what is known, run nothing")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"in which rows are begun; default {SECONDS}")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="DIR")
+    parser.add_argument("--tiny", action="store_true", help="sizes at which everything runs and nothing is said")
+    parser.add_argument("--rehearse", metavar="CARD", help="memory alone, on a card that is not here")
+    options = parser.parse_args(arguments)
+    label = "-".join(filter(None, (options.tiny and "tiny", options.rehearse and f"rehearsed-{options.rehearse}")))
+    rows, report = (options.out / f"{label or 'gpu'}.{end}" for end in ("jsonl", "json"))
+    try:
+        if options.finish:
+            return gpu_report.write(rows, report)
+        parts = _chosen(options.part)
+        _check_packages()
+        with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
+            suite = Suite(lab, rows, Clock(options.seconds, began))
+            if options.list:
+                print(told(suite, parts))
+                return 0
+            for part in parts:
+                suite.run(part)
+            left = {part: len(suite.left(part)) for part in parts}
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    gpu_report.write(rows, report)
+    missing = ", ".join(f"{part} {number}" for part, number in left.items() if number)
+    print(f"rows left: {missing}; the same command goes on" if missing else "nothing is left", file=sys.stderr)
+    return 3 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Tables, sizes and versions as the pages have them, in Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MIB = 2**20
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def mebibytes(found: Mapping[str, Any] | None) -> str:
+    """Allocated or counted, and reserved where there is such a thing, in MiB; the status of what did not end well."""
+    if found is None or found["status"] != "ok":
+        return found["status"] if found else "not measured"
+    sizes = [size for size in (found["peak_bytes"], found["reserved_bytes"]) if size is not None]
+    return " / ".join(f"{size / MIB:.{0 if size >= 100 * MIB else 1}f}" for size in sizes)
+
+
+def versions(data: Mapping[str, Any], *packages: str) -> str:
+    """The versions that a record's numbers stand with: "torch 2.13.0, transformers 5.23.0"."""
+    packages = packages or ("torch", "transformers", "bitsandbytes")
+    return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
+
+
+def share(value: float | None) -> str:
+    """In per cent; "none" where there is no value."""
+    return "none" if value is None else f"{value:.2%}"

@@ -1,0 +1,472 @@
+"""results/measure_gpu.py: the GPU suite, at tiny sizes on a CPU and with a lab that only says what it is asked for."""
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from perf_helpers.course.ledger import load
+from perf_helpers.lab.hardware import Gpu, Machine
+from perf_helpers.lab.profiles import choose_profile
+from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
+from perf_helpers.lab.store import Store
+
+RESULTS = Path(__file__).parents[1] / "results"
+sys.path.append(str(RESULTS))
+
+import gpu_claims  # noqa: E402
+import gpu_page  # noqa: E402
+import gpu_report  # noqa: E402
+import gpu_rows  # noqa: E402
+import measure_gpu  # noqa: E402
+
+VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "transformers": "5.17.0", "bitsandbytes": "0.50.2"}
+GIB = 2**30
+
+
+def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
+    gpu = Gpu(0, name=name, memory_bytes=80 * GIB, capability=(9, 0), driver="580.1")
+    return Machine(name, kind, gpus=(gpu,) if kind == "cuda" else (), torch_build="2.11.0+cu130", **more)
+
+
+class SayingLab:
+    """A lab that trains nothing. Memory and speed are made of the arguments, so that every ratio is known."""
+
+    def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
+        self.machine, self.versions, self.profile = machine or card(), versions, choose_profile(profile)
+        self.limit, self.ends, self.asked = limit, {}, []  # ends: {name: status} of what does not go well
+
+    def train(self, name, *, task, measure, optimizer=None, steps=None, **arguments):
+        self.asked.append(name)
+        return self._run(name, task, measure, arguments, slow=optimizer is not None)
+
+    def run(self, function, name, *, task, measure):
+        self.asked.append(name)
+        answers = {"kernels": {"math": True, "flash": True, "efficient": True, "cudnn": False}, "cold_start": [30, 0.5]}
+        answers["products"] = {"fp32": [8.0] * 5, "tf32": [2.0] * 5, "bf16": [1.0] * 5, "fp16": [1.0] * 5}
+        answers |= {"rates": {"float32": 5e13, "bfloat16": 8e14, "float16": 8e14, "tf32": 4e14}}
+        answers["flops_of_a_sample"] = 10**12
+        if measure == ("none",):
+            return Run(name, self.ends.get(name, "ok"), value=answers[function.__name__], task=task.to_dict())
+        return self._run(name, task, measure, {"per_device_train_batch_size": 1}, kind="function")
+
+    def compare(self, first, second):
+        a, b = (run.timing.samples_per_second if run.timing else _speed(run.arguments) for run in (first, second))
+        self.asked.append(f"{second.name} / {first.name}")
+        return Comparison(first, second, 1.0, Ratio(b / a, b / a / 1.02, b / a * 1.02, (b / a,) * 5, 1.02))
+
+    def _run(self, name, task, measure, arguments, slow=False, kind="training"):
+        parts = _bytes(task, arguments)
+        peak = sum(parts.values())
+        status = self.ends.get(name) or ("ok" if peak < self.limit else "out of memory")
+        about = {"kind": kind, "arguments": arguments, "task": task.to_dict()}
+        if status != "ok":
+            return Run(name, status, f"it {status}", **about)
+        ends = dict.fromkeys(("forward", "backward", "step"), parts)
+        memory = Memory(peak, "allocated", breakdown=parts, phase_breakdowns=ends, timeline={"phase": ["forward"]})
+        more = {"reserved_bytes": peak + GIB, "device_used_bytes": peak + 2 * GIB}
+        memory = Memory.from_dict(memory.to_dict() | more)
+        rate = _speed(arguments) * (0.8 if slow else 1)
+        timing = Timing(1 / rate, 0.0, 5, 1, rate, (1 / rate,) * 5) if "time" in measure else None
+        return Run(name, "ok", memory=memory, timing=timing, losses=(0.7, 0.6) if timing else None, **about)
+
+
+def _bytes(task, arguments):
+    size = arguments.get("per_device_train_batch_size", 1)
+    half = any(arguments.get(name) for name in ("fp16", "bf16"))
+    kept = size * (0.6 if half else 1) * (0.4 if arguments.get("gradient_checkpointing") else 1)
+    kept *= min(1, (task.seq_len or 512) / 512)
+    kept *= 2 if arguments.get("attn_implementation") == "eager" else 1
+    states = {"adafactor": 0.1, "adamw_bnb_8bit": 2}.get(arguments.get("optim"), 8)
+    parts = {"weights": 4, "weight_copies": 2 * half, "gradients": 4, "optimizer_states": states, "activations": kept}
+    return {name: int(part * GIB) for name, part in parts.items()}
+
+
+def _speed(arguments):
+    size, switched = arguments.get("per_device_train_batch_size", 1), [name for name, on in arguments.items() if on]
+    factors = {"fp16": 2, "bf16": 2, "tf32": 1.5, "gradient_checkpointing": 0.75, "torch_compile": 1.4}
+    sdpa = 1.2 if arguments.get("attn_implementation") == "sdpa" else 1
+    return (1 + math.log2(size) / 10) * sdpa * math.prod(factors.get(name, 1) for name in switched)
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """A suite of a new call, each time that this is called; by a clock that only work moves."""
+    now = [0.0]
+    monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
+
+    class Said:
+        traced, seconds = "every layer", 0.1
+
+        def __init__(self, task, arguments):
+            parts = _bytes(task, arguments)
+            peak = sum(parts.values())
+            self.memory = Memory(peak * 101 // 100, "estimated", breakdown=parts, reserved_bytes=peak + GIB)
+
+    monkeypatch.setattr("perf_helpers.estimate.estimate", lambda task, **arguments: Said(task, arguments))
+
+    def begin(lab=None, seconds=10**6, row_seconds=0.0):
+        lab = lab or SayingLab()
+        made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", measure_gpu.Clock(seconds, now[0]))
+        found = made._found
+
+        def slowly(row):
+            now[0] += row_seconds
+            return found(row)
+
+        made._found = slowly
+        return made
+
+    return begin
+
+
+def lines(suite):
+    return suite.store.read()
+
+
+# ---- for real, at tiny sizes
+
+
+BLOCKED = ("IPython", "dask", "distributed", "ipykernel", "ipywidgets", "jupyter_client", "jupyter_core", "jupyterlab")
+BLOCKED += ("jupytext", "matplotlib", "nbclient", "nbconvert", "nbformat", "notebook", "papermill", "playwright")
+BLOCKER = f"""
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BLOCKED!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def without_notebooks(tmp_path):
+    """Variables under which no Python finds anything of a notebook, or a picture."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    paths = [str(folder), str(RESULTS.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(tmp_path, without_notebooks):
+    for name in ("papermill", "IPython.display"):
+        tried = subprocess.run([sys.executable, "-c", f"import {name}"], env=without_notebooks, capture_output=True)
+        assert b"is blocked" in tried.stderr, "the modules are not blocked: this test would say nothing"
+    command = [sys.executable, str(RESULTS / "measure_gpu.py"), "--tiny", "--part", "bf16", "--out", str(tmp_path)]
+    rows, report = tmp_path / "tiny.jsonl", tmp_path / "tiny.json"
+
+    first = subprocess.Popen(command, env=without_notebooks, stderr=subprocess.DEVNULL)
+    while first.poll() is None and not (rows.exists() and rows.read_bytes().endswith(b"\n")):
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)  # in the middle of the second row
+    assert first.wait() == -signal.SIGKILL, "it had ended: nothing was cut off"
+    before = rows.read_bytes()
+    assert [json.loads(line)["name"] for line in before.splitlines()] == ["bf16"] and not report.exists()
+
+    done = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
+    assert done.returncode == 0 and "nothing is left" in done.stderr, done.stderr
+    assert rows.read_bytes().startswith(before)
+    run, pair = Store(rows, gpu_rows.Kept).read()
+    assert (run.name, pair.name) == ("bf16", "bf16 against fp32") and run.ok and pair.ok, done.stderr
+    assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
+    assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
+    made = json.loads(report.read_text())
+    assert (made["tiny"], made["rehearsed"], made["profile"]) == (True, False, "tiny") and len(made["rows"]) == 2
+    with pytest.raises(ValueError, match="tiny sizes"):
+        gpu_page.read(report)
+
+    again = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
+    assert again.returncode == 0 and len(rows.read_bytes().splitlines()) == 2
+
+
+def test_without_a_gpu_it_says_what_can_be_done(tmp_path, monkeypatch, capsys):
+    class OnCpu(SayingLab):
+        def __init__(self, profile, **_):
+            super().__init__(card("cpu", "AMD EPYC, 2 cores", cuda_reason="no NVIDIA driver"), "cpu")
+
+    monkeypatch.setattr(measure_gpu, "Lab", OnCpu)
+    assert measure_gpu.main(["--out", str(tmp_path)]) == 1
+    assert "no GPU here (no NVIDIA driver): --tiny" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_what_is_missing_is_said_before_anything_begins(tmp_path, monkeypatch, capsys):
+    there = importlib.util.find_spec
+    absent = {"datasets", "bitsandbytes"}
+    monkeypatch.setattr(measure_gpu.importlib.util, "find_spec", lambda name: None if name in absent else there(name))
+    assert measure_gpu.main(["--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "this Python has no datasets: install them, or carry their wheels\n"
+    assert measure_gpu.main(["--part", "eleven"]) == measure_gpu.main(["--part", "10"]) == 1
+    assert "no part eleven: choose from ten, batch" in capsys.readouterr().err
+
+
+def test_the_list_has_every_part_with_its_rows_and_how_long_a_call_may_take(suite):
+    (made := suite(seconds=470)).run("bf16")
+    text = measure_gpu.told(made, [*gpu_rows.PARTS])
+    heads = [line for line in text.splitlines() if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in heads] == [f"{n} {name}" for n, name in enumerate(gpu_rows.PARTS, 1)]
+    assert "2 rows as far as is known, 0 left; a call takes 0 s at most" in heads[4], "all of bf16 is known"
+    assert "20 rows as far as is known, 20 left; a call takes 570 s at most" in heads[0]
+    assert "\n    half precision against vanilla\n" in text
+    assert measure_gpu._chosen(["3", "ten"]) == ["fp16", "ten"]
+
+
+def test_on_a_cpu_what_it_lacks_is_named_and_not_made_up(suite):
+    lab = SayingLab(card("cpu", "AMD EPYC, 2 cores"), "tiny")
+    rows = [row for part in ("ten", "fp16", "tf32", "attention") for row in gpu_rows.PARTS[part](suite(lab).here, {})]
+    for row in rows:
+        needs = "fp16" in json.dumps(row.settings()) or "tf32" in json.dumps(row.settings())
+        needs |= row.name in ("products", "kernels") or row.function is gpu_rows.recipes.loop
+        assert row.lacks == ("needs an NVIDIA GPU" if needs else ""), row.name
+    (first := suite(lab)).run("tf32")
+    assert {row.status for row in lines(first)} == {"not testable here"} and not lab.asked
+
+
+# ---- plans
+
+
+def test_the_estimate_has_forty_trainings_of_six_models(suite):
+    rows = [*gpu_rows.estimates(suite().here, {})]
+    runs = [row for row in rows if row.kind == "run"]
+    assert len(runs) == 40 and len({row.task.model for row in runs}) == 6
+    assert [row.name for row in rows if row.kind == "estimate"] == [f"estimate of {row.name}" for row in runs]
+    ten = [row for row in gpu_rows.ten(suite().here, {}) if row.kind == "run"]
+    assert [row.name for row in ten] == [*gpu_rows.recipes.ROWS] and len(ten) == 10
+    assert ten[0].task == choose_profile("gpu").task
+
+
+def test_every_part_comes_to_an_end_and_no_row_is_done_twice(suite):
+    lab = SayingLab()
+    made = suite(lab)
+    for part in gpu_rows.PARTS:
+        made.run(part)
+    assert not [row.name for part in gpu_rows.PARTS for row in made.left(part)]
+    kept = lines(made)
+    assert max(Counter((row.part, row.name) for row in kept).values()) == 1
+    assert {row.status for row in kept} == {"ok", "out of memory", "not testable here"}
+    assert [row.name for row in kept if row.status == "not testable here"] == [
+        "sdpa, cudnn, 2048",
+        "sdpa, cudnn, 2048 against eager, 2048",
+    ]
+    asked = len(lab.asked)
+    for part in gpu_rows.PARTS:
+        suite(lab).run(part)
+    assert len(lab.asked) == asked and len(lines(made)) == len(kept)
+
+
+def test_the_batch_sweep_ends_at_what_does_not_fit(suite):
+    (made := suite(SayingLab(limit=40 * GIB))).run("batch")
+    names = [(row.name, row.status) for row in lines(made)]
+    ok = [(f"batch {size}", "ok") for size in (1, 2, 4, 8, 16)]
+    pairs = [("batch 16 against batch 1", "ok"), ("batch 4 against batch 16", "ok")]
+    assert names == [*ok, ("batch 32", "out of memory"), *pairs]
+
+
+def test_the_best_recipe_is_the_fastest_in_no_more_memory(suite):
+    (made := suite()).run("best")
+    rows = {row.name: row for row in lines(made)}
+    first = rows["guides' vanilla"].peak_bytes
+    tried = [name for name in rows if name.startswith("+ larger batch") and " against " not in name]
+    assert tried == ["+ larger batch, 6", "+ larger batch, 8", "+ larger batch, 12"]
+    assert [rows[name].peak_bytes <= first for name in tried] == [True, True, False]
+    assert rows["best, timed"].runs[0]["arguments"]["per_device_train_batch_size"] == 8
+    assert rows["best, timed"].runs[0]["arguments"]["torch_compile"], "the fastest of those that fit"
+    assert "+ workers against + larger batch, 8" in rows and "+ larger batch, 12 against guides' vanilla" not in rows
+
+
+# ---- going on
+
+
+def test_a_call_stops_between_rows_and_the_next_one_goes_on(suite):
+    lab = SayingLab()
+    (first := suite(lab, seconds=470, row_seconds=160)).run("ten")
+    done = [row.name for row in lines(first)]
+    assert done == ["vanilla", "accumulation", "accumulation against vanilla"]  # begun at 0, 160 and 320 s
+    assert lab.asked == ["vanilla", "accumulation", "accumulation / vanilla"], "a row was begun after the deadline"
+    (second := suite(lab, seconds=470, row_seconds=160)).run("ten")
+    names = [row.name for row in lines(second)]
+    assert names[:3] == done and len(names) == len({*names}) == 6
+
+
+def test_a_row_at_the_end_of_a_call_is_cut_off_and_begun_anew(suite, capsys):
+    lab = SayingLab()
+    (first := suite(lab, seconds=470, row_seconds=290)).run("ten")  # the second one may take 280 s
+    assert [row.name for row in lines(first)] == ["vanilla"] and "accumulation: cut off" in capsys.readouterr().err
+    (second := suite(lab, seconds=470, row_seconds=290)).run("ten")
+    assert [row.name for row in lines(second)] == ["vanilla", "accumulation"]
+
+
+def test_what_crashed_is_tried_once_more_by_a_later_call(suite):
+    lab = SayingLab()
+    lab.ends = {"bf16": "crashed"}
+    for tried in (1, 2, 2, 2):
+        (made := suite(lab)).run("bf16")
+        assert [row.status for row in lines(made) if row.name == "bf16"] == ["crashed"] * tried
+    assert made.left("bf16") == []
+    report = gpu_report.content(lines(made))
+    assert "bf16, bf16: crashed (it crashed)" in gpu_page.section("h100", report, {})
+
+
+def test_what_went_well_the_second_time_counts(suite):
+    lab = SayingLab()
+    lab.ends = {"bf16": "crashed"}
+    suite(lab).run("bf16")
+    lab.ends = {}
+    (made := suite(lab)).run("bf16")
+    report = gpu_report.content(lines(made))
+    assert {row["name"]: row["status"] for row in report["rows"]} == {"bf16": "ok", "bf16 against fp32": "ok"}
+
+
+def test_out_of_memory_is_a_result(suite):
+    lab = SayingLab(limit=GIB)
+    suite(lab).run("bf16")
+    (made := suite(lab)).run("bf16")
+    assert [row.status for row in lines(made)] == ["out of memory", "out of memory"]  # the run, and the pair
+
+
+@pytest.mark.parametrize("change", ["machine", "versions", "profile", "settings"])
+def test_what_was_measured_otherwise_is_measured_anew(suite, monkeypatch, change):
+    (before := suite(SayingLab())).run("bf16")
+    if change != "settings":
+        before.run("tf32")  # no row of which belongs into the other's report
+    lab = SayingLab()
+    if change == "machine":
+        lab.machine = card(name="NVIDIA A100")
+    elif change == "versions":
+        lab.versions = VERSIONS | {"transformers": "5.23.0"}
+    elif change == "profile":
+        lab.profile = choose_profile("t4")
+    else:
+        monkeypatch.setattr(gpu_rows.recipes, "FOUR", {"per_device_train_batch_size": 3})
+    (made := suite(lab)).run("bf16")
+    names = [row.name for row in lines(made) if row.part == "bf16"]
+    assert "bf16" in lab.asked and names == ["bf16", "bf16 against fp32"] * 2
+    if change != "settings":
+        about = gpu_report.content(lines(made))
+        assert len(about["rows"]) == 2, "two machines are in one report"
+
+
+# ---- the report and the page
+
+
+def whole_suite(suite):
+    made = suite()
+    for part in gpu_rows.PARTS:
+        made.run(part)
+    return made
+
+
+def whole(suite):
+    return json.loads(json.dumps(gpu_report.content(lines(whole_suite(suite)))))
+
+
+def test_every_claim_that_rows_decide_is_decided(suite):
+    report = whole(suite)
+    assert gpu_claims.VALUES.keys() <= load().keys()
+    found = {claim["id"]: claim for claim in report["claims"]}
+    assert found.keys() == gpu_claims.VALUES.keys()
+    assert not {id: claim["missing"] for id, claim in found.items() if claim["missing"]}
+    values = {id: claim["value"] for id, claim in found.items()}
+    assert values["accumulation-memory"] == pytest.approx(17 / 20) and values["all-three-8bit-speed"] == 1
+    assert found["accumulation-memory"]["verdict"] == "holds" and found["accumulation-memory"]["interval"] is None
+    assert found["checkpointing-cost"]["interval"] == pytest.approx([0.75 / 1.02, 0.75 * 1.02])
+    assert values["larger-batch-faster"] == pytest.approx(1.4) and values["memory-to-the-limit"] == pytest.approx(
+        1.2 / 1.4
+    )
+    assert values["tf32-faster"] == 4 and values["fp16-up-to-5x"] == 8 and values["sdpa-fused-kernels"] == 2
+    assert (
+        found["fp16-faster"]["verdict"] == "holds"
+        and "ten: half precision against vanilla" in found["fp16-faster"]["rows"]
+    )
+    assert values["table-batch-speed"] == pytest.approx(1.2) and values["adam8bit-memory"] == pytest.approx(6 / 7.9)
+
+
+def test_a_claim_without_its_rows_says_what_is_missing(suite):
+    (made := suite()).run("bf16")
+    claims = gpu_report.content(lines(made))["claims"]
+    assert {claim["verdict"] for claim in claims} == {"not testable here"}
+    assert claims[0]["missing"] == "ten, vanilla: not measured" and claims[0]["value"] is None
+
+
+def test_the_page_shows_what_was_measured(suite, build, tmp_path):
+    report = whole(suite)
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(report))
+    kept = gpu_page.keep(path, tmp_path / "results")
+    assert kept.parent == tmp_path / "results" / "nvidia-h100-80gb-hbm3" / "gpu"
+    suites, cards = gpu_page.suites(tmp_path / "results"), build.rehearsals()
+    text = build.gpu_suites(suites, cards)
+    head = "| recipe | MB, V100 (guide) | MiB allocated / reserved | MiB device-used | samples/s | against vanilla |"
+    assert f"{head} H100 80 GB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
+    assert "| vanilla | 14949 | 20480 / 21504 | 22528 | 1.2 | 1 | 7158 / 7626 |" in text
+    assert "| half precision | 13939 | 20890 / 21914 | 22938 | 2.4 | 2.00 (1.96 to 2.04) | 6578 / 6758 |" in text
+    assert "| 32 | out of memory | not measured |" in text and "| + tf32 | 24576 / 25600 | 100% | 1.5" in text
+    assert "| bf16 | bf16 against fp32 | 1.02 | 2.00 (1.96 to 2.04) |" in text
+    assert "model FLOPs utilisation, the first recipe" in text and "% of 50 TFLOP/s (float32)" in text
+    assert "% of 800 TFLOP/s (bfloat16)" in text and "torch.compile: 30.0 s for a cold" in text
+    assert "| `fp16-faster` |" in text and "**holds** (2 [1.961, 2.04])" in text
+    assert "driver 580.1, torch 2.11.0+cu130, transformers 5.17.0" in text
+    own = build.rehearsed_recipes(cards, {}, suites)
+    assert "| nvidia-h100-80gb-hbm3, measured by the suite |" in own and "speed not measured" not in own
+    assert "On GPUs, 40 trainings" in build.error_table(report["estimates"])
+    assert "| allocated | 40 | 1.00% |" in build.error_table(report["estimates"])
+
+
+def test_without_a_report_the_page_says_not_measured(build, tmp_path):
+    assert gpu_page.suites(tmp_path) == {} and "not measured" in build.gpu_suites({}, {})
+    assert "speed not measured" in build.rehearsed_recipes(build.rehearsals(), {})
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"rehearsed": True}, "was rehearsed"),
+        ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
+        ({"rehearsed": None}, "was rehearsed"),
+        ({"tiny": True}, "tiny sizes"),
+        ({"machine": card("cpu").to_dict()}, "without a GPU"),
+        ({"suite": "course"}, "no report"),
+        ({"rows": [{}]}, "no report"),
+    ],
+)
+def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
+    (made := suite()).run("bf16")
+    (tmp_path / "gpu.json").write_text(json.dumps(gpu_report.content(lines(made)) | change))
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    with pytest.raises(ValueError, match=why):
+        build.main(["--suite", str(tmp_path / "gpu.json")])
+    assert not [*tmp_path.glob("*/gpu")]
+
+
+def test_a_rehearsal_decides_by_memory_alone(suite):
+    lab = SayingLab(card(rehearsed=True))
+    lab.compare = None  # there is no time
+    for part in ("ten", "bf16"):
+        (made := suite(lab)).run(part)
+    report = gpu_report.content(lines(made))
+    assert report["rehearsed"] and report["what"].startswith("memory by torch's own CUDA allocator")
+    decided = [claim for claim in report["claims"] if claim["verdict"] != "not testable here"]
+    assert {load()[claim["id"]].decided_by for claim in decided} == {"memory"}
+    rows = {(row.part, row.name): row for row in lines(whole_suite(suite))}
+    for machine, kinds in ((card(rehearsed=True), {"memory"}), (card(), {"memory", "time", "values"})):
+        decided = [claim for claim in gpu_claims.decided(rows, machine, "gpu") if claim["value"] is not None]
+        assert {load()[claim["id"]].decided_by for claim in decided} == kinds, "whatever rows there are"
+    assert not [row for row in report["rows"] if row["speed_ratio"] or any(run["timing"] for run in row["runs"])]
+
+
+@pytest.fixture(scope="module")
+def build():
+    spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
