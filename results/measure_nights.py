@@ -1,6 +1,7 @@
 """How far a comparison of two nights can be trusted: the same code against itself, and steps that were made slower.
 
-    python results/measure_nights.py [--usual 24] [--slower 8] [--out results/nights.json]
+    python results/measure_nights.py [--usual 20] [--slower 5] [--out results/nights.json]
+    python results/measure_nights.py --usual 0 --out results/nights.json      count anew, with the rule of today
 
 A night times a step of each of a few recipes, as `perf-helpers course` does. The same code is timed many times, every
 other time beside a busy neighbour (a process that multiplies matrices on all cores but one); each night is held
@@ -55,9 +56,17 @@ def counted(pairs: list) -> str:
 
 
 def main() -> None:
-    options = measuring.options(__doc__, usual=24, slower=8)
-    usual = [night(number % 2 == 1) for number in range(options.usual)]
-    slowed = [night(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]
+    options = measuring.options(__doc__, usual=20, slower=5)
+    if options.usual:
+        nights = [night(number % 2 == 1) for number in range(options.usual)]
+        nights += [night(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]
+        about = {"machine": hardware.describe().name, "versions": hardware.versions()}
+        about["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    else:
+        kept = json.loads(options.out.read_text(encoding="utf-8"))
+        nights, about = kept["nights"], {name: kept[name] for name in ("machine", "versions", "date")}
+    usual = [each for each in nights if not each["slower"]]
+    slowed = [each for each in nights if each["slower"]]
     pairs = list(itertools.permutations(usual, 2))
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]
     found = {}
@@ -67,18 +76,8 @@ def main() -> None:
             "all": counted([(a, b) for a in usual for b in after]),
             "quiet": counted([(a, b) for a in usual for b in after if not (a["busy"] or b["busy"])]),
         }
-    measuring.keep(
-        {
-            "machine": hardware.describe().name,
-            "versions": hardware.versions(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "false alarms": {"all": counted(pairs), "quiet": counted(quiet)},
-            "found": found,
-            "nights": usual + slowed,
-        },
-        options.out,
-        leave_out=("nights",),
-    )
+    counts = {"false alarms": {"all": counted(pairs), "quiet": counted(quiet)}, "found": found, "nights": nights}
+    measuring.keep(about | counts, options.out, leave_out=("nights",))
 
 
 if __name__ == "__main__":
