@@ -52,7 +52,7 @@ def test_the_course_is_ok_as_a_whole(executed):
 def test_the_report_is_one_page_under_5_mb_that_opens_from_disk_and_links_every_executed_lesson(executed):
     page = (executed.out / "index.html").read_text()
     assert len(page.encode()) < 5_000_000
-    assert "src=\"http" not in page and "<script" not in page
+    assert 'src="http' not in page and "<script" not in page
     for name in LESSONS:
         assert f'href="{name}.html"' in page and (executed.out / f"{name}.html").exists()
 

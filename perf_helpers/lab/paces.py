@@ -29,8 +29,8 @@ RECIPES = {
     "plain attention": WHOLE | {"attn_implementation": "eager"},
 }
 STEPS = 16
-# Of each recipe at least, and at most, until its fastest step has been seen twice. Of three processes two agreed now and
-# then on what was not the fastest.
+# Of each recipe at least, and at most, until its fastest step has been seen twice. Of three processes two agreed now
+# and then on what was not the fastest.
 PROCESSES = (6, 10)
 SEEN_TWICE = 1.02  # the factor within which two processes have seen the same
 
