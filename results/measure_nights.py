@@ -9,7 +9,6 @@ against each other one: how often is anything called slower? Then each night is 
 for 10 % or 40 % of a training step longer (tests/sabotage), half of them beside the neighbour: how often is that found?
 """
 
-import contextlib
 import datetime
 import itertools
 import json
@@ -35,7 +34,7 @@ def night(busy: bool, slower: float = 0.0) -> dict:
     if slower:
         path = os.pathsep.join([str(SABOTAGE), *filter(None, [environment.get("PYTHONPATH")])])
         environment |= {"PYTHONPATH": path, "SABOTAGE": "slow_step", "SLOWER": str(slower)}
-    with neighbour(True) if busy else contextlib.nullcontext():
+    with neighbour(busy):
         done = subprocess.run(
             [sys.executable, "-c", NIGHT], env=environment, stdout=subprocess.PIPE, check=True, text=True
         )

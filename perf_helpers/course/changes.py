@@ -55,7 +55,7 @@ class Changes:
 
     def worse(self, axes: Iterable[str] = AXES) -> list[Change]:
         """The changes for the worse."""
-        return [change for change in self.changes if change["worse"] and change["axis"] in axes]
+        return worse_of(self.changes, axes)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +67,11 @@ class Changes:
         ordered = sorted(self.changes, key=lambda change: (not change["worse"], AXES.index(change["axis"])))
         told = [f"{words[change['worse']]} {change['text']}" for change in ordered]
         return "\n".join([*lines, *(told or ["nothing changed"])])
+
+
+def worse_of(changes: Iterable[Change], axes: Iterable[str]) -> list[Change]:
+    """Those for the worse on one of these axes."""
+    return [change for change in changes if change["worse"] and change["axis"] in axes]
 
 
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.changes import AXES, compare
+from perf_helpers.course.changes import AXES, compare, worse_of
 from perf_helpers.course.execution import code_of, run_lesson, say
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.report import report
@@ -42,7 +42,7 @@ class CourseResult:
     def worse(self) -> list[str]:
         """In what it is worse than its baseline, one line each."""
         changes = self.data["baseline"]["changes"] if self.data["baseline"] else []
-        return [change["text"] for change in changes if change["worse"] and change["axis"] in self.data["fail_on"]]
+        return [change["text"] for change in worse_of(changes, self.data["fail_on"])]
 
     @property
     def ok(self) -> bool:

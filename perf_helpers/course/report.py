@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from perf_helpers.course.changes import AXES
+from perf_helpers.course.changes import AXES, worse_of
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import load_results, measured_text, problems
 from perf_helpers.lab.store import write_whole
@@ -59,7 +59,7 @@ def _change_cases(found: dict[str, Any], fail_on: Sequence[str]) -> list[tuple]:
     cases = []
     for axis in AXES:
         on_it = [change for change in found["changes"] if change["axis"] == axis]
-        worse = [change for change in on_it if change["worse"] and axis in fail_on]
+        worse = worse_of(on_it, fail_on)
         text = f"{len(on_it)} changed, {len(worse)} for the worse"
         cases.append(("compare", axis, 0, "failure" if worse else None, text))
         for change in on_it:
