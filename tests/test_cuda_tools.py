@@ -2,30 +2,15 @@
 is asked, and what it is when it cannot say."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-RESULTS = Path(__file__).parents[1] / "results"
-
-
-def script(name):
-    sys.path.insert(0, str(RESULTS))
-    try:
-        spec = importlib.util.spec_from_file_location(name, RESULTS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses look for it there
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(RESULTS))
+from scripts import RESULTS, script
 
 
 @pytest.fixture(scope="module")

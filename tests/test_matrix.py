@@ -3,33 +3,20 @@
 Environments are made up here, but for one in which pip fails.
 """
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from scripts import RESULTS, script
 
 from perf_helpers import claims
 from perf_helpers.course import ledger
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results"
 MEMORY, VALUES, TIME = "accumulation-memory", "fp16-range", "accumulation-cost"
 LESSON = "05_gradient_accumulation"
 NAMES = ("oldest", "between", "tested", "newest")
-
-
-def script(name):
-    sys.path.insert(0, str(RESULTS))  # for what the scripts share
-    try:
-        spec = importlib.util.spec_from_file_location(name, RESULTS / f"{name}.py")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it there
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(RESULTS))
 
 
 @pytest.fixture(scope="module")
