@@ -46,10 +46,12 @@ def main() -> None:
     import nbformat
     from nbclient import NotebookClient
 
+    from perf_helpers.course.engine import Manager
+
     options = measuring.options(__doc__, rounds=5, seconds=20.0)
     source = CELL.format(out="build/monitor", seconds=options.seconds, rounds=options.rounds)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    NotebookClient(notebook, kernel_name="python3").execute()
+    NotebookClient(notebook, kernel_name="python3", kernel_manager_class=Manager).execute()
     printed = "".join(output.text for output in notebook.cells[0].outputs if output.get("name") == "stdout")
     result = json.loads(printed.partition("RESULT")[2])
     pairs = result.pop("pairs")

@@ -54,7 +54,8 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
     if missing := ", ".join(sorted(missing)):
         return Judgement("failed", f"no cell tagged parameters sets {missing}: it would run with its own", {})
     target = out / source.name
-    command = [sys.executable, "-m", "papermill", source, target, "--cwd", source.parent, "--no-progress-bar"]
+    command = [sys.executable, "-m", "perf_helpers.course.engine", source, target]
+    command += ["--cwd", source.parent, "--no-progress-bar"]
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
     command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]

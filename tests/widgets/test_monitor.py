@@ -252,10 +252,13 @@ def cells():
     import nbformat
     from nbclient import NotebookClient
 
+    from perf_helpers.course.engine import Manager
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
-        NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
+        options = {"allow_errors": True, "timeout": 120, "kernel_manager_class": Manager}
+        NotebookClient(notebook, kernel_name="python3", **options).execute()
     return [cell.outputs for cell in notebook.cells]
 
 
