@@ -2,8 +2,8 @@
 
 Notable: ZeroMQ tells an event loop of a message once, and whoever sends on the same socket takes that news along
 (https://github.com/jupyter/nbclient/issues/312). nbclient sends whenever an Output widget shows something, and then
-waits, now and then, for ever: for a reply that lies in the socket. On a busy machine two of eighty toy lessons with such
-a widget hung so. Asking the socket anew every second finds what lies in it.
+waits, now and then, for ever: for a reply that lies in the socket. On a busy machine two of eighty toy lessons with
+such a widget hung so. Asking the socket anew every second finds what lies in it.
 """
 
 import time

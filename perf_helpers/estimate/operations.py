@@ -57,6 +57,8 @@ class Operation:
 
     @property
     def is_view(self) -> bool:
+        if self.name.startswith("storage."):  # no operator: see `tracker.RESIZE`
+            return False
         return self.function.is_view or self.name == "aten._unsafe_view.default"
 
     @property

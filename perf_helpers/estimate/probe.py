@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from perf_helpers.estimate.operations import Operation, Spec, nested
+from perf_helpers.lab.accounts import COLLECTIVES
 from perf_helpers.texts import bytes_text
 
 # Up to these bytes an operation is run at its own size without more ado. Products take time that grows faster than
@@ -38,6 +39,8 @@ _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
 _SLOW_BYTES_A_SECOND = 1e8  # of an operation that was never timed
 _SLOW = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.")
+_HIDES_NOTHING = ("profiler.", "storage.", COLLECTIVES)  # what gloo takes for collectives is not counted
+_AT_OWN_SIZE = ("fsdp.",)  # that work into a tensor which they are given, whose size follows from all others
 # Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
 _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_product_")
 
@@ -95,7 +98,7 @@ class Probe:
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
             key = self.threads, operation.signature
-            if operation.is_view or operation.name.startswith("profiler."):
+            if operation.name.startswith(_HIDES_NOTHING) or operation.is_view:
                 self.known[key] = Hidden(0, "measured")
             elif key not in self.known:
                 tried[key] = _Tried(operation, _at_first(operation))
@@ -153,6 +156,8 @@ def _at_first(operation: Operation) -> list[Operation]:
         return [dataclasses.replace(operation, leaves=tuple(leaves), made_bytes=0)]
     is_slow = _is(operation, _SLOW) or torch.Tag.nondeterministic_seeded in operation.function.tags  # random numbers
     limit = _AT_ONCE_SLOW_BYTES if is_slow else _AT_ONCE_BYTES
+    if operation.name.startswith(_AT_OWN_SIZE):
+        return [operation] if operation.bytes <= OWN_SIZE_BYTES else []
     return [operation] if operation.bytes <= limit else smaller(operation, limit)
 
 

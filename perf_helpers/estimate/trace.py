@@ -29,9 +29,10 @@ from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.estimate.replica import one_rank_of
+from perf_helpers.lab import shards
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Phase
-from perf_helpers.lab.tracker import Tracker, name_of, watched
+from perf_helpers.lab.tracker import RESIZE, Tracker, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
 
 aten = torch.ops.aten
@@ -125,6 +126,10 @@ class FakeTracker(Tracker):
                 result.uniform, self._any_uniform = value, True
         return result
 
+    def resized(self, storage):
+        self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
+        super().resized(storage)
+
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Told of an operation's tensors, and whether any is fake, before it is carried out."""
 
@@ -158,7 +163,7 @@ class FakeTracker(Tracker):
 
     def _storage(self, tensor):
         try:
-            return tensor.untyped_storage()
+            return shards.local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
 

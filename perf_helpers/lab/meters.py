@@ -17,18 +17,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
+from perf_helpers.lab.accounts import MARK, Account, events, replayed, replayed_by_tensors
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
 from perf_helpers.lab.tracker import Tracker, Watcher, watched
 
 _timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
-_MARK = "perf_helpers"  # prefix of our own events among the profiler's
 
 
 class TimeMeter:
@@ -147,11 +147,15 @@ class MemoryMeter:
             without categories, and `Memory.explained` joins the two. On CUDA those wraps lie on the host, and one run
             does both. None: what one run can do.
         on_cpu: the experiment uses the CPU although there is a GPU.
+        ranks: of the experiment. With several on a CPU one run does both too, and the total is what tensors take, with
+            what each operation allocates inside itself: threads of gloo may free a tensor last, and the allocator tells
+            the profiler of no other thread's.
     """
 
-    def __init__(self, categories: bool | None = None, on_cpu: bool = False):
+    def __init__(self, categories: bool | None = None, on_cpu: bool = False, ranks: int = 1):
         self._cuda = torch.cuda.is_available() and not on_cpu
-        self._categories = self._cuda if categories is None else categories
+        self._by_tensors = ranks > 1 and not self._cuda
+        self._categories = self._cuda or self._by_tensors if categories is None else categories
 
     def __enter__(self):
         self._context_bytes = _context_cost() if self._cuda else None
@@ -178,7 +182,8 @@ class MemoryMeter:
     def result(self) -> Memory:
         """The memory figures, in bytes; breakdowns are None without `categories`."""
         tracker = self._tracker
-        account = tracker.account() if self._cuda else _replay(self._profile, tracker)
+        replay = replayed_by_tensors if self._by_tensors else replayed
+        account = tracker.account() if self._cuda else replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals.pop("start", None)
         memory = Memory(
@@ -238,7 +243,7 @@ class CompiledMemoryMeter:
         if self._cuda:
             self._peaks.append(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
-        with torch._C._profiler._RecordFunctionFast(f"{_MARK} mark"):
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass
 
     def result(self) -> Memory | None:
@@ -246,9 +251,9 @@ class CompiledMemoryMeter:
         if self._cuda:
             peak = self._peaks[-1] if len(self._peaks) > 1 else None
         else:
-            changes, _, ends = _events(self._profile)
-            times = [when for when, _ in changes]
-            totals = list(itertools.accumulate(size for _, size in changes))
+            changes, _, ends = events(self._profile)
+            times = [change.when for change in changes]
+            totals = list(itertools.accumulate(change.bytes for change in changes))
             last = [bisect.bisect_right(times, when) for when in ends[-2:]]
             peak = max(totals[max(0, last[0] - 1) : last[1]], default=None) if len(last) > 1 else None
         return peak and Memory(
@@ -265,16 +270,45 @@ class _CpuWatcher(Watcher):
 
     def mark(self, label):
         super().mark(label)
-        with torch._C._profiler._RecordFunctionFast(f"{_MARK} mark"):
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass
 
 
 class _CpuTracker(_CpuWatcher, Tracker):
-    """Leaves a mark before each operation too."""
+    """Leaves a mark on each operation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun: list[int] = []  # length of the log before each operation
+        self.failed: set[int] = set()  # operations that raised an error, of which there is no result
+        self._is_collective = False  # the last operation
 
     def execute(self, function, args, kwargs):
-        with torch._C._profiler._RecordFunctionFast(f"{_MARK} op"):
-            return function(*args, **kwargs)
+        if self._is_collective:
+            _wait_for_gloo()
+        self.begun.append(len(self.log))
+        self._is_collective = function.namespace == "c10d"
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                self.failed.add(len(self.begun) - 1)
+                raise
+
+    def resized(self, storage):
+        self.begun.append(len(self.log))
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
+            super().resized(storage)
+
+
+def _wait_for_gloo() -> None:
+    """Until gloo's threads sleep: one that has done its work still holds the tensors, for a moment or until a busy
+    machine gives it its turn."""
+    for _ in range(100):
+        time.sleep(0.001)
+        threads = [file.read_text() for file in Path("/proc/self/task").glob("*/stat")]  # none but on Linux
+        if all(") S" in thread or ") D" in thread for thread in threads if "(pt_gloo" in thread):
+            return
 
 
 class _CudaTracker(Tracker):
@@ -298,6 +332,10 @@ class _CudaTracker(Tracker):
         self._at_operations.append(allocated["current"])
         return result
 
+    def resized(self, storage):
+        super().resized(storage)
+        self._at_operations.append(torch.cuda.memory_allocated())
+
     def mark(self, label):
         super().mark(label)
         if label == "start":
@@ -305,18 +343,8 @@ class _CudaTracker(Tracker):
             self._peak = 0
         self._at_marks.append(torch.cuda.memory_allocated())
 
-    def account(self) -> "_Account":
-        return _Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
-
-
-@dataclass(slots=True)
-class _Account:
-    """What the allocator says, in bytes."""
-
-    peak_bytes: int
-    peak_operation: int  # index of the operation it fell in; -1: before the first
-    at_marks: list[int]  # the total at each mark
-    at_operations: list[int]  # the highest total during each operation
+    def account(self) -> Account:
+        return Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
 
 
 @contextlib.contextmanager
@@ -369,43 +397,6 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
     phases, operations, modules = map(list, zip(*where, strict=True))
     named = {"phase": [phase.shown for phase in phases], "operation": operations, "module": modules}
     return named | {category: [part[category] for part in parts] for category in CATEGORIES}
-
-
-def _events(profile) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """What the profiler saw, in the order of time (ns): (when, bytes) of each change, the beginnings of operations, and
-    the marks."""
-    changes, starts, marks = [], [], []
-    for event in profile.profiler.kineto_results.events():
-        name = event.name()
-        if name == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif name == f"{_MARK} op":
-            starts.append(event.start_ns())
-        elif name == f"{_MARK} mark":
-            marks.append(event.start_ns())
-    changes.sort(key=lambda change: change[0])
-    return changes, sorted(starts), sorted(marks)
-
-
-def _replay(profile, tracker: Tracker) -> _Account:
-    """The account of the CPU allocator, from the events that it gave to the profiler."""
-    changes, starts, mark_times = _events(profile)
-    times = [when for when, _ in changes]
-    totals = list(itertools.accumulate(size for _, size in changes))
-    start = next((i for i, (label, _, _) in enumerate(tracker.marks) if label == "start"), None)
-    first = bisect.bisect_left(times, mark_times[start]) if start is not None else 0
-    window = range(max(0, first - 1), len(totals))
-    peak = max(window, key=totals.__getitem__, default=None)
-    at_marks = [totals[max(0, bisect.bisect_right(times, when) - 1)] if totals else 0 for when in mark_times]
-    at_operations = []
-    for begin, end in itertools.pairwise([*starts, float("inf")]):
-        here = range(bisect.bisect_left(times, begin), bisect.bisect_left(times, end))
-        before = totals[here.start - 1] if here.start else 0
-        at_operations.append(max((totals[i] for i in here), default=before))
-    if peak is None:
-        return _Account(0, -1, at_marks, at_operations)
-    operation = bisect.bisect_right(starts, times[peak]) - 1
-    return _Account(totals[peak], operation, at_marks, at_operations)
 
 
 def _context_cost() -> int | None:

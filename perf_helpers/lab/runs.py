@@ -47,7 +47,8 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     AFTER_BACKWARD = "after backward"  # gradients are clipped
     STEP = "step"
-    REDUCER = "reducer"  # DistributedDataParallel makes its buckets
+    REDUCER = "reducer"  # DistributedDataParallel makes its buckets, FSDP2 scatters gradients
+    GATHER = "gathering"  # FSDP2 gathers weights
 
     __repr__ = str.__repr__
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from perf_helpers.lab import shards
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
@@ -29,6 +30,7 @@ _IN_PLACE = {
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
+RESIZE = "storage.resize_"  # stands for the operation that a resized storage's memory came from
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 
 
@@ -110,6 +112,9 @@ class Watcher:
     def born(self, tensor: Any, operation: str) -> None:
         """Follow a tensor that no operation made."""
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size than before: its memory is another one."""
+
 
 class Tracker(Watcher, TorchDispatchMode):
     """Births and deaths of storages in the order of the operations, each with a category.
@@ -121,7 +126,8 @@ class Tracker(Watcher, TorchDispatchMode):
     - in backward: a temporary, unless it ends up as a parameter's gradient
     - in the optimizer's step: a temporary, unless it ends up in the optimizer's state
     - before a forward: an input
-    - in DistributedDataParallel's reducer: a gradient
+    - in DistributedDataParallel's reducer, and where FSDP2 scatters gradients: a gradient
+    - where FSDP2 gathers weights: a weight copy
     - else: a temporary
 
     Args:
@@ -193,6 +199,16 @@ class Tracker(Watcher, TorchDispatchMode):
         if storage is not None and storage._cdata not in self._blocks:
             self._follow(storage, self._category(None, ()), operation)
 
+    def resized(self, storage):
+        block, reference = self._blocks.get(storage._cdata, (None, None))
+        if block is not None:
+            new = Block(self._size(storage), block.category, RESIZE)
+            self._blocks[storage._cdata] = new, reference
+            self.log += [(each, sign) for each, sign in ((block, -1), (new, +1)) if each.bytes]
+        elif storage.nbytes() and storage.device.type == self.device:
+            self._follow(storage, self._category(None, ()), RESIZE)
+        self.operations.append((len(self.log), self.phase, RESIZE, self.modules.here()))
+
     def live(self, position: int) -> dict[str, int]:
         """Bytes by category after the first `position` entries of the log."""
         total = dict.fromkeys(TENSOR_CATEGORIES, 0)
@@ -214,8 +230,8 @@ class Tracker(Watcher, TorchDispatchMode):
             self._follow(storage, self._category(function, args), name_of(function))
 
     def _category(self, function, args) -> str:
-        if self.phase == Phase.REDUCER:
-            return Category.GRADIENTS
+        if self.phase in (Phase.REDUCER, Phase.GATHER):
+            return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
         recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
         if recorded or self.phase == Phase.FORWARD:
             if function is torch.ops.aten._to_copy.default:
@@ -227,21 +243,26 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def _storage(self, tensor: torch.Tensor):
         try:
-            storage = tensor.untyped_storage()
+            storage = shards.local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
         return storage if storage.device.type == self.device else None
 
     def _follow(self, storage, category, operation):
-        size = -(-storage.nbytes() // self.granularity) * self.granularity
-        block = Block(size, category, operation)
+        block = Block(self._size(storage), category, operation)
         key, log, blocks = storage._cdata, self.log, self._blocks
 
         def died(_):
-            log.append((blocks.pop(key, (block,))[0], -1))  # another block may stand for it by now
+            last = blocks.pop(key, (block,))[0]  # another block may stand for it by now, or none
+            if last.bytes:
+                log.append((last, -1))
 
         self._blocks[key] = (block, weakref.ref(storage, died))
         log.append((block, +1))
+
+    def _size(self, storage) -> int:
+        """Bytes, as the allocator rounds them."""
+        return -(-storage.nbytes() // self.granularity) * self.granularity
 
 
 @functools.cache
@@ -367,7 +388,10 @@ def watched(tracker: Watcher):
     for name, function in plain_parallel.items():
         setattr(parallel, name, in_reducer(function))
     try:
-        with tracker if isinstance(tracker, TorchDispatchMode) else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if isinstance(tracker, TorchDispatchMode):
+                stack.enter_context(shards.noticed(tracker))
+                stack.enter_context(tracker)
             yield parameters
     finally:
         torch.autograd.backward, torch.get_rng_state = plain_backward, plain_rng_state

@@ -1,0 +1,117 @@
+"""What a rank holds of weights that are divided: counted on real ranks, and followed on one that has no others."""
+
+import pytest
+
+from perf_helpers import Lab, Task
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import processes
+
+TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size": 2001})  # an odd number of words
+
+
+def fsdp(task, reshard=True):
+    """Three steps of FSDP2, each layer gathered by itself."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    ranks, model = init_device_mesh("cpu", (dist.get_world_size(),)), task.build_model()
+    for part in (*model.bert.encoder.layer, model):
+        fully_shard(part, mesh=ranks, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(**task.batch(2)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("out"), lesson="tests")
+
+
+@pytest.fixture(scope="module")
+def counted(lab):
+    return [lab.run(fsdp, f"{turn}", task=TASK, processes=2, measure="memory") for turn in range(2)]
+
+
+def test_a_rank_keeps_its_share_of_weights_gradients_and_states(counted):
+    whole, parts = 4 * counted[0].memory.parameters, counted[0].memory.phase_breakdowns["step"]
+    assert parts["weights"] == pytest.approx(whole / 2, rel=0.02)
+    assert parts["optimizer_states"] == pytest.approx(whole, rel=0.02)
+    assert counted[0].memory.phase_breakdowns["backward"]["gradients"] == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_gathered_weights_are_copies_and_are_given_back(counted):
+    layer = 4 * sum(weight.numel() for weight in TASK.build_model().bert.encoder.layer[0].parameters())
+    timeline, phases = counted[0].memory.timeline, counted[0].memory.phase_breakdowns
+    assert max(timeline["weight_copies"]) >= 2 * layer, "gathered in one piece, then cut into its tensors"
+    assert phases["backward"]["weight_copies"] == phases["step"]["weight_copies"] == 0
+
+
+def test_counts_are_the_same_each_time(counted):
+    first, second = counted
+    assert first.memory.phase_breakdowns == second.memory.phase_breakdowns
+    assert [rank["breakdown"] for rank in first.ranks] == [rank["breakdown"] for rank in second.ranks]
+    uneven = first.ranks[0]["peak_bytes"] - first.ranks[1]["peak_bytes"]
+    assert 0 <= uneven < 0.001 * first.peak_bytes, "the second rank has a word less"
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_one_rank_followed_is_what_ranks_count(lab, counted, reshard):
+    def function(task):
+        return fsdp(task, reshard)
+
+    run = counted[0] if reshard else lab.run(function, "kept", task=TASK, processes=2, measure="memory")
+    followed = estimate(TASK, function=function, processes=2, device="cpu")
+    assert followed.peak_bytes == run.peak_bytes and followed.memory.breakdown == run.memory.breakdown
+    assert followed.memory.phase_breakdowns == run.memory.phase_breakdowns
+
+
+def given_back_by_another_thread(tell, ranks):
+    """Bytes at the end of a step, in which tensors of 4 MB were given back by a thread that is not the training's."""
+    import threading
+
+    import torch
+
+    from perf_helpers.lab.meters import MemoryMeter
+
+    with MemoryMeter(ranks=ranks) as meter:
+        model = torch.nn.Linear(10, 10)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            held = [torch.ones(1000, 1000)]
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+            model(torch.ones(1, 10)).sum().backward()
+            optimizer.step()
+    return meter.result().phases["step"], meter.result().peak_bytes
+
+
+def test_what_another_thread_gives_back_counts_no_longer():
+    after, peak = processes.call(lambda tell: given_back_by_another_thread(tell, 2), timeout=120)
+    assert after < 10_000 and 4_000_000 <= peak < 4_100_000
+
+
+def test_a_storage_that_is_resized_counts_with_its_size():
+    def live(tell):
+        import torch
+
+        from perf_helpers.lab.tracker import Tracker, watched
+
+        sizes, tracker = [], Tracker()
+        with watched(tracker):
+            for size in (4000, 0, 0, 2000):
+                if not sizes:
+                    storage = torch.empty(1000).untyped_storage()
+                storage.resize_(size)
+                sizes.append(sum(tracker.live(len(tracker.log)).values()))
+            del storage
+            sizes.append(sum(tracker.live(len(tracker.log)).values()))
+        return sizes
+
+    assert processes.call(live, timeout=120) == [4000, 0, 0, 2000, 0]
