@@ -6,7 +6,7 @@
 # **You will see**
 # - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP
 # - what they send: 4 bytes a parameter in each step, and what a slow link makes of that
-# - which single-GPU methods help two processes too, and what happens when a process dies or comes late
+# - which single-GPU methods help two processes too, and what happens when a process dies, hangs or disagrees
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -21,7 +21,6 @@ import re
 import subprocess
 import time
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -211,12 +210,35 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if told or strict:
             torch.testing.assert_close(told, ranks)
 
+# %%
+TWO_HOSTS = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 "
+TOLD = """AMD EPYC, 2 cores, torch 2.13.0, 2026-11-23:
+{"rank": 0, "gradient norms": [0.6855310201644897, 0.5424984097480774, 0.562623918056488], "a weight": -0.0005694843712262809}
+{"rank": 1, "gradient norms": [0.6855310201644897, 0.5424984097480774, 0.562623918056488], "a weight": -0.0005694843712262809}"""
+if links.missing():
+    print(f"This machine {links.missing()}. What two hosts printed elsewhere:\n{TOLD}")
+else:
+    with tempfile.TemporaryDirectory() as folder, links.link() as cable, contextlib.ExitStack() as stack:
+        path, started = Path(folder, "script.py"), []
+        path.write_text(SCRIPT)
+        there = here | {"GLOO_SOCKET_IFNAME": cable.device, "RES_OPTIONS": "timeout:1 attempts:1"}  # no name server
+        for host, address in enumerate(cable.addresses):
+            options = f"{TWO_HOSTS}--rdzv-conf is_host={1 - host} --local-addr {address}"
+            command = cable.on(host, sys.executable, "-m", "torch.distributed.run", *options.split(), str(path))
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=there)
+            started.append(stack.enter_context(subprocess.Popen(command, **pipes)))
+            stack.callback(started[-1].kill)
+            print(f"host {host + 1} $ torchrun {options} script.py")
+        told = [process.communicate(timeout=120) for process in started]
+    print(*(output or errors[-800:] for output, errors in told), sep="")
+    torch.testing.assert_close(sorted((json.loads(output) for output, _ in told), key=lambda rank: rank["rank"]), ranks)
+
 # %% [markdown]
-# Whoever starts them, the ranks make the same steps: the cell asserts it. `--multi_gpu` reads oddly on a CPU, but `accelerate launch --cpu --num_processes 2` starts *one* process unless MPI is there ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
+# Whoever starts them, on one host or on two (network namespaces with a virtual cable), the ranks make the same steps: the cells assert it. `--multi_gpu` reads oddly on a CPU, but `accelerate launch --cpu --num_processes 2` starts *one* process unless MPI is there ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
 #
 # ### While backward still runs
 #
-# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP; the second cell below holds all three against each other.
+# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So send them early: put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP.
 
 
 # %%
@@ -379,11 +401,11 @@ axes.set_title("What the second process is worth (bars: intervals)", loc="left")
 _ = axes.set_xticks([1, 2])
 
 # %% [markdown]
-# The bytes of a step do not depend on the batch; the work does. So the second process is worth more, the **longer the work of a step is against the sending of its gradients**: compare the two lines. Read the intervals before you believe them: on a CPU the ranks share the path to memory, and on a busy one also the cores.
+# The bytes of a step do not depend on the batch; the work does. So the second process is worth more, the **longer the work of a step is against the sending of its gradients**: compare the two lines. Read the intervals: on a CPU the ranks share the path to memory.
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it, and adds a law: the more there is to synchronize, the more a slow link costs; little for DDP, which does so once a step, much for ZeRO-DP, which does so often. The law can be tried anywhere. Two ranks on two *hosts* (network namespaces with a virtual cable between them) train a large and a small model with DDP, then the small one with its weights sharded, as ZeRO does (lesson 16). The fast cable has the speed of this machine's memory, which is no NVLink. The slow one is held to a rate at which the sum takes as long as twenty steps, or to 40 Mbit/s: little of that is hidden, and what it adds to a step can be told from bytes and rate.
+# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it, and adds a law: the more there is to synchronize, the more a slow link costs; little for DDP, which does so once a step, much for ZeRO-DP, which does so often. The law can be tried anywhere. Two ranks on two *hosts* (network namespaces with a virtual cable between them) train a large and a small model with DDP, then the small one with its weights sharded, as ZeRO does (lesson 16). The slow one is held to a rate at which the sum takes as long as twenty steps, or to 40 Mbit/s: little of that is hidden, and what it adds to a step can be told from bytes and rate.
 
 
 # %%
@@ -397,7 +419,6 @@ def sharded(model):
     return model
 
 
-# %%
 large = task.replace(config={"hidden_size": 128, "intermediate_size": 512})
 small, over, rate, hosts = large.replace(config={"num_hidden_layers": 1}), {}, None, None
 recipes = {"DDP": (large, DDP), "DDP, small model": (small, DDP), "small, sharded": (small, sharded)}
@@ -532,32 +553,30 @@ plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, 
 #
 # ### What goes wrong
 #
-# A rank dies. A rank is late. A parameter is not used in the loss. Each of them is done here on purpose.
+# Rank 1 ends, hangs, or disagrees, each time before one more sum.
 
 
 # %%
-def dies(task):
+def fault(task, what):
+    if what == "torch compares first":
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        os._exit(9)
-    dist.all_reduce(torch.ones(1))
+    faulty, numbers = dist.get_rank() == 1, torch.ones(4)
+    if what in ("another dtype", "torch compares first") and faulty:
+        numbers = numbers.int()
+    elif what == "another size" and faulty:
+        numbers = torch.ones(6)
+    elif what == "one sum fewer" and faulty:
+        return
+    elif faulty:
+        ENDS[what]()
+    dist.all_reduce(numbers)
+    return numbers.tolist()
 
 
-def late(task):
-    dist.init_process_group("gloo")
-    hasty, seen = dist.new_group(timeout=timedelta(seconds=1)), []
-    if dist.get_rank() == 1:
-        time.sleep(3)
-    for wait in (lambda: dist.all_reduce(torch.ones(1), group=hasty), ask):
-        try:
-            wait()
-        except RuntimeError as error:
-            seen.append(str(error).split("\n")[0])
-    return seen
-
-
-def ask():
-    dist.monitored_barrier(timeout=timedelta(seconds=1))
+ENDS = {"killed": lambda: os.kill(os.getpid(), 9), "an exception": lambda: {}["lost"]}
+ENDS |= {"no memory": lambda: torch.empty(10**15), "the disk is full": lambda: Path("/dev/full").write_text("all")}
 
 
 # %%
@@ -570,18 +589,23 @@ def unused(task, **options):
         model(**task.batch(2)).loss.backward()
 
 
-print("dies:", lab.run(dies, processes=2, measure=("none",)).message)
-for text in lab.run(late, processes=2, measure=("none",)).value:
-    print("late:", text)
+ENDS |= {"hangs": lambda: time.sleep(600)}
+rows = []
+for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
+    began = time.perf_counter()
+    run = lab.run(partial(fault, what=what), what, processes=2, measure=("none",), timeout=8)
+    told = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
+    seen = told or str([rank["value"] for rank in run.ranks])
+    rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
+display(plots.Table(["rank 1", "status", "seconds", "what is seen"], rows))
 print("unused:", lab.run(unused, task=rule, processes=2, measure=("none",)).message[:150])
-print(
-    "remedy:", lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure=("none",)).status
-)
+remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure=("none",))
+print("remedy:", remedy.status)
 
 # %% [markdown]
-# - **Dies**: the launcher sees it, names the rank and ends the others. If a whole host is gone, they wait for the timeout: half an hour with gloo, ten minutes with NCCL.
-# - **Late**: the collective's own message says that it waited, not for whom. `monitored_barrier` names the rank; put it before the place that hangs. A rank is late if it saves, evaluates or reads data while the others go on.
-# - **Unused**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step, at some cost; better is to freeze them. To find them, train one step on one process and list the parameters whose `grad` is `None`.
+# - **Ends**: the launcher sees it, names the rank and ends the others. If a whole host is gone, they wait for the timeout: half an hour with gloo, ten minutes with NCCL. Here the lab's own limit ends a **hang** and asks each rank for its line.
+# - **Disagrees**: a dtype of the same size is not even noticed: both ranks go on with wrong numbers. Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares size and dtype before each collective. That costs messages; use it to search.
+# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; better is to freeze them. To find them, train one step on one process and list the parameters whose `grad` is `None`.
 #
 # ## What carries over
 #
@@ -779,7 +803,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP.
 # - They sent 4 bytes a parameter in each step, and what backward could not hide of that was waited for. The slower the link and the shorter the step, the less the second device was worth; `no_sync` and bf16 sent less. The single-GPU methods were tried on both.
-# - A dying rank was named by the launcher, a late one by `monitored_barrier`, and unused parameters by DDP in the second step.
+# - A dying rank was named by the launcher, a hanging one by its line, and unused parameters by DDP in the second step. Ranks of two dtypes went on with wrong numbers until torch was asked to compare.
 
 # %% tags=["finish"]
 claims.finish(lab)

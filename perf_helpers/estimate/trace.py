@@ -29,7 +29,7 @@ from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.estimate.replica import one_rank_of
-from perf_helpers.lab import shards
+from perf_helpers.lab import forkserver, shards
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Phase
 from perf_helpers.lab.tracker import RESIZE, Tracker, name_of, watched
@@ -51,7 +51,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
 
     tracker = tracker or FakeTracker()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
         # Modules stay where they are: fake weights cannot be exchanged for others.
         if not tracker.places_modules:
             stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))

@@ -5,7 +5,8 @@ is just as clean. The standard library's fork server does not serve: it imports 
 the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the socket to its parent closes.
+the server, and the server ends when the socket to its parent closes. Nor does a file: each has a folder of its own,
+which whoever sees its end removes.
 """
 
 import atexit
@@ -14,6 +15,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -29,7 +31,7 @@ from unittest.mock import patch
 
 import cloudpickle
 
-from perf_helpers.lab import hardware, outcomes
+from perf_helpers.lab import hardware, outcomes, whereabouts
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -64,6 +66,8 @@ _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 _NUMBER = struct.Struct("q")
 
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
+
+own_folder: str | None = None  # of the clean process that this is; None: this is none
 
 
 # ------------------------------------------------------------------------------------------------ the server's parent
@@ -112,18 +116,19 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
 
-    def fork(self, descriptors: list[int]) -> int:
-        """Process id of a fresh fork that holds the descriptors (connection, output, errors)."""
+    def fork(self, descriptors: list[int], folder: str) -> int:
+        """Process id of a fresh fork that holds the descriptors (connection, output, errors) and has a folder."""
         try:
-            return self._asked_to_fork(descriptors)
+            return self._asked_to_fork(descriptors, folder)
         except OSError:  # the server was killed: a new one
             self._process = None
-            return self._asked_to_fork(descriptors)
+            return self._asked_to_fork(descriptors, folder)
 
-    def _asked_to_fork(self, descriptors: list[int]) -> int:
+    def _asked_to_fork(self, descriptors: list[int], folder: str) -> int:
         with self._lock:
             self.start()
-            socket.send_fds(self._socket, [b"f"], descriptors)
+            path = os.fsencode(folder)
+            socket.send_fds(self._socket, [b"f" + _NUMBER.pack(len(path)) + path], descriptors)
             self._forked.add(pid := self._answer())
             return pid
 
@@ -166,9 +171,11 @@ class CleanProcess:
     def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
+        self.folder = tempfile.mkdtemp(prefix="perf_helpers-")
         if HAS_FORK:
             ours, theirs = socket.socketpair()
-            self.pid = SERVER.fork([theirs.fileno(), self.output.fileno(), self.errors.fileno()])
+            descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
+            self.pid = SERVER.fork(descriptors, self.folder)
             theirs.close()
             self.channel = connection.Connection(ours.detach())
         else:
@@ -182,7 +189,7 @@ class CleanProcess:
             self._descriptor = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
             self._descriptor = None
-        place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
+        place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path], "own": self.folder}
         with contextlib.suppress(BrokenPipeError):
             self.channel.send((place, cloudpickle.dumps(job), turn))
 
@@ -218,8 +225,12 @@ class CleanProcess:
             texts.append(file.read().decode(errors="replace"))
         return texts[0], texts[1]
 
+    def whereabouts(self) -> str:
+        """Where its ranks are just now, in words; empty where it has none, or none answers."""
+        return whereabouts.described(whereabouts.ask(self.folder, self.pid)) if self.pid else ""
+
     def close(self) -> None:
-        """End the process and everything it started. Only ids of our own are signalled."""
+        """End the process and everything it started, and remove its folder. Only ids of our own are signalled."""
         if self.pid is None:
             return
         SERVER.measuring.discard(self.pid)
@@ -233,6 +244,7 @@ class CleanProcess:
             self._process.join()
             self.code = self._process.exitcode
         self.pid = None
+        _remove(self.folder)
         self.channel.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -244,16 +256,25 @@ class CleanProcess:
         self.close()
 
 
+def _remove(folder: str) -> None:
+    """Remove a folder into which processes that have just been killed may still write for a moment."""
+    for _ in range(40):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+        time.sleep(0.05)
+
+
 # ----------------------------------------------------------------------------------------------------- the server
 
 
 def serve(descriptor: int) -> None:
-    """The fork server's loop: 'f' forks, 'w' waits for one, the end of the socket ends everything."""
+    """The fork server's loop: 'f' forks, 'w' waits for one, the end of the socket ends and removes everything."""
     _preload()
     gc.collect()
     gc.freeze()  # so that a fork's collector does not copy what it shares
     control = socket.socket(fileno=descriptor)
-    parent, children = os.getppid(), set()
+    parent, children = os.getppid(), {}
     control.settimeout(2)
     while True:
         try:
@@ -265,23 +286,26 @@ def serve(descriptor: int) -> None:
         except OSError:
             break
         if message == b"f":
+            length = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
+            folder = os.fsdecode(control.recv(length, socket.MSG_WAITALL))
             pid = os.fork()
             if pid == 0:
                 control.close()
                 _child(*descriptors)
             for inherited in descriptors:
                 os.close(inherited)
-            children.add(pid)
+            children[pid] = folder
             control.sendall(_NUMBER.pack(pid))
         elif message == b"w":
             pid = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
-            children.discard(pid)
+            children.pop(pid, None)
             control.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
         else:
             break
-    for pid in children:
+    for pid, folder in children.items():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
+        _remove(folder)
     os._exit(0)
 
 
@@ -340,7 +364,9 @@ def _volunteer() -> None:
 
 def _main(channel: connection.Connection) -> None:
     """Receive where we are and what to do, do it, send what came of it."""
+    global own_folder
     place, job, turn = channel.recv()
+    own_folder = place["own"]
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)

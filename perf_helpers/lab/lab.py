@@ -156,6 +156,7 @@ class Lab:
         measure: Sequence[str] = ("memory", "time"),
         processes: int = 1,
         samples_per_step: int | None = None,
+        use_cpu: bool = False,
         timeout: float | None = None,
     ) -> Run:
         """Run a function of one's own, e.g. a training loop, in a clean process; same figures as `train`.
@@ -166,10 +167,12 @@ class Lab:
                 `meters.MemoryMeter`); it needs no measuring code.
             measure: as in `train`; ("none",) runs it once with no meter.
             samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
+            use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
         """
         experiment = Experiment(
             name=name or getattr(function, "__name__", "function"),
             task=task or self.task,
+            arguments=Arguments.of({"use_cpu": True}) if use_cpu else Arguments(),
             function=pickled(function),
             samples_of_function=samples_per_step,
             processes=_count("processes", processes),
@@ -266,8 +269,9 @@ class Lab:
         try:
             for known in self._measured(experiment, measure, timeout or self.timeout):
                 outcome = known
-        except KeyboardInterrupt:
-            self.keep(experiment, outcome.replace(status="killed", message="interrupted by the user"))
+        except KeyboardInterrupt as interruption:
+            message = "; ".join(["interrupted by the user", *getattr(interruption, "__notes__", ())])
+            self.keep(experiment, outcome.replace(status="killed", message=message))
             raise
         if outcome.status == "invalid":
             raise ValueError(outcome.message)

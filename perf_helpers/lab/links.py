@@ -3,7 +3,8 @@ machine.
 
 Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
 of either end. A namespace lives as long as a process in it: here a `cat` that reads from this process and so ends with
-it, whatever ends it. Nothing has a name outside of the two namespaces, and nothing is left behind.
+it, whatever ends it. It is also the first process of a process namespace, with which the kernel ends all others.
+Nothing has a name outside of the two namespaces, and nothing is left behind.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 _COMMANDS = ("unshare", "nsenter", "ip", "tc")
 _DEVICE, _PORT = "link0", 29400  # both exist in the namespaces only
+_ADDRESSES = ("10.0.0.1", "10.0.0.2")
 _CLONE_NEWNET = 0x40000000
 
 
@@ -30,6 +32,19 @@ class Link:
 
     holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
     megabits_per_second: float | None  # in either direction; None: as fast as the machine copies
+    addresses: tuple[str, str] = _ADDRESSES  # of the hosts, for each other
+    device: str = _DEVICE  # by which a host reaches the other one
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """A command that carries out another one on a host, e.g. for `subprocess.Popen`.
+
+        It sees no network but the link. What it starts ends with the link, if not before.
+
+        Args:
+            host: 0 or 1.
+        """
+        spaces = f"/proc/{self.holders[host]}/ns"
+        return ["nsenter", f"--net={spaces}/net", f"--pid={spaces}/pid_for_children", "--", *command]
 
     def join(self) -> None:
         """Move this rank to its host (even ranks to the first one, odd ranks to the second), to meet the others there.
@@ -39,7 +54,7 @@ class Link:
         rank = int(os.environ["RANK"])
         with open(f"/proc/{self.holders[rank % 2]}/ns/net") as namespace:
             _enter(namespace.fileno())
-        os.environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": _DEVICE}
+        os.environ |= {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": _DEVICE}
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's own meeting point is on no host
 
 
@@ -62,9 +77,9 @@ def link(megabits_per_second: float | None = None) -> Iterator[Link]:
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_namespace()) for _ in range(2))
         _do("ip", "link", "add", _DEVICE, "netns", str(first), "type", "veth", "peer", _DEVICE, "netns", str(second))
-        for number, host in enumerate((first, second), start=1):
+        for address, host in zip(_ADDRESSES, (first, second), strict=True):
             within = ("nsenter", "--target", str(host), "--net")
-            _do(*within, "ip", "address", "add", f"10.0.0.{number}/24", "dev", _DEVICE)
+            _do(*within, "ip", "address", "add", f"{address}/24", "dev", _DEVICE)
             _do(*within, "ip", "link", "set", "lo", "up")
             _do(*within, "ip", "link", "set", _DEVICE, "up")
             if rate is not None:
@@ -110,7 +125,7 @@ def _lacking() -> str | None:
 def _namespace() -> Iterator[int]:
     """A process in a network namespace of its own: its id. It ends when its input does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
+    command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", "echo ready && exec cat"]
     with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # leaving it closes the pipes and waits
         if not holder.stdout.readline():
             raise Unavailable(_reason("unshare", holder.communicate()[1]))

@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import re
 import signal
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from perf_helpers.lab import whereabouts
 from perf_helpers.lab.runs import Memory, Timing
 from perf_helpers.unknown import NeedsValues
 
@@ -90,13 +92,25 @@ def failed(error: BaseException) -> Outcome:
         return Outcome("needs values", str(error))
     text = f"{type(error).__name__}: {error}".strip()
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
     return Outcome(
         status="out of memory" if named or any(words in text.lower() for words in _OUT_OF_MEMORY) else "crashed",
-        message=text.split("\n")[0][:1000] + where,
+        message=text.split("\n")[0][:1000] + _where(error),
         traceback="".join(traceback.format_exception(error))[-4000:],
     )
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised it, in brackets: the user's own, where there is one, for what it called is in the traceback.
+
+    A function is named, and not its file: a notebook's cell has a number for a name.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    own = next((frame for frame in reversed(frames) if not whereabouts.is_library(frame.filename)), None)
+    if own:
+        return f" (line {own.lineno} of {own.name})"
+    return f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})"
 
 
 def died(code: int | None) -> Outcome:
@@ -106,3 +120,16 @@ def died(code: int | None) -> Outcome:
         reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
         return Outcome("killed", f"the process was ended by {name}{reason}")
     return Outcome("crashed", f"the process ended with exit code {code} and without a result")
+
+
+# What gloo writes before it ends the process: "... op.preamble.length <= op.nbytes. 24 vs 16".
+_TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
+
+
+def explained(outcome: Outcome, errors: str) -> Outcome:
+    """The outcome with what its ranks wrote to the standard error, where that tells why they ended."""
+    if found := _TOO_LONG.search(errors):
+        sent, expected = found.groups()
+        what = f"gloo had {sent} bytes where it expected {expected}: the ranks' tensors differ in size or dtype"
+        return outcome.replace(message=f"{outcome.message}; {what}")
+    return outcome

@@ -118,12 +118,22 @@ def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: b
 
 
 def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Callable[[int], Any] | None) -> Outcome:
-    """The outcome of a process, with what it printed, once it has come to its end or the deadline has."""
+    """The outcome of a process, with what it printed, once it has come to its end or the deadline has.
+
+    Where several ranks are ended before their time, the message says in which line each one is; the note of an
+    interruption does so too.
+    """
     try:
         outcome = _wait(process, deadline, on_step)
     except TimeoutError:
-        outcome = _timed_out(timeout)
+        outcome = _timed_out(timeout, process.whereabouts())
+    except KeyboardInterrupt as interruption:
+        if where := process.whereabouts():
+            interruption.add_note(where)
+        raise
     output, errors = process.printed()
+    if not outcome.ok:
+        outcome = outcomes.explained(outcome, errors)
     return outcome.replace(output=output, errors=errors[-4000:])
 
 
@@ -137,10 +147,11 @@ def _wait(process: CleanProcess, deadline: float, on_step: Callable[[int], Any] 
             on_step(content)
 
 
-def _timed_out(timeout: float) -> Outcome:
-    """The outcome of what was ended because its time was over."""
+def _timed_out(timeout: float, where: str = "") -> Outcome:
+    """The outcome of what was ended because its time was over; `where` it was then, if that is known."""
     until, seconds = _limit.get()
-    return Outcome("timed out", f"no result within {seconds if until <= time.monotonic() else timeout:g} s")
+    text = f"no result within {seconds if until <= time.monotonic() else timeout:g} s"
+    return Outcome("timed out", f"{text}; {where}" if where else text)
 
 
 class _Early(Exception):

@@ -5,14 +5,14 @@ The process that calls `perform` is fresh and will end after it: nothing needs t
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from perf_helpers.lab import hardware, outcomes
-from perf_helpers.lab.forkserver import die_with_parent
+from perf_helpers.lab import forkserver, hardware, outcomes, whereabouts
 from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.runs import Timing
 from perf_helpers.lab.stopwatch import NO_TIME
@@ -50,7 +50,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         return Outcome("refused", refusal)
     if experiment.arguments.compiles and hardware.is_rehearsal():
         return Outcome("needs values", NO_COMPILER)
-    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder) as folder:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
         if measure == "memory" and experiment.arguments.compiles:
             with meters.CompiledMemoryMeter(on_cpu) as meter:
@@ -168,9 +168,9 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         text = f"{experiment.processes} ranks need a GPU each, and there are {devices}: use_cpu=True trains on the CPU"
         return Outcome("refused", text)
     fork = multiprocessing.get_context("fork")
-    barrier, failures = fork.Barrier(experiment.processes), fork.SimpleQueue()
+    barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads = threads_of(experiment)
-    with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder) as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -186,22 +186,43 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         )
         try:
             ranks = elastic_launch(config, _rank)(
-                experiment.replace(threads=threads), measure, on_step, folder, barrier, failures
+                experiment.replace(threads=threads), measure, on_step, folder, barrier, ends
             )
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
             told = {}
-            while not failures.empty():
-                told |= failures.get()
-            outcome = told.get(rank) or outcomes.died(first.exitcode)
-            where = "" if outcome.status == "invalid" else f"rank {rank}: "
-            return outcome.replace(message=where + outcome.message)
+            while not ends.empty():
+                told |= ends.get()
+            return _failed_rank(rank, first.exitcode, told)
     every = tuple(ranks[rank] for rank in sorted(ranks))
     refused = next((outcome for outcome in every if not outcome.ok), None)
     return refused or every[0].replace(ranks=every)
 
 
-def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, failures) -> Outcome:
+def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None]) -> Outcome:
+    """The outcome of several ranks, of which one failed.
+
+    Args:
+        rank: the first one that ended so.
+        code: its exit code.
+        told: by rank: how it failed; None: it had come to its end by then.
+    """
+    outcome = told.get(rank) or outcomes.died(code)
+    if outcome.status == "invalid":
+        return outcome
+    message = f"rank {rank}: {outcome.message}"
+    early = [str(other) for other, end in sorted(told.items()) if end is None]
+    if early and _lost_connection(outcome):
+        others = f"rank{'s' * (len(early) > 1)} {', '.join(early)}"
+        message += f"; {others} had come to an end before, with fewer collectives"
+    return outcome.replace(message=message)
+
+
+def _lost_connection(outcome: Outcome) -> bool:
+    return any(words in outcome.message.lower() for words in _LOST_CONNECTION)
+
+
+def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
     """One rank: a process of its own that dies with its parent.
 
     A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
@@ -210,8 +231,11 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, f
     """
     import torch
 
-    die_with_parent()
+    forkserver.die_with_parent()
     rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handler, in Python, would wait for a collective
+    whereabouts.tell(forkserver.own_folder or folder, rank)
+    torch.distributed.set_debug_level_from_env()  # torch looked when it was imported, in another environment
     tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     if torch.cuda.device_count() >= experiment.processes:
@@ -228,11 +252,12 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, f
         outcome = _perform(experiment, measure, in_step if takes_turns else on_step if rank == 0 else None)
     except BaseException as error:
         outcome = outcomes.failed(error)
-        failures.put({rank: outcome})
-        if any(words in outcome.message.lower() for words in _LOST_CONNECTION):
+        ends.put({rank: outcome})
+        if _lost_connection(outcome):
             time.sleep(2)
         sys.stdout.flush()
         os._exit(1)  # no destroy_process_group: it waits for the others
+    ends.put({rank: None})
     if torch.distributed.is_initialized():
         with contextlib.suppress(Exception):
             torch.distributed.destroy_process_group()

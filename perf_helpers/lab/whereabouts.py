@@ -1,0 +1,113 @@
+"""Where ranks are: the line of Python that each one's main thread has come to, asked from outside.
+
+A rank that waits in a collective operation runs no Python, so it cannot be asked in Python: `faulthandler` writes its
+stack down from the handler of a signal, in C. Where there are no such signals (Windows) nobody is told anything.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import itertools
+import linecache
+import os
+import re
+import signal
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_SIGNAL = getattr(signal, "SIGUSR2", None)
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_PACKAGE = str(Path(__file__).parents[1])
+_COLLECTIVES = os.path.join("torch", "distributed") + os.sep
+_LONGEST_LINE = 80  # characters of a line that is quoted
+
+
+class Frame(NamedTuple):
+    """A function that is being carried out, and the line that it has come to."""
+
+    file: str
+    line: int
+    name: str
+
+
+def tell(folder: str, rank: int) -> None:
+    """Let this process answer `ask`: on a signal it writes down where its threads are."""
+    if _SIGNAL is None or not hasattr(faulthandler, "register"):
+        return
+    file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler's from now on
+    file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
+    file.flush()
+    faulthandler.register(_SIGNAL, file, all_threads=True)
+
+
+def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame]]:
+    """The functions that each rank's main thread is in, innermost first; a rank that gave no answer is left out.
+
+    Args:
+        folder: which they were to tell it in.
+        session: id of theirs: nothing else is sent a signal.
+        seconds: to wait for the answers.
+    """
+    found, asked = {}, {}
+    for path in Path(folder).glob("*.stack"):
+        with contextlib.suppress(OSError, ValueError):
+            pid, thread = map(int, path.read_text().split()[:2])
+            if os.getsid(pid) == session:
+                os.kill(pid, _SIGNAL)
+                asked[int(path.stem)] = path, thread
+    until = time.monotonic() + seconds
+    while asked and time.monotonic() < until:
+        time.sleep(0.02)
+        for rank, (path, thread) in [*asked.items()]:
+            if frames := _main_thread(path.read_text(errors="replace"), thread):
+                found[rank] = frames
+                del asked[rank]
+    return dict(sorted(found.items()))
+
+
+def _main_thread(text: str, ident: int) -> list[Frame]:
+    """The frames of one thread, once all of them are written down."""
+    for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
+        head, _, lines = part.partition("\n")
+        if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
+            return [Frame(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(lines)]
+    return []
+
+
+def described(ranks: dict[int, list[Frame]]) -> str:
+    """In words: which ranks wait for the others, and in which lines the ranks are."""
+    places: dict[str, list[int]] = {}
+    for rank, frames in ranks.items():
+        places.setdefault(_place(frames), []).append(rank)
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {place}" for place, who in places.items())
+
+
+def _place(frames: list[Frame]) -> str:
+    """Where a rank is, in words: in the user's line, and in what that line called where ranks wait for each other."""
+    if not any(_is_of_worker(frame, "_rank") for frame in frames):
+        return "has come to its end"
+    inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]
+    own = next((number for number, frame in enumerate(inner) if not is_library(frame.file)), None)
+    called = inner[:own]
+    waits = next((frame for frame in reversed(called) if _COLLECTIVES in frame.file and frame.name != "wrapper"), None)
+    said = f"waits in {waits.name}, " if waits else ""
+    if own is None:
+        last = called[0] if called else frames[0]
+        return f"{said}in line {last.line} of {os.path.basename(last.file)} ({last.name})"
+    at = inner[own]
+    quoted = linecache.getline(at.file, at.line).strip()[:_LONGEST_LINE]
+    return f"{said}in line {at.line} of {at.name}{quoted and f', {quoted!r}'}"
+
+
+def _is_of_worker(frame: Frame, name: str) -> bool:
+    return frame.name == name and frame.file == os.path.join(_PACKAGE, "lab", "worker.py")
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file is Python's, an installed package's or this one's, and not the user's own."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return file.startswith((_PACKAGE, *folders, "<frozen"))

@@ -1,0 +1,202 @@
+"""Ranks that die, hang, disagree or have no room: what a run says of each, and that it leaves nothing behind."""
+
+import gc
+import os
+import signal
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from perf_helpers.lab import outcomes, whereabouts
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def provoke(lab, tmp_path, monkeypatch):
+    """A function: two ranks meet, each calls another function with its number, and both enter one more collective.
+
+    Nothing may be left of them afterwards: no process, no open file or socket of this process, no temporary file.
+    """
+    pids, temporary = tmp_path / "pids", tmp_path / "tmp"
+    pids.mkdir()
+    temporary.mkdir()
+    lab.run(lambda task: 1, measure=("none",))  # the server of forks is there
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    def run(fault, **options):
+        def both(task):
+            import torch
+
+            (pids / str(os.getpid())).touch()
+            (pids / str(os.getppid())).touch()
+            torch.distributed.init_process_group("gloo")
+            fault(torch.distributed.get_rank())
+            torch.distributed.all_reduce(torch.ones(1))
+
+        return lab.run(both, measure=("none",), processes=2, **options)
+
+    yield run
+    started = [int(path.name) for path in pids.iterdir()]
+    assert len(started) >= 3, "the ranks and their launcher"
+    until = time.monotonic() + 60
+    while any(map(alive, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, started))
+    assert [*temporary.iterdir()] == []
+    gc.collect()  # an exception that was caught holds what its frames had open
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def on_rank_1(fault):
+    return lambda rank: fault() if rank == 1 else None
+
+
+def leave():
+    raise SystemExit("enough")
+
+
+def fill_the_disk():
+    with open("/dev/full", "w") as file:  # the kernel's own answer of a disk that is full
+        file.write("a checkpoint")
+
+
+def run_out_of_memory():
+    import torch
+
+    torch.empty(10**15)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was ended by SIGKILL"),
+        (lambda: {}["lost"], "crashed", "rank 1: KeyError: 'lost' (line "),
+        (leave, "crashed", "rank 1: SystemExit: enough (line "),
+        (run_out_of_memory, "out of memory", "rank 1: RuntimeError: "),
+        (fill_the_disk, "crashed", "rank 1: OSError: [Errno 28] No space left on device (line "),
+    ],
+    ids=["SIGKILL", "an exception", "sys.exit", "out of memory", "a full disk"],
+)
+def test_a_rank_that_ends_is_named_with_its_reason(provoke, fault, status, message):
+    run = provoke(on_rank_1(fault))
+    assert run.status == status and run.message.startswith(message), run
+
+
+def test_a_rank_that_hangs_and_the_one_that_waits_for_it_are_told_with_their_lines(provoke, tmp_path):
+    def hang(rank):
+        (tmp_path / f"reached {rank}").touch()
+        if rank == 1:
+            time.sleep(600)
+
+    for seconds in (6, 24, 96):  # however slow the machine is, both get that far
+        run = provoke(hang, timeout=seconds)
+        if len([*tmp_path.glob("reached *")]) == 2 and "waits" in run.message:
+            break
+    assert run.status == "timed out" and run.message.startswith(f"no result within {seconds} s; "), run
+    waiting, hanging = run.message.split("; ")[1:]
+    assert waiting.startswith("rank 0: waits in all_reduce, in line ") and "of both" in waiting
+    assert waiting.endswith("'torch.distributed.all_reduce(torch.ones(1))'")
+    assert hanging.startswith("rank 1: in line ") and hanging.endswith("of hang, 'time.sleep(600)'")
+
+
+def test_an_interrupted_run_tells_where_its_ranks_were(provoke, lab, tmp_path, monkeypatch):
+    from perf_helpers.lab.forkserver import CleanProcess
+
+    def hang(rank):
+        (tmp_path / f"reached {rank}").touch()
+        time.sleep(600)
+
+    def interrupted(self, timeout=None):
+        while len([*tmp_path.glob("reached *")]) < 2:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(CleanProcess, "receive", interrupted)
+        provoke(hang)
+    assert lab["both"].message.startswith("interrupted by the user; ranks 0, 1: in line ")
+    assert caught.value.__notes__[0].endswith("of hang, 'time.sleep(600)'")
+
+
+def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
+    def disagree(rank):
+        import torch
+
+        torch.distributed.broadcast(torch.ones(6 - 2 * rank), src=0)
+
+    run = provoke(disagree)
+    assert run.status == "killed" and run.message.startswith("rank 1: the process was ended by SIGABRT"), run
+    assert "24 bytes where it expected 16: the ranks' tensors differ" in run.message
+
+
+def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, monkeypatch):
+    """Of one size and two dtypes: without the check both ranks go on, one of them with other numbers."""
+
+    def disagree(rank):
+        import torch
+
+        torch.distributed.all_reduce(torch.ones(4, dtype=(torch.float32, torch.int32)[rank]))
+
+    assert provoke(disagree).ok
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    run = provoke(disagree)
+    assert run.status == "crashed" and "Detected mismatch between collectives" in run.message, run
+
+
+def test_a_rank_that_enters_fewer_collectives_is_told_apart_from_one_that_died(provoke):
+    def one_more(rank):
+        import torch
+
+        if rank == 0:
+            torch.distributed.all_reduce(torch.ones(1))
+            torch.distributed.barrier()
+
+    run = provoke(one_more)
+    assert run.status == "crashed" and run.message.startswith("rank 0: "), run
+    assert run.message.endswith("; rank 1 had come to an end before, with fewer collectives")
+
+
+def test_the_labs_own_port_is_free_whatever_the_environment_says(provoke, monkeypatch):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        assert provoke(lambda rank: None).ok
+
+
+def test_a_port_of_ones_own_that_is_taken_is_told(provoke):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def meet_there(rank):
+            import torch
+
+            torch.distributed.TCPStore("127.0.0.1", port, is_master=True)
+
+        run = provoke(on_rank_1(lambda: meet_there(1)))
+    assert run.status == "crashed" and str(port) in run.message and "EADDRINUSE" in run.message, run
+
+
+def test_a_rank_that_gives_no_answer_is_left_out_and_no_other_process_is_signalled(tmp_path, monkeypatch):
+    signalled = []
+    monkeypatch.setattr(whereabouts.os, "kill", lambda *arguments: signalled.append(arguments))
+    (tmp_path / "0.stack").write_text(f"{os.getpid()} 1\n")
+    assert whereabouts.ask(str(tmp_path), session=os.getsid(0) + 1, seconds=0.1) == {} and signalled == []
+    assert whereabouts.ask(str(tmp_path), session=os.getsid(0), seconds=0.1) == {} and len(signalled) == 1
+    assert whereabouts.described({}) == ""
+
+
+def test_an_outcome_that_gloo_did_not_end_keeps_its_message():
+    outcome = outcomes.died(-6)
+    assert outcomes.explained(outcome, "something else") == outcome
