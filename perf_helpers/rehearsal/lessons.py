@@ -29,7 +29,7 @@ class Machine:
 
 MACHINES = (
     Machine("gpu-9.0", card("h100"), "gpu", core=("01", "07")),
-    Machine("gpu-8.0", card("a100"), "gpu", core=("06",)),
+    Machine("gpu-8.0", card("a100"), "gpu", core=()),
     Machine("t4", card("t4"), "t4", core=("03", "09")),
     Machine("two-gpus", card("a100", devices=2), "gpu", core=("15",), lessons=("15",)),
 )

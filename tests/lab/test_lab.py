@@ -322,6 +322,19 @@ def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_p
     assert comparison.speed_ratio.known and comparison.memory_ratio == runs[2].peak_bytes / runs[0].peak_bytes
 
 
+def test_a_function_may_say_that_it_uses_the_cpu(lab, monkeypatch):
+    asked = []
+
+    def performed(experiment, measure, *_):
+        asked.append(experiment.arguments.get("use_cpu"))
+        return Outcome()
+
+    monkeypatch.setattr(processes, "execute", performed)
+    for use_cpu in (False, True):
+        lab.run(lambda _: 1, measure=("none",), use_cpu=use_cpu)
+    assert asked == [None, True]
+
+
 def test_a_function_that_cannot_travel_says_what_to_do(lab):
     import threading
 
