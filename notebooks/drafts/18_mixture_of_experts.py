@@ -1,0 +1,657 @@
+# %% [markdown]
+# # Can a model have ten times the parameters at the same arithmetic?
+#
+# It can, if each token passes through a small part of them only. What that saves, and what it does not, is counted here.
+#
+# **You will see**
+# - a gate, experts, dispatch and combine in a few lines, equal to the library's own block
+# - what grows with the number of experts and what stays: parameters, memory, arithmetic, seconds, and the loss
+# - experts that live in two processes, tokens that travel to them and back, and each byte of it
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import median
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from IPython.display import display
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, stopwatch, widgets
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Ratio
+
+lab = Lab(profile, strict=strict, out=out, lesson="18_mixture_of_experts")
+gpus2, cuda = hardware.supports("gpus2")[0], lab.machine.kind == "cuda"
+torch.set_num_threads(1)  # in this notebook's own process, where all tensors are tiny
+
+# %% [markdown]
+# ## Idea
+#
+# In a transformer most parameters are those of the feed-forward networks (FFN), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. More experts are more parameters; *k* of them are the arithmetic, however many there are.
+#
+# "8 experts" in a model's name says nothing about its cost, then. What does?
+#
+# ## Predict
+#
+# Below, one model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two.
+
+# %%
+asked = "What will be the peak of its training, in times that of the dense model?"
+widgets.predict(lab, "peak", asked, "x", 0.5, 40)
+exercises.question(
+    lab,
+    "eight times",
+    "A layer gets 8 experts, each exactly as wide as the FFN that it had, and a token goes to the best 2. What does a "
+    "token cost there, in products?",
+    {
+        "8 times as much": "Eight experts are there, and stay in memory. But a token is multiplied by the weights of two.",
+        "about as much as before": "So it would be with one expert of that width for each token, or with two half as wide.",
+        "about twice as much": "Two experts of the old width, and the gate's own product, which is small: one row an "
+        "expert. The other six cost memory, not arithmetic.",
+    },
+    right="about twice as much",
+)
+
+# %% [markdown]
+# ## By hand
+#
+# Four steps: **route** (scores, and the best *k* with weights that sum to 1), **dispatch** (collect the tokens of each expert), **compute**, **combine** (add the results up where the tokens came from). An expert here is the FFN of Mixtral, three matrices with a SiLU.
+
+
+# %%
+def route(x, gate, k):
+    """x (tokens, width), gate (experts, width) -> weights and experts chosen (tokens, k), scores (tokens, experts)."""
+    scores = (x @ gate.T).softmax(-1)
+    weights, chosen = scores.topk(k)
+    return weights / weights.sum(-1, keepdim=True), chosen, scores
+
+
+def expert(x, gate_up, down):
+    a, b = (x @ gate_up.T).chunk(2, -1)
+    return (F.silu(a) * b) @ down.T
+
+
+def mixture(x, gate, gate_up, down, k):
+    weights, chosen, _ = route(x, gate, k)
+    out = torch.zeros_like(x)
+    for number in range(len(gate)):
+        token, place = (chosen == number).nonzero(as_tuple=True)
+        result = expert(x[token], gate_up[number], down[number])  # dispatch, and compute
+        out = out.index_add(0, token, weights[token, place, None] * result)  # combine
+    return out
+
+
+# %% [markdown]
+# Nothing so far keeps the gate from sending every token to the same two experts. So the trainings of such models add a **balancing loss**: for each expert the share of tokens that it got, times the mean score that the gate gave it, summed, times the number of experts. It is smallest where both are even. (The share is a count and has no gradient. The score has one, and it falls most where the share is large.)
+#
+# Now with the weights of transformers' own block. What the library computes all experts with has a name, too:
+
+
+# %%
+def balancing(scores, chosen):
+    """The loss of Switch Transformers, equations 4 to 6, with k choices a token."""
+    share = F.one_hot(chosen, scores.shape[-1]).float().sum(1).mean(0)
+    return scores.shape[-1] * (share * scores.mean(0)).sum()
+
+
+def sparse(experts, k, width, seq_len=64, **config):
+    """Mixtral in small. One expert, which every token takes, is the dense model."""
+    config = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500, "head_dim": 32} | config
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": width} | config
+    return Task("mixtral", seq_len, config=config | {"num_local_experts": experts, "num_experts_per_tok": k})
+
+
+model = sparse(8, 2, 64).build_model()
+block, x = model.model.layers[0].mlp, torch.randn(2, 64, 128)
+weights = block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj
+theirs, mine = block(x), mixture(x.flatten(0, 1), *weights, k=2)
+torch.testing.assert_close(mine.view_as(x), theirs[0] if isinstance(theirs, tuple) else theirs)
+_, chosen, scores = route(x.flatten(0, 1), weights[0], 2)
+logits = (x.flatten(0, 1) @ weights[0].T,)
+torch.testing.assert_close(balancing(scores, chosen), load_balancing_loss_func(logits, 8, 2))
+print(type(block).__name__, "computes its experts by", model.config._experts_implementation)
+
+# %% [markdown]
+# Equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and hands all products to one call; `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches.
+#
+# ### Does the gate look at the position?
+#
+# Both guides say that it trains the experts "depending on the input token's position in a sequence". Three trials, each with the tokens of a sequence in another order. How many tokens get other experts than before?
+
+
+# %%
+def moved(scores, scores_after, order):
+    """Share of tokens with other experts. The token that stood at place order[i] stands at place i now."""
+    before, after = (each.topk(2).indices.sort(-1).values for each in (scores, scores_after))
+    return (before[order] != after).any(-1).float().mean().item()
+
+
+torch.manual_seed(0)
+order, ids = torch.randperm(64), torch.randint(500, (64,))
+tokens, places, gate = torch.randn(500, 128)[ids], torch.randn(64, 128), weights[0].detach()
+by_place = moved(tokens @ gate.T, tokens[order] @ gate.T, order)
+rows = [["the same vectors, at other places", f"{by_place:.0%}"]]
+added = moved((tokens + places) @ gate.T, (tokens[order] + places) @ gate.T, order)
+rows += [["position embeddings are added first, as in BERT and GPT-2", f"{added:.0%}"]]
+with torch.no_grad():
+    both = [model(input_ids=each[None], output_router_logits=True).router_logits for each in (ids, ids[order])]
+for layer, (before, after) in enumerate(zip(*both)):
+    rows += [[f"all of a Mixtral with random weights, layer {layer + 1}", f"{moved(before, after, order):.0%}"]]
+plots.Table(["the tokens of a sequence are shuffled", "other experts"], rows)
+
+# %% [markdown]
+# The gate sees one vector and nothing else: the same vector gets the same experts anywhere. Where attention or position embeddings have put the surroundings or the place *into* the vector, the choice changes with them, as everything else in the model does. "Depending on the token" would have been the word.
+#
+# ### Which layers?
+#
+# "Every other FFN layer is replaced", say the guides, and so it is in GLaM, from whose paper their picture comes. What do models do? Here is each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
+
+
+# %%
+def census(name):
+    """Layers that have mixtures, all layers, parameters, and those of them that a token meets (in billions)."""
+    config = transformers.AutoConfig.for_model(name)
+    families = ("CausalLM", "ForCausalLM", "ForConditionalGeneration")
+    stem = type(config).__name__.removesuffix("TextConfig").removesuffix("Config")
+    kind = next(found for end in families if (found := getattr(transformers, stem + end, None)))
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=torch.bfloat16)
+    experts = [part for part in model.modules() if type(part).__name__.endswith("Experts")]
+    inside = sum(weight.numel() for part in experts for weight in part.parameters())
+    total = sum(weight.numel() for weight in model.parameters())
+    many = next(value for key in COUNTS if (value := getattr(config, key, None)))
+    k = next((value for key in CHOSEN if (value := getattr(config, key, None))), 2 if name == "nllb-moe" else 1)
+    layers = sum(getattr(config, key, None) or 0 for key in LAYERS)
+    return [name, len(experts), layers, many, k, total / 1e9, (total - inside * (1 - k / many)) / 1e9]
+
+
+COUNTS = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
+CHOSEN, LAYERS = ("num_experts_per_tok", "moe_k"), ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+NAMES = ["switch_transformers", "nllb-moe", "mixtral", "jamba", "qwen2_moe", "olmoe", "granitemoe", "phimoe"]
+NAMES += ["deepseek_v3", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "glm4_moe", "minimax"]
+found = [census(name) for name in NAMES]
+titles = ["architecture", "layers with experts", "of", "experts", "k", "parameters, 1e9", "a token meets, 1e9"]
+display(plots.Table(titles, found))
+every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
+
+# %% [markdown]
+# The first ones replaced every other layer, or every fourth; most that came later replace all of them, or all but the first. The last two columns are this lesson in two numbers. (All of these are PyTorch. That most implementations are TensorFlow's, as the guides say, was so in 2022.)
+#
+# ## Baseline
+#
+# From here on a pair of models. The dense one has 4 layers, each with an FFN of 512:
+
+# %%
+dense = sparse(1, 1, 512)
+base = lab.train("dense", task=dense, per_device_train_batch_size=4, measure=("memory",))
+base
+
+# %% [markdown]
+# ## Change one thing
+#
+# 32 experts of 256, of which each token takes two: as many weights for a token as before.
+
+# %%
+many = sparse(32, 2, 256)  # new
+mixed = lab.train("32 experts", task=many, per_device_train_batch_size=4, measure=("memory",))
+_ = plots.memory([base, mixed], title="A training step of 4 sequences: the peak")
+heavier, grown = mixed.peak_bytes / base.peak_bytes, many.parameters() / dense.parameters()
+rest = {
+    name: lab.infer(name, task=task) for name, task in {"dense, inference": dense, "experts, inference": many}.items()
+}
+resting = rest["experts, inference"].peak_bytes / rest["dense, inference"].peak_bytes
+print(f"{grown:.1f} times the parameters; memory: {heavier:.1f} times in training, {resting:.1f} in inference")
+
+
+def foretold():
+    return (
+        estimate(many, per_device_train_batch_size=4).peak_bytes
+        / estimate(dense, per_device_train_batch_size=4).peak_bytes
+    )
+
+
+widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
+
+# %% [markdown]
+# Weights, gradients and optimizer states grow with *all* experts; activations only with those that a token meets. So the factor of memory lies below that of the parameters, and a larger batch lowers it. In inference, too, all experts must be there, since the next token may want any of them.
+#
+# And the arithmetic? torch's counter has a trap here (lesson 02): it knows products by their names, and with torch 2.13 `_grouped_mm` is none of them. The table has the experts' share by formula too: 3 matrices, 2 operations a weight, *k* experts, and backward is twice the forward.
+
+
+# %%
+def products(task, implementation="eager"):
+    """Floating-point operations in matrix products a token, forward and backward."""
+    model, batch = task.build_model(), task.batch(4)
+    model.set_experts_implementation(implementation)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    return counter.get_total_flops() / batch["input_ids"].numel()
+
+
+cost = {name: products(task) for name, task in {"dense": dense, "32 experts": many}.items()}
+grouped, told = products(many, "grouped_mm"), 3 * 6 * 128 * 256 * 2 * 4
+if grouped < cost["32 experts"]:
+    assert grouped + told == cost["32 experts"]
+rows = [["dense", cost["dense"], 1.0], ["32 experts, eager", cost["32 experts"], cost["32 experts"] / cost["dense"]]]
+rows += [["32 experts, grouped_mm, as counted", grouped, grouped / cost["dense"]]]
+rows += [["the experts alone, by formula", float(told), told / cost["dense"]]]
+plots.Table(["", "operations a token", "x dense"], rows)
+
+# %% [markdown]
+# If the third line is the second less the fourth, the counter missed the experts, and whoever computes a utilisation from it is told far too little. What the mixture really adds is the gate: one product of 32 rows.
+#
+# ### Seconds
+#
+# Equal arithmetic is not equal time. Training steps of the pair, in turns in one process:
+
+
+# %%
+def in_turns(tasks, turns=6, samples=16, learns=True, implementations=()):
+    """Seconds of each task's step, or of its forward pass, on one thread: for each (wall, CPU) of each turn."""
+
+    def work(task, implementation):
+        model, batch = task.build_model().to(DEVICE), task.batch(samples, DEVICE)
+        if implementation:
+            model.set_experts_implementation(implementation)
+        if not learns:
+            return lambda: torch.no_grad()(model.eval())(input_ids=batch["input_ids"])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return lambda: (model(**batch).loss.backward(), optimizer.step(), optimizer.zero_grad())
+
+    def measure(_):
+        torch.set_num_threads(1)
+        each = implementations or len(tasks) * [None]
+        return stopwatch.in_turns([work(*pair) for pair in zip(tasks, each)], turns)
+
+    return lab.run(measure, "in turns", measure=("none",)).value
+
+
+# %%
+def steps_to(losses, target):
+    smooth = [sum(losses[max(0, i - 9) : i + 1]) / len(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+    return next(i + 1 for i, loss in enumerate(smooth) if loss <= target)
+
+
+def speed_of(processes, which):
+    return Ratio.of_turns([[process[0], process[which], process[3]] for process in processes or []], CLOCK, FLOOR)
+
+
+DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
+how = [None, "grouped_mm", "eager"]
+taken = in_turns([dense, many, many], 3, 4, implementations=how)
+rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(how, taken)]
+plots.Table(["experts computed by", "ms a step"], rows)
+
+# %% [markdown]
+# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each. Both matter less with more tokens in a step.
+#
+# ## Does it learn more?
+#
+# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. Whoever knows the 3072 followers predicts all of it. That suits experts, and says so: it is about *remembering*, which is what large FFNs are said to do.
+#
+# Dense models of several widths against two mixtures. `8 experts` of 32 and `64 experts` of 16 meet as many weights a token as the dense ones of 64 and 32; the dense one of 256 has as many in all as the 8 experts. The same steps and rate for all, three seeds, judged on fresh sentences.
+
+
+# %%
+def sentences(order, count, numbers):
+    language, word = (torch.randint(high, (count,), generator=numbers) for high in order.shape)
+    rows = [64 + language, word]
+    while len(rows) < 16:
+        rows.append(word := order[language, word])
+    return torch.stack(rows, 1)
+
+
+def learn(task, seed, balance=0.02):
+    numbers = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(64, generator=numbers) for _ in range(48)])
+    model, losses, load = task.replace(seed=seed).build_model(), [], {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.0, fused=True)
+    for step in range(STEPS + 1):
+        ids = sentences(order, 64 if step < STEPS else 512, numbers)
+        made = model(input_ids=ids, output_router_logits=True)
+        loss = F.cross_entropy(made.logits[:, 1:-1].flatten(0, 1), ids[:, 2:].flatten())
+        losses.append(loss.item())
+        if step in (0, STEPS):
+            load[step] = made.router_logits[0].topk(model.config.num_experts_per_tok).indices.flatten()
+        (loss + balance * made.aux_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    load = [seen.bincount(minlength=model.config.num_local_experts) / len(seen) for seen in load.values()]
+    return {"losses": losses[:-1], "unseen": losses[-1], "load": [shares.tolist() for shares in load]}
+
+
+# %%
+SEEDS, STEPS = (0, 1, 2), 4 if lab.profile.name == "tiny" else 240
+SHAPES = {f"dense, {width}": (1, 1, width) for width in (32, 64, 160, 256)}
+SHAPES |= {"8 experts": (8, 2, 32), "64 experts": (64, 2, 16), "64, no balancing": (64, 2, 16)}
+
+
+def small(experts, k, width):
+    thin = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    return sparse(experts, k, width, 16, vocab_size=48 + 64, **thin)
+
+
+def all_of(shapes, seed, balance=0.02):
+    def run(_):
+        torch.set_num_threads(1)
+        return {name: learn(small(*sizes), seed, balance * ("no" not in name)) for name, sizes in shapes.items()}
+
+    return lab.run(run, f"seed {seed}", measure=("none",)).value
+
+
+# %%
+with ThreadPoolExecutor(2) as pool:  # what is learnt does not depend on who computes beside it
+    learnt = [*pool.map(partial(all_of, SHAPES), SEEDS)]
+ends = {name: [seed[name]["unseen"] for seed in learnt] for name in SHAPES}
+rows = [[name, small(*sizes).parameters(), sizes[1] * sizes[2], median(ends[name])] for name, sizes in SHAPES.items()]
+rows = [[*row, ", ".join(f"{loss:.2f}" for loss in ends[row[0]])] for row in rows]
+display(plots.Table(["", "parameters", "FFN width a token meets", "unseen loss, median", "seeds"], rows))
+shown = [name for name in SHAPES if name not in ("dense, 64", "dense, 256")]
+_ = plots.losses({name: [seed[name]["losses"] for seed in learnt] for name in shown}, title="48 languages")
+
+# %% [markdown]
+# Read the table by its third column. At the same width a token meets, more experts end lower; that is what mixtures promise. Now find the dense model that ends near the mixtures: it is this quality that a mixture is to be compared with when somebody says "faster". And the last line: what went wrong there?
+#
+# ## Who gets the tokens?
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
+loads = {"before training": learnt[0]["64 experts"]["load"][0], "balancing loss": learnt[0]["64 experts"]["load"][1]}
+loads["no balancing loss"] = learnt[0]["64, no balancing"]["load"][1]
+sorted_loads = {name: [64 * share for share in sorted(load, reverse=True)] for name, load in loads.items()}
+plots.lines(range(1, 65), sorted_loads, "expert, busiest first", "tokens / mean", axes[0], "Load", markers=False)
+axes[0].set_yscale("symlog", linthresh=0.1)
+factors = [1, 1.25, 1.5, 2, 3, 4, 6, 8]
+lost = {name: [100 * sum(max(0, share - f / 64) for share in load) for f in factors] for name, load in loads.items()}
+plots.lines(factors, lost, "capacity factor", "choices dropped (%)", axes[1], "What does not fit")
+busiest = {name: [max(seed[name]["load"][1]) * SHAPES[name][0] for seed in learnt] for name in (*SHAPES,)[4:]}
+for name, most in busiest.items():
+    print(f"{name}: the busiest expert got {', '.join(f'{times:.1f}' for times in most)} times the mean")
+
+# %% [markdown]
+# An expert that is chosen often learns more, so it is chosen more often: by the task's loss alone a few experts take nearly everything, and the others are memory for nothing. The balancing loss works against that.
+#
+# Right: where buffers must have a fixed size, as on TPUs, each expert takes at most *capacity factor* x the mean, and what does not fit is **dropped**: it passes by on the residual connection alone. Mixtral and its successors drop nothing, and wait for the busiest expert instead.
+#
+# ## What quality costs
+#
+# The guides know two ways to the quality of a dense model: dozens of experts on a base 5 times smaller, or few on one 2 to 3 times smaller. Our FFNs of 32 and 64 against the dense 160, in training and in forward passes.
+
+# %%
+trio = [small(*SHAPES[name]) for name in ("dense, 160", "8 experts", "64 experts", "dense, 160")]
+repeats = 3 if STEPS == 240 else 1
+trained = [in_turns(trio, samples=64) for _ in range(repeats)]
+inferred = [in_turns(trio, samples=64, learns=False) for _ in range(repeats)]
+fat = {"hidden_size": 512, "num_hidden_layers": 1, "seq_len": 16}  # eight times as wide
+wide = [sparse(1, 1, 1280, **fat), sparse(64, 2, 128, **fat), sparse(64, 2, 128, **fat), sparse(1, 1, 1280, **fat)]
+wider = [in_turns(wide, turns=3, samples=64, learns=False)]
+fewer = []  # steps of the dense model to a loss that both reach, over those of the mixture
+for seed in learnt:
+    curves = [seed[name]["losses"] for name in ("dense, 160", "64 experts")]
+    target = max(sum(losses[-10:]) / len(losses[-10:]) for losses in curves)
+    fewer.append(steps_to(curves[0], target) / steps_to(curves[1], target))
+rows, peaks = [], {}
+for which, name in enumerate(("dense, 160", "8 experts", "64 experts")):
+    run = lab.train(name, task=trio[which], per_device_train_batch_size=4, measure=("memory",))
+    peaks[name] = run.peak_bytes
+    speeds = [str(speed_of(taken, which)) if which else "1" for taken in (trained, inferred)]
+    less = products(trio[0]) / products(trio[which])
+    rows.append([name, median(ends[name]), run.peak_bytes / peaks["dense, 160"], less, *speeds])
+titles = ["", "unseen loss", "memory, x dense", "dense's products / its", "training speed", "inference speed"]
+display(plots.Table(titles, rows))
+print(f"one layer of each, eight times as wide: 64 experts have {speed_of(wider, 2)} times the dense inference speed")
+
+# %% [markdown]
+# Fewer products, and yet hardly a faster step? Compare the fourth column with the last two. At sizes that a laptop trains in seconds, gate, sorting and the update of all experts cost more than the narrow FFN saves. The papers' models are thousands of times larger, and there the products decide. The last line is a step on the way: the same two, eight times as wide. The papers' 4 to 5 times, or DeepSpeed-MoE's 5 times less training cost, are figures for models that no lesson can train, and its faster inference needed a system of its own.
+#
+# ## Experts in two processes
+#
+# What does not fit on one device is split, and experts split well: **expert parallelism** gives each rank some experts whole, and the tokens travel. Every rank has tokens of its own, as in data parallel training, and its own copy of the gate. It sorts its tokens by expert, tells each rank how many are coming, and then an **all-to-all** takes place: each rank hands every other rank a part of its own, of any size. The results come back by another. In backward the gradients take both ways once more, in the other direction; `Exchange` says so to autograd. `Traffic` is lesson 15's: a dispatch mode, which sees every operation before it is carried out.
+
+
+# %%
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, sent, received):
+        ctx.counts = received, sent
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.counts), None, None
+
+
+class Traffic(TorchDispatchMode):
+    """Notes for each all-to-all of rows the bytes that this rank hands to the other ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ == "alltoall_base_" and args[1].is_floating_point():
+            rows = [count for rank, count in enumerate(args[4]) if rank != dist.get_rank()]
+            self.sent.append(sum(rows) * args[1].shape[1] * args[1].itemsize)
+        return function(*args, **(kwargs or {}))
+
+
+# %%
+def in_parallel(x, gate, gate_up, down, k):
+    """As `mixture`: x are the tokens of this rank, gate_up and down the experts of this rank."""
+    ranks, here = dist.get_world_size(), len(down)
+    weights, chosen, _ = route(x, gate, k)
+    order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
+    asked = chosen.flatten().bincount(minlength=len(gate))
+    coming = torch.empty_like(asked)  # from each rank, for each expert here
+    dist.all_to_all_single(coming, asked)
+    sent, received = (counts.view(ranks, here).sum(1).tolist() for counts in (asked, coming))
+    rows = Exchange.apply(x[order // k], sent, received)  # new
+    whose = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(coming)
+    done = torch.zeros_like(rows)
+    for number in range(here):
+        mine = (whose == number).nonzero().flatten()
+        done = done.index_add(0, mine, expert(rows[mine], gate_up[number], down[number]))
+    back = Exchange.apply(done, received, sent)  # new
+    return torch.zeros_like(x).index_add(0, order // k, weights.flatten()[order, None] * back)
+
+
+# %%
+def layer_step(task, experts=16, k=2, width=64, inner=128, tokens=512):
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = f"cuda:{rank}" if gpus2 and ranks > 1 else "cpu"
+    torch.manual_seed(0)
+    sizes = [(tokens, width), (experts, 2 * inner, width), (experts, width, inner), (experts, width)]
+    x, gate_up, down, gate = (0.3 * torch.randn(size) for size in sizes)
+    if ranks > 1:
+        dist.init_process_group("nccl" if gpus2 else "gloo")
+        x, gate_up, down = (whole.chunk(ranks)[rank] for whole in (x, gate_up, down))
+    parts = [part.to(device).clone().requires_grad_() for part in (x, gate, gate_up, down)]
+    with Traffic() as traffic:
+        out = (in_parallel if ranks > 1 else mixture)(*parts, k)
+        out.square().sum().backward()
+    if ranks > 1:
+        dist.all_reduce(parts[1].grad)  # only the gate is on every rank
+    found = {"out": out, "x": parts[0].grad, "gate": parts[1].grad, "experts": parts[3].grad}
+    found = {name: values.detach().cpu().flatten(1).norm(dim=1).tolist() for name, values in found.items()}
+    return found | {"sent": traffic.sent, "expert bytes": sum(part.nbytes for part in parts[2:])}
+
+
+alone = lab.run(layer_step, "one process", measure=("none",)).value
+ranks = [rank["value"] for rank in lab.run(layer_step, "two", processes=2, measure=("none",)).ranks]
+
+# %%
+for name in ("out", "x", "experts"):
+    joined = ranks[0][name] + ranks[1][name]
+    torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
+torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
+told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # tokens of a rank x k x width x bytes x (N - 1) / N
+ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
+rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
+rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
+display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
+held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
+print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
+exercises.question(
+    lab,
+    "all-to-all",
+    "The 16 experts are made 64, each as wide as before, on the same two ranks. What do the all-to-alls of a step carry?",
+    {
+        "4 times as much": "The experts stay where they are. It is tokens that travel, each to k experts.",
+        "as much as before": "Tokens x k x width x bytes, and the share that goes elsewhere: neither the number of "
+        "experts nor their width is in it. More ranks would send more: (N - 1) / N.",
+        "less, since each expert gets fewer tokens": "Each gets fewer, and there are more of them: the sum is the same.",
+    },
+    right="as much as before",
+)
+
+# %% [markdown]
+# A rank holds half of the experts and never sends them: tokens travel, weights stay. Nor are the experts' gradients summed over the ranks, for each expert saw the tokens of all. The formula holds for an even choice. The table shows what an uneven one does: whoever has the popular experts receives more, and all wait for that rank.
+
+# %% [markdown]
+# ## What held
+
+# %% tags=["claim"]
+faster, inference, few = speed_of(trained, 2), speed_of(inferred, 2), speed_of(trained, 1)
+if faster.known:
+    faster = Ratio(faster.value * median(fewer), faster.low * min(fewer), faster.high * max(fewer))
+better = [dense / mixture for dense, mixture in zip(ends["dense, 32"], ends["64 experts"])]
+display(claims.check("moe-params", grown))
+display(
+    claims.check("moe-flops", cost["32 experts"] / cost["dense"], note=f"the counter with grouped_mm saw {grouped:.0f}")
+)
+display(claims.check("moe-memory", heavier, note=f"in inference {resting:.1f}"))
+display(claims.check("moe-quality", Ratio(median(better), min(better), max(better), tuple(better))))
+less = products(trio[0]) / products(trio[2])
+note = f"the dense model of equal quality has {less:.1f} times the products a token"
+display(claims.check("moe-faster", faster, note=note))
+display(claims.check("moe-inference", inference, note=f"{note}; eight times as wide {speed_of(wider, 2)}"))
+display(claims.check("moe-few-speed", few))
+display(claims.check("moe-few-memory", peaks["8 experts"] / peaks["dense, 160"]))
+note = (
+    f"with the balancing loss {median(busiest['64 experts']):.1f}; 8 experts with it {median(busiest['8 experts']):.1f}"
+)
+display(claims.check("moe-balanced", median(busiest["64, no balancing"]), note=note))
+display(claims.check("moe-position", by_place))
+claims.check("moe-every-other", every_other)
+
+# %% [markdown]
+# ## Explore
+#
+# A model of Mixtral's size (32 layers, width 4096), with other experts. AdamW in mixed precision takes 18 bytes a parameter (lesson 01), and activations come on top.
+
+
+# %% tags=["widget"]
+def draw(experts, k, width):
+    attention, FFN = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024), 32 * 3 * 4096
+    fixed = attention + 2 * 32000 * 4096
+    total, active = (fixed + 32 * 4096 * experts + FFN * number * width for number in (experts, k))
+    dense = fixed + FFN * 14336
+    _, axes = plt.subplots(figsize=(8, 2.6), dpi=110, layout="constrained")
+    bars = axes.barh(["parameters", "parameters a token meets", "memory, AdamW"], [total, active, total], color="w")
+    values = [total / dense, active / dense, total / dense]
+    texts = [
+        f" {total / 1e9:.1f}e9",
+        f" {active / 1e9:.1f}e9, {6 * active / 1e9:.0f} GFLOP a token",
+        f" {18 * total / 1e9:.0f} GB",
+    ]
+    for bar, value, colour, text in zip(bars, values, plots.SERIES, texts):
+        bar.set(width=value, color=colour)
+        axes.text(value, bar.get_y() + bar.get_height() / 2, text, va="center")
+    axes.set(xlim=(0, 1.5 * max(values)), xlabel="times that of the dense model with an FFN of 14336")
+    axes.set_title(f"{experts} experts of {width}, {k} for each token", loc="left")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+_ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=[14336, 7168, 3584, 1792])
+
+# %% [markdown]
+# ## Exercise 1: sixteen times the parameters
+#
+# A layer has an FFN of 512 on a width of 128. Make it a mixture whose experts have at least 16 times its parameters, and which costs a token at most 5 % more products, the gate's included.
+
+# %% tags=["exercise"]
+exercises.hint(
+    "What a token meets is k x width. It may not be much more than 512.",
+    "The gate has one row of 128 for each expert, an expert three matrices of 128 x width.",
+    "Narrow experts, and many: but each of them is a row of the gate.",
+)
+answer = None  # for example {"experts": 8, "k": 2, "width": 512}
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted("replace None by a dict of experts, k and width")
+    experts, k, width = (answer[name] for name in ("experts", "k", "width"))
+    if not 0 < k <= experts:
+        return exercises.wrong("k is at least 1 and at most the number of experts")
+    more, cost = experts * width / 512, (3 * k * width + experts) / (3 * 512)
+    said = f"{more:.1f} times the parameters, {cost:.2f} times the products"
+    return exercises.right(said) if more >= 16 and cost <= 1.05 else exercises.wrong(said)
+
+
+exercises.check(lab, "sixteen", check, answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(check, solution={"experts": 64, "k": 4, "width": 128}, mistake={"experts": 16, "k": 2, "width": 512})
+
+# %% [markdown]
+# ## Exercise 2, a challenge: the best loss for 32
+#
+# The languages again. A token may meet an FFN width of 32 in all (*k* x width), and there may be at most 128 experts. End, in the mean of three seeds, at least halfway (in the logarithm) from the dense model of 32 to the mixture of 64.
+
+# %% tags=["exercise"]
+answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
+
+
+# %% tags=["check"]
+def check_loss(answer):
+    if answer is None:
+        return exercises.not_attempted("replace None by a dict of experts, k, width and balance")
+    experts, k, width = (answer[name] for name in ("experts", "k", "width"))
+    if k * width > 32 or not k <= experts <= 128:
+        return exercises.wrong(f"a token meets {k * width}, where 32 are allowed; {experts} experts, where 128 are")
+    if STEPS < 240:
+        return exercises.not_measured("in so few steps nothing is learnt")
+    sizes = {"answer": (experts, k, width)}
+    with ThreadPoolExecutor(2) as pool:
+        each = [*pool.map(partial(all_of, sizes, balance=answer.get("balance", 0.02)), SEEDS)]
+    losses = [seed["answer"]["unseen"] for seed in each]
+    goal = math.sqrt(sum(ends["dense, 32"]) * sum(ends["64 experts"])) / len(SEEDS)
+    said = f"loss {sum(losses) / len(losses):.2f}, where {goal:.2f} is wanted"
+    return (exercises.right if sum(losses) / len(losses) <= goal else exercises.wrong)(said)
+
+
+exercises.check(lab, "best for 32", check_loss, answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+solution = {"experts": 64, "k": 2, "width": 16, "balance": 0.02}
+exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "width": 32, "balance": 0.02})
+
+# %% [markdown]
+# ## Recap
+#
+# - A gate, experts, dispatch and combine took a few lines, and gave what the library's block gave. The gate saw a vector, never a position.
+# - Parameters and memory grew with all experts, arithmetic with those that a token met. At the same arithmetic more experts learnt more, if a balancing loss kept them all at work; seconds followed the products only as far as the printed ratios say.
+# - Experts lived in two processes with the outputs and gradients of one. The tokens travelled there and back, forward and backward, k x width numbers each time for every token that an expert elsewhere was chosen for.
+
+# %% tags=["finish"]
+claims.finish(lab)
