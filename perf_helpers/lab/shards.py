@@ -26,32 +26,41 @@ def noticed(tracker) -> Iterator[None]:
     """Inside this context a tracker is told of resized storages, and of what FSDP2 does meanwhile: what is made while
     weights are gathered, and while gradients are scattered, is for that. It is not told of what DTensor does on tensors
     without memory, to learn what an operation would make of the whole."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-    from torch.distributed.tensor import _sharding_prop
-
-    group = _fsdp_param_group.FSDPParamGroup
-    plain_resize, plain_backward = torch.UntypedStorage.resize_, group.post_backward
 
     def resize(storage, size):
         plain_resize(storage, size)
         tracker.resized(storage)
 
-    def scatter(self, *unused):
-        made = [getattr(each, "_unsharded_param", None) for each in self.fsdp_params]
-        tracker.tag([weight.grad for weight in made if weight is not None], Category.GRADIENTS)
-        return plain_backward(self, *unused)
-
-    phases = {"unshard": Phase.GATHER, "wait_for_unshard": Phase.GATHER}
-    replaced = {name: _during(tracker, phase, getattr(group, name)) for name, phase in phases.items()}
-    replaced["post_backward"] = _during(tracker, Phase.REDUCER, scatter)
-    propagator = _sharding_prop.ShardingPropagator
-    unseen = _unseen(propagator._propagate_tensor_meta_non_cached)
-    with (
-        patch.object(torch.UntypedStorage, "resize_", resize),
-        patch.object(propagator, "_propagate_tensor_meta_non_cached", unseen),
-        patch.multiple(group, **replaced),
-    ):
+    plain_resize = torch.UntypedStorage.resize_
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+        if torch.distributed.is_available():
+            for owner, name, replace in _replacements(tracker):
+                if plain := getattr(owner, name, None):  # a version of torch may call it otherwise
+                    stack.enter_context(patch.object(owner, name, replace(plain)))
         yield
+
+
+def _replacements(tracker) -> list[tuple[type, str, Callable[[Callable], Callable]]]:
+    """Methods of torch, and what makes of each the one that tells the tracker."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    def scattering(plain):
+        def scatter(group, *unused):
+            made = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
+            tracker.tag([weight.grad for weight in made if weight is not None], Category.GRADIENTS)
+            return plain(group, *unused)
+
+        return _during(tracker, Phase.REDUCER, scatter)
+
+    gathering = functools.partial(_during, tracker, Phase.GATHER)
+    return [
+        (FSDPParamGroup, "unshard", gathering),
+        (FSDPParamGroup, "wait_for_unshard", gathering),
+        (FSDPParamGroup, "post_backward", scattering),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
+    ]
 
 
 def _unseen(function: Callable) -> Callable:
