@@ -659,7 +659,7 @@ try:
     if lab.machine.rehearsed:
         raise ValueError("a rehearsal has no workers")
     with deployments.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
-        found = sweep.run(Lab(out=out, executor=team), grid, tell=print)
+        found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
     there = found.runs[0]
     here = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **there.arguments)
