@@ -57,7 +57,7 @@ def events(profile, failed: Collection[int] = ()) -> tuple[list[Change], list[Ra
 
 def replayed(profile, tracker: Tracker) -> Account:
     """The account of the CPU allocator, from the events that it gave to the profiler."""
-    changes, operations, mark_times = events(profile, getattr(tracker, "failed", ()))
+    changes, operations, mark_times = events(profile, tracker.failed)
     times, starts = [change.when for change in changes], [operation.begin for operation in operations]
     totals = list(itertools.accumulate(change.bytes for change in changes))
     start = next((i for i, (label, _, _) in enumerate(tracker.marks) if label == "start"), None)

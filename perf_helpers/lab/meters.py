@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +268,8 @@ class CompiledMemoryMeter:
 class _CpuWatcher(Watcher):
     """Leaves its marks among the profiler's events, so that both are told in one order."""
 
+    failed: Collection[int] = ()  # numbers of operations that raised an error, of which there is no result
+
     def mark(self, label):
         super().mark(label)
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
@@ -280,7 +282,7 @@ class _CpuTracker(_CpuWatcher, Tracker):
     def __init__(self):
         super().__init__()
         self.begun: list[int] = []  # length of the log before each operation
-        self.failed: set[int] = set()  # operations that raised an error, of which there is no result
+        self.failed: set[int] = set()
         self._is_collective = False  # the last operation
 
     def execute(self, function, args, kwargs):
@@ -306,9 +308,16 @@ def _wait_for_gloo() -> None:
     machine gives it its turn."""
     for _ in range(100):
         time.sleep(0.001)
-        threads = [file.read_text() for file in Path("/proc/self/task").glob("*/stat")]  # none but on Linux
-        if all(") S" in thread or ") D" in thread for thread in threads if "(pt_gloo" in thread):
+        if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # none but on Linux
             return
+
+
+def _is_gloo_at_work(thread: Path) -> bool:
+    """Whether this is a thread of gloo that does not sleep; one that has just ended does not."""
+    with contextlib.suppress(OSError):
+        told = thread.read_text()
+        return "(pt_gloo" in told and ") S" not in told and ") D" not in told
+    return False
 
 
 class _CudaTracker(Tracker):
