@@ -1,5 +1,7 @@
 """For every test module: figures need no screen, and what is displayed can be looked at."""
 
+import types
+
 import matplotlib
 import pytest
 
@@ -12,3 +14,15 @@ def shown(monkeypatch):
     displayed = []
     monkeypatch.setattr("IPython.display.display", lambda *objects, **_: displayed.extend(objects))
     return displayed
+
+
+def _copied(module, **changes):
+    """A module of the library with these names changed, for one module of ours: the other threads keep theirs."""
+    twin = types.ModuleType(module.__name__)
+    vars(twin).update(vars(module), **changes)
+    return twin
+
+
+@pytest.fixture
+def copied():
+    return _copied

@@ -46,9 +46,9 @@ def test_a_lesson_without_claims_of_its_own_need_not_decide_one(tmp_path):
         assert judge(name, tmp_path, 0).status == status
 
 
-def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys):
+def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys, copied):
     target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
-    monkeypatch.setattr(execution.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(execution, "time", copied(execution.time, monotonic=lambda: next(clock)))
     watch = execution._Watch(target)
 
     def running(identity):

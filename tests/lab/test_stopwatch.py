@@ -22,10 +22,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch, copied):
     planted = Clock()
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: planted.wall)
-    monkeypatch.setattr(stopwatch.time, "process_time", lambda: planted.cpu)
+    clocks = copied(stopwatch.time, perf_counter=lambda: planted.wall, process_time=lambda: planted.cpu)
+    monkeypatch.setattr(stopwatch, "time", clocks)
     return planted
 
 

@@ -72,12 +72,12 @@ def test_without_a_gpu_the_host_is_read_with_its_children():
     assert "device_used_bytes" not in figures
 
 
-def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch):
+def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch, copied):
     seconds = ((10, 100), (13, 101), (13.1, 101), (13.1, 104.9))  # the third is too soon after the second
     times = [SimpleNamespace(user=user, idle=idle, iowait=1) for user, idle in seconds]
     times = [type("times", (tuple,), vars(each))(vars(each).values()) for each in times]
-    monkeypatch.setattr(readings.psutil, "cpu_times", lambda: times.pop(0))
-    monkeypatch.setattr(readings.psutil, "cpu_count", lambda: 2)
+    planted = copied(readings.psutil, cpu_times=lambda: times.pop(0), cpu_count=lambda: 2)
+    monkeypatch.setattr(readings, "psutil", planted)
     assert [figures["cpu_percent"] for figures in read(4)] == [None, 75, None, pytest.approx(2.5)]
 
 
