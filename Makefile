@@ -96,6 +96,14 @@ build/ipywidgets7: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $@ ipywidgets==7.7.1 ipython_genutils==0.2.0
 	@touch $@
 
+# For lesson 16, in a folder of its own: an installed DeepSpeed would be imported in every training. Without it the lesson goes on.
+DEEPSPEED_PARTS := wheel setuptools hjson py-cpuinfo msgpack einops ninja pydantic pydantic-core annotated-types typing-inspection
+build/deepspeed: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@ -c constraints.txt $(DEEPSPEED_PARTS)
+	PYTHONPATH=$@ DS_ACCELERATOR=cpu $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
+		--target $@ -c constraints.txt deepspeed
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
 		echo "Python 3.11 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1 || true)" >&2; \

@@ -51,9 +51,11 @@ OWNED = {
     "15": "link-matters nvlink-quarter sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp "
     "dp-first-device ddp-traffic dp-traffic dp-exchanges-more ddp-in-step topology-legend "
     "single-gpu-carries-over accelerator-required",
-    "16": "zero-slows-if-fits zero-saves",
-    "17": "parallel-tensor-pipeline",
-    "18": "moe-params moe-flops moe-faster",
+    "16": "zero-slows-if-fits zero-saves partitioned-states-save offload-to-file",
+    "17": "data-parallel-copies tensor-parallel-splits pipeline-parallel-splits tensor-parallel-same "
+    "pipeline-parallel-same model-parallel-beyond-tricks three-d-scales",
+    "18": "moe-params moe-flops moe-faster moe-inference moe-quality moe-memory moe-few-speed moe-few-memory "
+    "moe-balanced moe-position moe-every-other",
     "19": "many-cpus",
     "21": "big-models",
     "22": "hpo",
@@ -190,12 +192,28 @@ TRUE_AND_FALSE = {
     "sdpa-same": (0.0, 0.5),
     "zero-slows-if-fits": (0.7, 1.2),
     "zero-saves": (0.01, 1.0),
+    "partitioned-states-save": (0.75, 1.0),
+    "offload-to-file": (1.0, 0.0),
     "ddp-traffic": (1.0, 2.0),
     "ddp-in-step": (0.0, 0.001),
     "topology-legend": (1.0, 0.5),
-    "parallel-tensor-pipeline": (0.5, 1.0),
+    "data-parallel-copies": (1.0, 0.5),
+    "tensor-parallel-splits": (0.5, 1.0),
+    "pipeline-parallel-splits": (0.5, 1.0),
+    "tensor-parallel-same": (0.0, 0.1),
+    "pipeline-parallel-same": (0.0, 0.1),
+    "model-parallel-beyond-tricks": (0.5, 1.0),
+    "three-d-scales": (0.5, 1.0),
     "many-cpus": (1.8, 0.9),
     "big-models": (1.1, 2.2),
+    "moe-inference": (1.5, 0.9),
+    "moe-quality": (1.5, 1.0),
+    "moe-memory": (8.0, 1.0),
+    "moe-few-speed": (1.5, 0.9),
+    "moe-few-memory": (1.5, 0.9),
+    "moe-balanced": (1.2, 20.0),
+    "moe-position": (0.5, 0.0),
+    "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
     "troubleshooting": (1.0, 0.5),
     "weights-grow-on-gpu": (1.5, 1.0),
@@ -327,7 +345,8 @@ UNCERTAIN = (
     "fp16-faster fp16-twice-by-batch "
     "half-precision-faster-cpu combined-speed tf32-with-half half-inference-speed adafactor-cost "
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
-    "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster link-matters nvlink-quarter "
+    "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster "
+    "moe-inference moe-few-speed link-matters nvlink-quarter "
     "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling hpo "
     "table-accumulation-speed table-checkpointing-speed table-half-speed table-batch-speed "
     "table-optimizer-speed table-loader-speed"
@@ -362,7 +381,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 162
+        assert len(listed) == 178
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):

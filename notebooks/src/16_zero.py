@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perf_helpers import Lab, Task, claims, exercises, extras, plots, widgets
+from perf_helpers.advise import parallelism
 
 no_deepspeed = extras.offer("deepspeed")  # before the lab: its processes look for extras when they start
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
@@ -448,7 +449,7 @@ claims.check("zero-slows-if-fits", slower, note="FSDP2 against DDP, two ranks")
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree has two branches: the model and a small batch fit one device, then no ZeRO; else ZeRO, with offload. Here it is as a function, with the stages in between. It takes the least that fits, for each further step sends more or waits longer.
+# The guide's tree has two branches: the model and a small batch fit one device, then no ZeRO; else ZeRO, with offload. Here it is as a function, with the stages in between. It takes the first that fits, for each further one sends more or waits longer.
 
 
 # %%
@@ -468,8 +469,14 @@ plots.Table(
     ["parameters", "cards of 80 GB", "choice", "bytes a card"], [[*row[:3], plots.bytes_text(row[3])] for row in rows]
 )
 
+# %% [markdown]
+# Later guides ask two more questions: does the largest layer fit, and how fast are the links? Then the model itself may be cut (lesson 17). `parallelism` has that tree. It takes the bytes of one card and of a copy from the estimate, reckons the other layouts from these as above, and of those that fit it names the one that should take the least time by a plain model of arithmetic and links. The same model on the same cards, over a fast and over a slow link:
+
 # %%
-# PARALLELISM
+large = Task("llama-3-8b", seq_len=1024)
+recipe = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True}
+for link in (2400, 64):  # NVLink of an A100; a PCIe slot of version 3 has 128 at best
+    display(lab.foresee(parallelism, large, cards=8, card_bytes="80GB", link_gbits=link, **recipe))
 
 # %% [markdown]
 # ## Explore
