@@ -98,6 +98,7 @@ class DeviceTracker(FakeTracker):
     def sent(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """A tensor goes to the device, unless it is there."""
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
+        self.is_there |= category == Category.WEIGHTS
         if storage is not None and storage._cdata not in self._blocks:
             self._follow(storage, category, "copy to the device")
 
@@ -154,7 +155,7 @@ class DeviceTracker(FakeTracker):
             return True
         if self._told is not None:
             return self._told
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
     def _see(self, tensor, function, args, kwargs):
         if function.overloadpacket.__name__.endswith("_"):

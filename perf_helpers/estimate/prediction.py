@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,9 @@ from perf_helpers.estimate.operations import Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, explain
+from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, explain
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
-from perf_helpers.texts import bytes_text
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.probe import Probe
@@ -140,7 +139,7 @@ def follow_all(
     experiments: Sequence[Experiment], device: Device, every_layer: bool, known: Known, tell: Tell
 ) -> list[Followed]:
     """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    plain = [_plain(each) for each in experiments]
+    plain = [_plain(each, device) for each in experiments]
     # {field of the configuration: layers} of those that are extrapolated; {}: every layer is followed.
     depths = [{} if every_layer or each.function else _repeated(each) for each in plain]
     shallow = [
@@ -162,9 +161,9 @@ def follow_all(
     return [each or next(again) for each in followed]
 
 
-def _plain(experiment: Experiment) -> Experiment:
-    """The experiment as it is followed: with no workers, no shards, and no more samples than it reaches. Raises Invalid
-    where there is no such model."""
+def _plain(experiment: Experiment, device: Device) -> Experiment:
+    """The experiment as it is followed: with no workers, no shards where nobody shards, and no more samples than it
+    reaches. Raises Invalid where there is no such model."""
     try:
         experiment.task.model_class()
     except ValueError as error:
@@ -172,26 +171,14 @@ def _plain(experiment: Experiment) -> Experiment:
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
         arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
-    if _shards(arguments):  # what a rank keeps of it is computed from the whole, see `_sharded`
+    if device.kind == "cpu" or processes == 1:  # accelerate passes over it
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
-        processes = 1
     if experiment.training and not experiment.function:
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task, processes=processes)
 
 
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
-_SHARDED = {
-    "full_shard": (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER_STATES),
-    "shard_grad_op": (Category.GRADIENTS, Category.OPTIMIZER_STATES),
-}
-
-
-def _shards(arguments: Arguments) -> tuple[Category, ...]:
-    """The categories that the Trainer's `fsdp` divides among the ranks; () where it divides nothing."""
-    given = arguments.get("fsdp") or ""
-    words = given.split() if isinstance(given, str) else ["full_shard"] if given is True else [str(w) for w in given]
-    return next((categories for name, categories in _SHARDED.items() if name in words), ())
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
@@ -265,11 +252,8 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
     """An experiment's trace with what is added to it: sharding, and what operations hide on a CPU. `depth`: the layers
     that the trace was extrapolated to; {} where all were followed."""
     assumptions = []
-    if divided := _shards(experiment.arguments):
-        trace, assumption = _sharded(trace, experiment.processes, divided, sum(depth.values()))
-        assumptions.append(assumption)
-    elif experiment.processes > 1:
-        assumptions.append(_OF_REPLICAS)
+    if experiment.processes > 1:
+        assumptions += [_OF_REPLICAS, *([_NOT_TAKEN_UP] if experiment.arguments.get("fsdp") else [])]
     totals = trace.high
     if device.kind == "cpu":
         totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
@@ -279,6 +263,8 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
 
 
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
+_OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
+_NOT_TAKEN_UP = "fsdp: accelerate takes it up on accelerators only, and on a CPU trains with DistributedDataParallel"
 
 
 def _layers_told(depth: dict[str, int], few: Sequence[dict[str, int]]) -> str:
@@ -286,32 +272,6 @@ def _layers_told(depth: dict[str, int], few: Sequence[dict[str, int]]) -> str:
         return "every layer followed"
     followed = " and ".join(map(str, sorted({count for each in few for count in each.values()})))
     return f"{followed} layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
-
-
-def _sharded(trace: Trace, ranks: int, divided: tuple[Category, ...], layer_count: int) -> tuple[Trace, str]:
-    """The trace of one rank of a sharded training, by arithmetic on that of one process; and what was assumed.
-
-    A rank keeps its share. If weights are sharded, it also holds two gathered layers, the one that it computes and the
-    next one, which is fetched ahead; both are taken to be of the mean layer's size.
-    """
-    columns = [TENSOR_CATEGORIES.index(name) for name in divided]
-    spared = trace.live[:, columns].sum(axis=1) * (ranks - 1) // ranks
-    live = trace.live.copy()
-    live[:, columns] //= ranks
-    weights = int(trace.live[:, TENSOR_CATEGORIES.index(Category.WEIGHTS)].max())
-    gathered = _gathered(weights, divided, layer_count)
-    live[:, TENSOR_CATEGORIES.index(Category.WEIGHT_COPIES)] += gathered
-    before, high = (total - spared + gathered for total in (trace.before, trace.high))
-    return trace.replace(live=live, before=before, high=high), _of_shards(ranks, divided, gathered)
-
-
-def _gathered(weights: int, divided: Collection[str], layer_count: int) -> int:
-    """Bytes of the two gathered layers that a rank holds besides its share."""
-    return 2 * weights // max(layer_count, 2) if Category.WEIGHTS in divided else 0
-
-
-def _of_shards(ranks: int, divided: Collection[str], gathered: int) -> str:
-    return f"sharding: {', '.join(divided)} divided by {ranks} by arithmetic, {bytes_text(gathered)} gathered at a time"
 
 
 def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
@@ -390,7 +350,7 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
     from perf_helpers.estimate import cuda
     from perf_helpers.lab import meters
 
-    plain = _plain(experiment)
+    plain = _plain(experiment, device)
     depth = {} if every_layer or plain.function else _repeated(plain)
     if max(depth.values(), default=0) <= _DEEPEST:
         depth = {}
@@ -407,13 +367,8 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
         if log is None or parameters != known.parameters_of(experiment.task):
             return _on_cuda(experiment, device, True, known, tell)
     assumptions = []
-    if divided := _shards(experiment.arguments):
-        weights = sum(size for size, label in log.blocks if label.category == Category.WEIGHTS)
-        gathered = _gathered(weights, divided, sum(depth.values()))
-        log = replay.sharded(log, experiment.processes, divided, gathered)
-        assumptions.append(_of_shards(experiment.processes, divided, gathered))
-    elif experiment.processes > 1:
-        assumptions.append(_OF_REPLICAS)
+    if experiment.processes > 1:
+        assumptions.append(_OF_SHARDS if plain.arguments.get("fsdp") else _OF_REPLICAS)
     if "segments" in device.parts:
         found = replay.replayed(log, device.settings, device.memory_bytes)
     else:

@@ -1,7 +1,6 @@
 """The births and deaths of a training replayed on the CUDA caching allocator: what it allocates and reserves."""
 
 import itertools
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,13 +92,3 @@ def summed(log: Log, block_bytes: int) -> Replay:
     changes = [sizes[event] if event >= 0 else -sizes[~event] for event in log.events]
     live = np.concatenate([[0], np.cumsum(changes, dtype=np.int64)])
     return Replay(log, live, None, int(live.max()))
-
-
-def sharded(log: Log, ranks: int, divided: Collection[str], gathered: int) -> Log:
-    """The log of one rank that keeps its share of the categories `divided`, and holds `gathered` bytes besides."""
-    blocks = [(-(-size // ranks) if label.category in divided else size, label) for size, label in log.blocks]
-    if not gathered:
-        return Log(blocks, log.events, log.marks)
-    weights = next(label for _, label in log.blocks if label.category in divided)
-    blocks.append((gathered, weights._replace(category="weight_copies")))
-    return Log(blocks, [len(log.blocks), *log.events], [(label, position + 1) for label, position in log.marks])

@@ -29,9 +29,10 @@ from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.estimate.replica import one_rank_of
+from perf_helpers.estimate.sharding import taken_up
 from perf_helpers.lab import forkserver, shards
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Phase
+from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 from perf_helpers.lab.tracker import RESIZE, Tracker, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
 
@@ -61,6 +62,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
         stack.enter_context(_few_micro_batches())
         if experiment.processes > 1:
             stack.enter_context(one_rank_of(experiment.processes))
+            if experiment.arguments.get("fsdp"):
+                stack.enter_context(taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
         with watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
