@@ -110,6 +110,15 @@ class Arguments:
         """Whether torch.compile is on: its mode or its backend alone switches it on, as in the library."""
         return any(map(self.training.get, COMPILING))
 
+    @property
+    def passed_over_on_a_cpu(self) -> list[str]:
+        """What the libraries pass over there without a word, and what they do instead, a sentence each."""
+        told = {
+            "fp16": "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured",
+            "fsdp": "on a CPU accelerate passes over fsdp: each rank keeps all, as with DistributedDataParallel",
+        }
+        return [text for name, text in told.items() if self.training.get(name)]
+
     def samples_per_step(self, processes: int = 1) -> int:
         """The effective batch, in samples: micro-batch x accumulation x processes."""
         micro_batch = self.training.get("per_device_train_batch_size", 8)

@@ -105,10 +105,9 @@ class Lab:
                 experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
         """
         told = Arguments.of(arguments)
-        if told.get("fp16") and (self.machine.kind == "cpu" or told.get("use_cpu")):
-            warnings.warn(
-                "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured", stacklevel=2
-            )
+        if self.machine.kind == "cpu" or told.get("use_cpu"):
+            for text in told.passed_over_on_a_cpu:
+                warnings.warn(text, stacklevel=2)
         experiment = Experiment(
             name=name,
             task=task or self.task,

@@ -32,12 +32,32 @@ def test_one_rank_of_two_is_within_a_thousandth():
     assert any(text.startswith("DistributedDataParallel") for text in found.assumptions)
 
 
-def test_sharding_divides_what_it_says_it_divides():
-    whole, shared = predicted(), predicted(processes=4, fsdp="full_shard")
-    for category in ("weights", "optimizer_states"):
-        assert shared.memory.breakdown[category] == whole.memory.breakdown[category] // 4
-    assert shared.memory.breakdown["activations"] == whole.memory.breakdown["activations"]
-    assert any(text.startswith("sharding") for text in shared.assumptions)
+GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2001})
+CUDA = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 4}
+
+
+def test_a_rank_of_fsdp2_keeps_its_share_and_gathers_layers_in_turn():
+    whole, shared = estimate(GPT, **CUDA), estimate(GPT, processes=4, fsdp=True, **CUDA)
+    for phase, categories in {"backward": ["gradients"], "step": ["weights", "optimizer_states"]}.items():
+        for category in categories:
+            parts = [each.memory.phase_breakdowns[phase][category] for each in (whole, shared)]
+            assert parts[1] == pytest.approx(parts[0] / 4, rel=0.02), category
+    assert shared.memory.phase_breakdowns["step"]["weight_copies"] == 0 < shared.memory.breakdown["weight_copies"]
+    assert any(text.startswith("FSDP2") for text in shared.assumptions)
+    kept = estimate(GPT, processes=4, fsdp="shard_grad_op", **CUDA)
+    assert kept.memory.breakdown["weight_copies"] > shared.memory.breakdown["weight_copies"], "gathered until backward"
+
+
+def test_gradients_of_fsdp2_wait_whole_for_the_last_micro_batch():
+    once, twice = (estimate(GPT, processes=2, fsdp=True, gradient_accumulation_steps=n, **CUDA) for n in (1, 2))
+    assert twice.memory.breakdown["gradients"] > 2 * once.memory.breakdown["gradients"]
+
+
+def test_sharding_is_for_gpus_and_for_several():
+    plain, passed_over = predicted(processes=2), predicted(processes=2, fsdp=True)
+    assert passed_over.memory.phase_breakdowns == plain.memory.phase_breakdowns
+    assert any(text.startswith("fsdp: accelerate takes it up on accelerators only") for text in passed_over.assumptions)
+    assert estimate(GPT, fsdp=True, **CUDA).memory.breakdown == estimate(GPT, **CUDA).memory.breakdown
 
 
 def test_cuda_is_modelled_and_says_so():
@@ -46,16 +66,6 @@ def test_cuda_is_modelled_and_says_so():
     assert "not on a GPU" in found.assumptions[0]
     bare = predicted(device="cuda", compute_capability=(8, 0), parts=["rounding"])
     assert bare.peak_bytes < found.peak_bytes and bare.memory.reserved_bytes is None
-
-
-def test_shards_are_of_the_mean_layer_whether_its_layers_were_followed_or_extrapolated():
-    deep = TINY.replace(config={"num_hidden_layers": 4})
-    options = {"device": "cpu", "processes": 4, "fsdp": "full_shard", "per_device_train_batch_size": 2}
-    found = estimate(deep, **options)
-    weights = estimate(deep, **options | {"processes": 1, "fsdp": ""}).memory.breakdown["weights"]
-    assert found.memory.breakdown["weight_copies"] == 2 * weights // 4, "two of its four layers"
-    halves = estimate(deep, **options | {"fsdp": "shard_grad_op"}).memory.breakdown
-    assert halves["weight_copies"] == 0 and halves["weights"] == weights
 
 
 def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
