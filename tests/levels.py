@@ -1,7 +1,7 @@
 """Runs tests at levels of CPU instructions below this machine's own, as other machines have them.
 
     python tests/levels.py                     the tests that depend on a CPU's instructions
-    python tests/levels.py --all               at every level, not only the lowest, the middle and the highest
+    python tests/levels.py --all               at every level, not only the lowest and the one that most machines have
     python tests/levels.py tests/estimate  arguments for pytest
 
 A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
@@ -31,10 +31,17 @@ LEVELS = (
     ("AVX512_CORE_BF16", "avx512", "amx_bf16"),
 )
 
+MOST = ("AVX2", "avx2")
+
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
     """The levels below a machine with these features, from the lowest on."""
     return [level for *level, above in LEVELS if above is None or above in (features or ())]
+
+
+def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The lowest level and that of most machines, AVX2; where it is not below this machine, the highest that is."""
+    return [every[0], MOST if MOST in every else every[-1]]
 
 
 def main(arguments: list[str]) -> int:
@@ -43,7 +50,7 @@ def main(arguments: list[str]) -> int:
         print(f"levels: {machine.system} has no such levels, nothing to run")
         return 0
     every, failed = below(machine.cpu_features), []
-    for isa, capability in every if "--all" in arguments else (every[0], every[len(every) // 2], every[-1]):
+    for isa, capability in every if "--all" in arguments else usual(every):
         print(f"\nlevels: oneDNN up to {isa}, torch {capability}", flush=True)
         environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
         given = [word for word in arguments if word != "--all"] or ["-n", "2", "--dist", "loadfile", *TESTS]

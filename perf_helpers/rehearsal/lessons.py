@@ -23,7 +23,7 @@ class Machine:
     name: str  # of its folder
     card: Card  # with the number of its devices
     profile: str  # as `Lab` takes it
-    core: tuple[str, ...]  # the lessons that CI rehearses: each branch for CUDA at least once, in a few minutes
+    core: tuple[str, ...]  # the lessons that CI rehearses: each branch for one GPU at least once, in a few minutes
     lessons: tuple[str, ...] = ()  # those that it is for; none named: all of them
 
 
@@ -31,7 +31,7 @@ MACHINES = (
     Machine("gpu-9.0", card("h100"), "gpu", core=("01", "07")),
     Machine("gpu-8.0", card("a100"), "gpu", core=()),
     Machine("t4", card("t4"), "t4", core=("03", "09")),
-    Machine("two-gpus", card("a100", devices=2), "gpu", core=("15",), lessons=("15",)),
+    Machine("two-gpus", card("a100", devices=2), "gpu", core=("17",), lessons=("15", "16", "17", "18")),
 )
 
 
