@@ -624,10 +624,8 @@ def llama(task, folder, **sizes):
     options = {"distributed_config": DistributedConfig(**sizes)} if ranks > 1 else {}
     transformers.logging.disable_progress_bar()
     model = transformers.LlamaForCausalLM.from_pretrained(folder, **options).train()  # new
-    optimizer, losses = (
-        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
-        [],
-    )  # one list takes no DTensors beside others
+    # Tensor by tensor: on a GPU an update takes them as one list, which may not hold DTensors beside others.
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), []
     batch = {name: rows.to(model.device) for name, rows in task.batch(4).items()}
     for _ in range(3):
         loss = model(**batch).loss
