@@ -372,6 +372,9 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         _estimate(suites or {}),
         "## The estimate for CUDA",
         cuda_page.nearness(),
+        "### One rank of several",
+        cuda_page.ranks(),
+        "### Other tools",
         cuda_page.cuda_tools(),
     ]
     parts += ["## The estimate against published measurements", cuda_page.published()]

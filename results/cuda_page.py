@@ -7,6 +7,7 @@ from tables import MIB, share, table, versions
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published.json"  # by results/published.py
+RANKS = HERE / "ranks.json"  # by results/measure_ranks.py
 CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
 
 
@@ -47,6 +48,33 @@ def _architecture(row: dict) -> str:
 
 def _optimizer(row: dict) -> str:
     return row["arguments"]["optim"]
+
+
+def ranks() -> str:
+    """One rank of several: what torch's own allocator handed out, the estimate, and the formulas of ZeRO."""
+    report = json.loads(RANKS.read_text(encoding="utf-8"))
+    rows, failed = [], {}
+    for row in report["rows"]:
+        if "rehearsed" not in row:
+            failed.setdefault(row["error"], []).append(row["setup"])
+            continue
+        sizes = [
+            f"{row[who][what] / MIB:.1f}" for what in ("allocated", "reserved") for who in ("rehearsed", "estimated")
+        ]
+        parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
+        rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
+    head = ["set-up", "model", "ranks", "weights + gradients + states, bytes a parameter", "by the formula"]
+    head += ["allocated, MiB", "estimated", "reserved, MiB", "estimated"]
+    lines = [
+        f"Rehearsed on {report['card'].upper()}s, a process for each ({versions(report, 'torch', 'transformers')}, "
+        f"accelerate {report['versions']['accelerate']}, {report['date'][:10]}); the fullest rank; after backward. The "
+        f"estimate follows one rank: allocated and reserved **equal to the byte in {report['equal']} of "
+        f"{report['trained']}**. Under DDP buckets are a second set of gradients.",
+        table(head, rows),
+        "Not trained, in the rehearsal as in the estimate:",
+        "\n".join(f"- {', '.join(dict.fromkeys(names))}: {error}" for error, names in failed.items()),
+    ]
+    return "\n\n".join(lines)
 
 
 def cuda_tools() -> str:

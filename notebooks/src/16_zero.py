@@ -185,8 +185,9 @@ def train(task, stage, steps=3, samples=4):
 # One process with all samples, and two ranks that hold everything (stage 0).
 
 # %%
-one = lab.run(partial(train, stage=0), "one process", task=task, measure=("memory",))
-runs = {0: lab.run(partial(train, stage=0), "stage 0", task=task, processes=2, measure=("memory",))}
+counting = {"measure": ("memory",), "use_cpu": True}  # on CPU ranks, also where there is a GPU: bytes are bytes
+one = lab.run(partial(train, stage=0), "one process", task=task, **counting)
+runs = {0: lab.run(partial(train, stage=0), "stage 0", task=task, processes=2, **counting)}
 
 
 def loss_of(run):
@@ -204,7 +205,7 @@ torch.testing.assert_close(loss_of(runs[0]), loss_of(one), rtol=1e-3, atol=1e-4)
 
 # %%
 for stage in (1, 2, 3):
-    runs[stage] = lab.run(partial(train, stage=stage), f"stage {stage}", task=task, processes=2, measure=("memory",))
+    runs[stage] = lab.run(partial(train, stage=stage), f"stage {stage}", task=task, processes=2, **counting)
     torch.testing.assert_close(loss_of(runs[stage]), loss_of(one), rtol=1e-3, atol=1e-4)
 
 KINDS = ("weights", "gradients", "optimizer_states")
@@ -242,9 +243,8 @@ axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand"
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
 for stage in (0, 3):
-    run = lab.run(
-        partial(train, stage=stage, steps=2, samples=32), f"long, {stage}", task=longer, processes=2, measure="memory"
-    )
+    each = partial(train, stage=stage, steps=2, samples=32)
+    run = lab.run(each, f"long, {stage}", task=longer, processes=2, **counting)
     forward = run.memory.phase_breakdowns["forward"]
     rows.append([f"stage {stage}", *(plots.bytes_text(forward[kind]) for kind in (*KINDS, "activations"))])
     rows[-1].append(plots.bytes_text(run.peak_bytes))
@@ -283,9 +283,7 @@ plots.Table(["", "messages in a step", "volume, times the weights"], rows)
 little = Task("bert-tiny", seq_len=16, config=no_dropout | {"num_hidden_layers": 2})
 four, dots = {}, {}
 for stage in (1, 2, 3):
-    four[stage] = lab.run(
-        partial(train, stage=stage, steps=2), f"four, {stage}", task=little, processes=4, measure="memory"
-    )
+    four[stage] = lab.run(partial(train, stage=stage, steps=2), f"four, {stage}", task=little, processes=4, **counting)
     four_bytes = sum(four[stage].memory.phase_breakdowns["backward"][kind] for kind in KINDS) / little.parameters()
     dots[stage] = {2: sum(counted(runs[stage])), 4: four_bytes}
 ranks = [1, 2, 4, 8, 16, 32, 64]
@@ -326,7 +324,7 @@ def with_fsdp(task, steps=3, samples=4):
     return {"losses": losses, "sent": sent.seen}
 
 
-fsdp = lab.run(with_fsdp, "FSDP2", task=task, processes=2, measure=("memory",))
+fsdp = lab.run(with_fsdp, "FSDP2", task=task, processes=2, **counting)
 torch.testing.assert_close(loss_of(fsdp), loss_of(one), rtol=1e-3, atol=1e-4)
 rows = [[run.name, *counted(run), volume(run), plots.bytes_text(run.peak_bytes)] for run in (runs[3], fsdp)]
 plots.Table(["bytes a parameter", *names, "volume", "peak"], rows)
@@ -383,7 +381,7 @@ for stage, ranks, offload in (
 ):
     name = f"stage {stage}, ranks: {ranks}" + ", states on the host" * offload
     each = partial(with_deepspeed, stage=stage, offload=offload)
-    run = lab.run(each, f"DeepSpeed, {name}", task=task, processes=ranks, measure=("memory",))
+    run = lab.run(each, f"DeepSpeed, {name}", task=task, processes=ranks, **counting)
     parts = counted(run) if run.ok else run.message[-60:].splitlines()[-1:] * 3
     rows.append([name, *parts, sum(formula(stage, ranks)), plots.bytes_text(run.peak_bytes)])
 titles = ["DeepSpeed, bytes a parameter", *names, "formula, in all", "peak of a rank"]
@@ -420,7 +418,7 @@ def offloaded(task, in_file, steps=3):
 
 
 # %%
-kept = {name: lab.run(partial(offloaded, in_file=name == "in files"), name, task=task, measure=("memory",))
+kept = {name: lab.run(partial(offloaded, in_file=name == "in files"), name, task=task, **counting)
         for name in ("in memory", "in files")}  # fmt: skip
 torch.testing.assert_close(kept["in files"].value["losses"], kept["in memory"].value["losses"], rtol=1e-4, atol=1e-5)
 saved = kept["in memory"].peak_bytes - kept["in files"].peak_bytes
@@ -452,7 +450,7 @@ def timed(task, shard, turns=5):
         optimizer.zero_grad()
 
 
-options = {"task": task, "processes": 2, "measure": ("time",), "samples_per_step": 4}
+options = {"task": task, "processes": 2, "measure": ("time",), "samples_per_step": 4, "use_cpu": True}
 ddp, sharded = (lab.run(partial(timed, shard=shard), name, **options) for shard, name in ((0, "DDP"), (1, "stage 3")))
 slower = lab.compare(ddp, sharded, turns=5).speed_ratio
 print(f"stage 3 against DDP: {slower} times the throughput")

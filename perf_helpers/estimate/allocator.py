@@ -57,7 +57,7 @@ class OutOfMemory(MemoryError):
 
 
 class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator for one stream.
+    """The segments and blocks of torch's CUDA allocator. What one stream gives back only that stream gets again.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
     free_block, release_available_cached_blocks, release_cached_blocks, garbage_collect_cached_blocks and the expandable
@@ -96,9 +96,12 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
-        large_segment = settings.large_segment_size_mb * MIB
         self._tell = on_event
-        self._small, self._large = Pool(True, SEGMENT_BYTES), Pool(False, large_segment)
+        self._pages = (
+            SEGMENT_BYTES,
+            settings.large_segment_size_mb * MIB,
+        )  # of pools for small blocks and for large ones
+        self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
         self._order, self._next = 0, FIRST_ADDRESS  # how many segments were taken; where the next one lies
@@ -113,20 +116,20 @@ class CachingAllocator:
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
         space = 4096 * GIB if card_bytes is None else card_bytes + card_bytes // 8
-        self._space = {pool.page: -(-space // pool.page) * pool.page for pool in (self._small, self._large)}
+        self._space = {page: -(-space // page) * page for page in self._pages}
 
     @property
     def small_segments(self) -> int:
         """Number of segments for blocks of up to 1 MiB. Expandable ones are not counted, as torch does not."""
-        return self._small.segments
+        return sum(small.segments for small, _ in self._pools.values())
 
     @property
     def large_segments(self) -> int:
         """Number of segments for larger blocks. Expandable ones are not counted, as torch does not."""
-        return self._large.segments
+        return sum(large.segments for _, large in self._pools.values())
 
-    def allocate(self, key: Hashable, size: int) -> None:
-        """Place `size` bytes under the name `key`.
+    def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
+        """Place `size` bytes under the name `key`, for what runs on a `stream` of the device.
 
         Raises:
             ValueError: the key is in use.
@@ -137,7 +140,7 @@ class CachingAllocator:
         if not size:
             return
         requested, size = size, self._divided(size) if self._divides else -(-size // BLOCK_BYTES) * BLOCK_BYTES
-        pool = self._small if size <= MIB else self._large
+        pool = self._pools_of(stream)[size > MIB]
         block = self._cached(pool, size) or self._new(pool, size, requested)
         rest = block.size - size
         if rest >= BLOCK_BYTES if pool.is_small or self._expands else rest > MIB and size < self._max_split:
@@ -169,7 +172,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give segments without a block in use back to the device, and such pages of expandable ones."""
-        for pool in (self._large, self._small):
+        for pool in [pools[is_large] for is_large in (True, False) for pools in self._pools.values()]:
             for *_, block in list(pool.free):
                 if self._expands:
                     self._unmap(block)
@@ -186,6 +189,12 @@ class CachingAllocator:
         """Every segment with its blocks, by address."""
         heads = sorted(self._heads.items())
         return [segment for _, head in heads for segment in shown(head, self._expands)]
+
+    def _pools_of(self, stream: int) -> tuple[Pool, Pool]:
+        """For small blocks and for large ones."""
+        if stream not in self._pools:
+            self._pools[stream] = Pool(True, self._pages[0]), Pool(False, self._pages[1])
+        return self._pools[stream]
 
     def _divided(self, size: int) -> int:
         """Bytes of a block where sizes are rounded to steps between powers of two (roundup_power2_next_division)."""
@@ -231,7 +240,7 @@ class CachingAllocator:
         return block
 
     def _segment_bytes(self, size: int) -> int:
-        return SEGMENT_BYTES if size <= MIB else self._large.page if size < 10 * MIB else in_segments(size)
+        return SEGMENT_BYTES if size <= MIB else self._pages[1] if size < 10 * MIB else in_segments(size)
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
         """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
@@ -293,13 +302,13 @@ class CachingAllocator:
         surplus = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._allowed)
         if surplus <= 0:
             return
-        pool, freed = self._large, True
-        whole = [block for *_, block in pool.free if block.is_whole]
-        total_age = sum(pool.searches - block.since for block in whole)
+        freed = True
+        whole = [block for _, pool in self._pools.values() for *_, block in pool.free if block.is_whole]
+        total_age = sum(block.pool.searches - block.since for block in whole)
         while surplus > 0 and freed and whole:
             average, kept = total_age / len(whole), []
             for block in whole:
-                age = pool.searches - block.since
+                age = block.pool.searches - block.since
                 if age >= average and not self._expands:
                     surplus -= block.size
                     total_age -= age

@@ -32,6 +32,7 @@ class Label(NamedTuple):
     category: str  # of `Category`
     phase: str  # of its birth
     module: str  # that it belongs to, with "*" for the numbers in its name
+    stream: int = 0  # see `tracker.Block`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def recorded(tracker: Any) -> Log:
             events.append(~numbers[id(block)])
             continue
         _, phase, _, module = tracker.operations[min(bisect.bisect_right(ends, position), len(ends) - 1)]
-        label = Label(block.operation, block.category, phase, numberless(module))
+        label = Label(block.operation, block.category, phase, numberless(module), block.stream)
         numbers[id(block)] = len(blocks)
         events.append(len(blocks))
         blocks.append((block.bytes, labels.setdefault(label, label)))

@@ -58,6 +58,7 @@ class DeviceTracker(FakeTracker):
         self._on_device = False  # whether the present operation runs on the device
         self._on_host: set[int] = set()  # of its results, those that lie on the host
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
+        self._streams = {torch.cpu.current_stream(): 0}  # that were current when something was made, by number
         self._threads: set[bool] = set()  # that have multiplied: autograd's (True) and the one that called it
 
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
@@ -167,6 +168,9 @@ class DeviceTracker(FakeTracker):
     def tag(self, tensor, category, keep=()):
         self.is_there |= category == Category.WEIGHTS  # a model that computes is on the device, however it came there
         super().tag(tensor, category, keep)
+
+    def _stream(self) -> int:
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     def born(self, tensor, operation):
         pass  # random states and numbers that autograd keeps: the host's

@@ -77,7 +77,8 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
             if number == first:
                 allocator.reset_peaks()
             if event >= 0:
-                allocator.allocate(event, log.blocks[event][0])
+                size, label = log.blocks[event]
+                allocator.allocate(event, size, label.stream)
             else:
                 allocator.free(~event)
             allocated[number + 1] = allocator.allocated_bytes

@@ -41,6 +41,7 @@ class Block:
     bytes: int  # as the allocator rounds them
     category: str  # of `Category`; may become known after the birth: a temporary turns out to be a gradient
     operation: str  # that made it
+    stream: int = 0  # of the device, on which it was made; 0: the usual one
 
 
 class Modules:
@@ -202,7 +203,7 @@ class Tracker(Watcher, TorchDispatchMode):
     def resized(self, storage):
         block, reference = self._blocks.get(storage._cdata, (None, None))
         if block is not None:
-            new = Block(self._size(storage), block.category, RESIZE)
+            new = Block(self._size(storage), block.category, RESIZE, self._stream())
             self._blocks[storage._cdata] = new, reference
             self.log += [(each, sign) for each, sign in ((block, -1), (new, +1)) if each.bytes]
         elif storage.nbytes() and storage.device.type == self.device:
@@ -248,8 +249,12 @@ class Tracker(Watcher, TorchDispatchMode):
             return None
         return storage if storage.device.type == self.device else None
 
+    def _stream(self) -> int:
+        """The stream on which something is made just now."""
+        return 0
+
     def _follow(self, storage, category, operation):
-        block = Block(self._size(storage), category, operation)
+        block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 
         def died(_):

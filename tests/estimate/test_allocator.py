@@ -90,6 +90,21 @@ def test_free_neighbours_are_joined():
     assert reserved_after(log) == 40 * MIB
 
 
+def test_what_a_stream_gives_back_only_that_stream_gets_again():
+    memory = filled("", 20)
+    memory.free(0)
+    memory.allocate("gathered", 20 * MIB, stream=1)
+    assert (memory.reserved_bytes, memory.large_segments) == (40 * MIB, 2)
+    memory.free("gathered")
+    memory.allocate("again", 20 * MIB)
+    memory.allocate("gathered again", 20 * MIB, stream=1)
+    assert (memory.reserved_bytes, memory.large_segments) == (40 * MIB, 2)
+    memory.free("again")
+    memory.free("gathered again")
+    memory.empty_cache()
+    assert (memory.reserved_bytes, memory.large_segments) == (0, 0), "a full device gets the segments of all streams"
+
+
 def test_a_key_is_born_once():
     with pytest.raises(ValueError, match="key='a' is born twice"):
         reserved_after([("a", 1, 1), ("a", 1, 1)])

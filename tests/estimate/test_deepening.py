@@ -10,6 +10,7 @@ from perf_helpers.estimate.deepening import Label, Log, deepened, shallow
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.tracker import Block
 from perf_helpers.lab.training import Experiment
 
 
@@ -149,7 +150,7 @@ def test_a_death_that_can_be_told_in_two_ways_is_not_guessed():
 
 
 def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
-    one, other = (SimpleNamespace(bytes=size, category="weights", operation="aten.empty") for size in (3, 5))
+    one, other = (Block(size, "weights", "aten.empty") for size in (3, 5))
     log = deepening.recorded(
         SimpleNamespace(
             log=[(one, 1), (other, 1), (one, -1), (other, -1)],
@@ -198,7 +199,7 @@ def both_ways(path, depth, few, recipe, tell):
     logs = []
     for layers in [*shallow(depth, few), depth]:
         task = Task(path, seq_len=16, config=layers)
-        experiment = prediction._plain(Experiment("both", task, Arguments.of(recipe)))
+        experiment = prediction._plain(Experiment("both", task, Arguments.of(recipe)), prediction.Device("cuda"))
         tracker = DeviceTracker((8, 0), tuple(cuda.PARTS))
         with cuda.emulated(compute_capability=(8, 0)), tracker.emulated():
             trace.follow(experiment, tracker)

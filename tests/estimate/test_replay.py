@@ -66,13 +66,6 @@ def test_the_highest_during_each_operation():
     assert (replay.summed(LOG, 1).highest(np.array([3, 5, 8])) // MIB).tolist() == [16, 16]
 
 
-def test_a_share_of_a_rank_and_what_it_gathers():
-    shared = replay.sharded(LOG, 2, ["weights"], 3 * MIB)
-    assert [size for size, _ in shared.blocks] == [15 * MIB, 2 * MIB, 11 * MIB, 3 * MIB // 2, 100, 3 * MIB]
-    assert shared.events[0] == 5 and dict(shared.marks)["start"] == 4
-    assert replay.summed(shared, 1).memory().breakdown["weight_copies"] == 3 * MIB
-
-
 def test_nothing_at_all_is_no_error():
     log = Log([(100, ACTIVATION)], [0], [])
     assert replay.replayed(log).memory().peak_bytes == 512

@@ -20,9 +20,9 @@ def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(fo
     assert sys.path[-1] == str(folder), "what is installed comes first"
 
     def ask(task):
-        import some_extra
+        import importlib
 
-        return some_extra.answer
+        return importlib.import_module("some_extra").answer
 
     run = Lab("cpu", out=tmp_path / "out", lesson="tests").run(ask, "asked", measure=("none",))
     assert run.ok and run.value == 42, run.message

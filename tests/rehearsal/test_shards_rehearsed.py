@@ -30,8 +30,7 @@ def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
     told = estimate(task, device="cuda", compute_capability=(8, 0), **recipe)
     assert run.ok, run.message
     assert told.peak_bytes == run.peak_bytes
-    # Reserved is less exact: torch keeps segments apart for the streams on which FSDP2 gathers and scatters.
-    assert told.memory.reserved_bytes == pytest.approx(run.memory.reserved_bytes, rel=0.2)
+    assert told.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
 
 
 def test_what_accelerate_cannot_shard_is_said_by_both():

@@ -1,0 +1,42 @@
+"""What was recorded of one rank of several GPUs: results/ranks.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts import script
+
+RECORD = json.loads((Path(__file__).parents[1] / "results" / "ranks.json").read_text(encoding="utf-8"))
+TRAINED = [row for row in RECORD["rows"] if "rehearsed" in row]
+
+
+def test_every_setup_was_tried_on_two_and_on_four():
+    setups = {name for name, _, _ in script("measure_ranks").SETUPS}
+    assert {(row["setup"], row["ranks"]) for row in RECORD["rows"]} == {(name, n) for name in setups for n in (2, 4)}
+    assert RECORD["trained"] == len(TRAINED) >= 10
+
+
+def test_allocated_and_reserved_are_equal_to_the_byte():
+    for row in TRAINED:
+        assert row["estimated"]["reserved"] == row["rehearsed"]["reserved"], row["setup"]
+        off = row["estimated"]["allocated"] - row["rehearsed"]["allocated"]
+        assert abs(off) <= 512, row["setup"]  # one number of the accumulated loss
+    assert RECORD["equal"] >= 0.7 * RECORD["trained"]
+
+
+def test_a_rank_keeps_what_the_formula_says():
+    for row in TRAINED:
+        if row["arguments"].get("gradient_accumulation_steps") is None:
+            assert row["kept"] == pytest.approx(row["formula"], rel=0.05), row["setup"]
+
+
+def test_what_does_not_train_fails_alike():
+    failed = [row for row in RECORD["rows"] if "rehearsed" not in row]
+    for row in failed:
+        words = row["error"].split(": ", 2)[-1].split(" (line ")[0]
+        assert words[:60] in row["estimate_error"], (row["setup"], row["error"], row["estimate_error"])
+
+
+def test_the_page_has_every_row():
+    page = script("cuda_page").ranks()
+    assert page.count("\n| ") == len(TRAINED) + 1 and f"in {RECORD['equal']} of {RECORD['trained']}" in page
