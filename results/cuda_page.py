@@ -1,6 +1,7 @@
 """The estimate for CUDA on the pages: beside torch's own allocator, other tools, and figures that others measured."""
 
 import json
+import re
 from pathlib import Path
 
 from tables import MIB, share, table, versions
@@ -56,20 +57,25 @@ def ranks() -> str:
     rows, failed = [], {}
     for row in report["rows"]:
         if "rehearsed" not in row:
-            failed.setdefault(row["error"], []).append(row["setup"])
+            error = re.sub(r"^rank \d+: | \(line \d+ of \S+\)$", "", row["error"])
+            failed.setdefault(error, []).append(row["setup"])
             continue
         sizes = [
             f"{row[who][what] / MIB:.1f}" for what in ("allocated", "reserved") for who in ("rehearsed", "estimated")
         ]
         parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
+    pairs = [
+        [row[who]["allocated"] for who in ("estimated", "rehearsed")] for row in report["rows"] if "rehearsed" in row
+    ]
+    off = max(abs(estimated - rehearsed) for estimated, rehearsed in pairs)
     head = ["set-up", "model", "ranks", "weights + gradients + states, bytes a parameter", "by the formula"]
     head += ["allocated, MiB", "estimated", "reserved, MiB", "estimated"]
     lines = [
         f"Rehearsed on {report['card'].upper()}s, a process for each ({versions(report, 'torch', 'transformers')}, "
         f"accelerate {report['versions']['accelerate']}, {report['date'][:10]}); the fullest rank; after backward. The "
         f"estimate follows one rank: allocated and reserved **equal to the byte in {report['equal']} of "
-        f"{report['trained']}**. Under DDP buckets are a second set of gradients.",
+        f"{report['trained']}**, the most that is off {off} B. Under DDP buckets are a second set of gradients.",
         table(head, rows),
         "Not trained, in the rehearsal as in the estimate:",
         "\n".join(f"- {', '.join(dict.fromkeys(names))}: {error}" for error, names in failed.items()),

@@ -56,7 +56,7 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     run, told = (
         rehearse(task, on=CARD, **given),
-        {"setup": name, "model": task.model, "ranks": ranks, "arguments": arguments},
+        {"setup": name, "model": task.model + ", small" * bool(task.config), "ranks": ranks, "arguments": arguments},
     )
     try:
         said, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
