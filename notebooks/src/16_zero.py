@@ -392,7 +392,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 #
 # ### States in a file
 #
-# **Offload** keeps what is cut off not on another device but on the host (`offload_optimizer`, above), or in a file on an NVMe disk. On a CPU device and host are the same memory, so the first saves nothing here, and its buffers come on top. The second can be tried anywhere: `numpy.memmap` makes an array whose bytes are a file's.
+# **Offload** keeps what is cut off not on another device but on the host (`offload_optimizer`, above), or in a file on an NVMe disk. On a CPU device and host are the same memory, so the first saves nothing here, and its buffers come on top. For the second DeepSpeed has `{"device": "nvme", "nvme_path": ...}`, which compiles against libaio when it starts. The principle can be tried anywhere: `numpy.memmap` makes an array whose bytes are a file's.
 
 
 # %%
