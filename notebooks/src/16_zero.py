@@ -40,14 +40,14 @@ parameters = task.parameters()
 # %% [markdown]
 # ## Idea
 #
-# In fp32 with AdamW a parameter takes 16 bytes: 4 of weight, 4 of gradient, 8 of states (lesson 01). With $P$ parameters every rank of DDP holds $16P$. Only one of the $N$ ranks has to hold each of them:
+# In fp32 with AdamW a parameter takes 16 bytes: 4 of weight, 4 of gradient, 8 of states (lesson 01). With *P* parameters every rank of DDP holds 16 P. Only one of the *N* ranks has to hold each of them:
 #
 # | stage | cut up | bytes a rank |
 # |---|---|---|
-# | 0 | nothing (DDP) | $16P$ |
-# | 1 | optimizer states | $8P + 8P/N$ |
-# | 2 | gradients too | $4P + 12P/N$ |
-# | 3 | weights too | $16P/N$ |
+# | 0 | nothing (DDP) | 16 P |
+# | 1 | optimizer states | 8 P + 8 P/N |
+# | 2 | gradients too | 4 P + 12 P/N |
+# | 3 | weights too | 16 P/N |
 #
 # What a rank does not hold it receives when it is needed. Two messages do that, in which all ranks take part: **reduce-scatter** sums a row of numbers over the ranks and leaves each rank its *share* of the sum, and **all-gather** joins the shares to the whole row again.
 #
@@ -255,7 +255,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What it sends
 #
-# A ring hands over $(N-1)/N$ of a row for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. So in units of $4P(N-1)/N$ bytes:
+# A ring hands over (N-1)/N of a row for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. So in units of 4 P(N-1)/N bytes:
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
@@ -388,7 +388,7 @@ titles = ["DeepSpeed, bytes a parameter", *names, "formula, in all", "peak of a 
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
 # %% [markdown]
-# If it is here, compare with the table of our own stages. DeepSpeed's optimizer keeps an fp32 copy of its share of the weights, even when the weights are fp32: 4/N bytes more. And mind `reduce_bucket_size`: its default of $5 \cdot 10^8$ numbers is 2 GB in fp32, more than such a model takes in all. Stage 3 has further buffers of its own, for weights that it fetches ahead.
+# If it is here, compare with the table of our own stages. DeepSpeed's optimizer keeps an fp32 copy of its share of the weights, even when the weights are fp32: 4/N bytes more. And mind `reduce_bucket_size`: its default of 5 x 10^8 numbers is 2 GB in fp32, more than such a model takes in all. Stage 3 has further buffers of its own, for weights that it fetches ahead.
 #
 # ### States in a file
 #

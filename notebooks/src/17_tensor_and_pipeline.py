@@ -412,7 +412,7 @@ plots.Table(["fuller rank of", "MB of weights", "/ one device", "peak, MB", "MB 
 #
 # ### The bubble
 #
-# Bytes are not time. A stage can only begin when the one before it hands something on. While it waits, its device is idle: the **bubble**. With one micro-batch, one of two is always idle. More micro-batches fill the gap. Let us watch, on blocks twice as wide: each rank notes when it computes, on a clock that both share, and rank 0 also does all of it alone. First the tools: a picture, and a simulator of schedules, where messages take no time. It shows at once that both schedules obey one law, $(p-1)/(m+p-1)$ idle for $p$ stages and $m$ micro-batches, if all actions of a kind take as long.
+# Bytes are not time. A stage can only begin when the one before it hands something on. While it waits, its device is idle: the **bubble**. With one micro-batch, one of two is always idle. More micro-batches fill the gap. Let us watch, on blocks twice as wide: each rank notes when it computes, on a clock that both share, and rank 0 also does all of it alone. First the tools: a picture, and a simulator of schedules, where messages take no time. It shows at once that both schedules obey one law, (p-1)/(m+p-1) idle for *p* stages and *m* micro-batches, if all actions of a kind take as long.
 
 
 # %%
@@ -545,7 +545,7 @@ ax.spines[["top", "right"]].set_visible(False)
 _ = ax.legend(frameon=False, ncols=2, loc="upper left")
 
 # %% [markdown]
-# GPipe holds all micro-batches on every stage; with 1F1B stage $s$ of $p$ never holds more than $p - s$, however many there are. So one may take many, for a small bubble, at no cost in memory. That is why large trainings use 1F1B or a descendant of it.
+# GPipe holds all micro-batches on every stage; with 1F1B stage *s* of *p* never holds more than p - s, however many there are. So one may take many, for a small bubble, at no cost in memory. That is why large trainings use 1F1B or a descendant of it.
 #
 # ## Change one thing: the libraries
 #
