@@ -225,6 +225,22 @@ def test_a_size_that_no_value_decides_is_no_question(here):
     assert here(sizes) == [[2, 12], [2, 4], [2, 4], [3, 4], [1, 4], [8]]
 
 
+def choices_of_one_expert():
+    import torch
+
+    found = []
+    for number in range(20):  # whatever lies in the memory: a range that is a point would be looked for in it
+        left = [torch.tensor([value], dtype=torch.int32).cuda() for value in (9 + number, 1, 8, -number)]
+        del left
+        chosen = torch.randn(64, 5, device="cuda").topk(1).indices.flatten()
+        found.append([*torch.histc(chosen.int(), bins=1, min=0, max=0).shape])
+    return found
+
+
+def test_a_histogram_needs_no_values_for_its_range(here):
+    assert here(choices_of_one_expert) == 20 * [[1]]
+
+
 def floats():
     import torch
 
