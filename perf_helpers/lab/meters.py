@@ -147,14 +147,15 @@ class MemoryMeter:
             without categories, and `Memory.explained` joins the two. On CUDA those wraps lie on the host, and one run
             does both. None: what one run can do.
         on_cpu: the experiment uses the CPU although there is a GPU.
-        ranks: of the experiment. With several on a CPU one run does both too, and the total is what tensors take, with
-            what each operation allocates inside itself: threads of gloo may free a tensor last, and the allocator tells
-            the profiler of no other thread's.
+        by_tensors: on a CPU the total is what tensors take, with what each operation allocates inside itself, and one
+            run does both. For several ranks: threads of gloo may free a tensor last, and the allocator tells the
+            profiler of no other thread's. And for a data loader with workers: how many batches have come from them by
+            now is a matter of time, and they lie in shared memory.
     """
 
-    def __init__(self, categories: bool | None = None, on_cpu: bool = False, ranks: int = 1):
+    def __init__(self, categories: bool | None = None, on_cpu: bool = False, by_tensors: bool = False):
         self._cuda = torch.cuda.is_available() and not on_cpu
-        self._by_tensors = ranks > 1 and not self._cuda
+        self._by_tensors = by_tensors and not self._cuda
         self._categories = self._cuda or self._by_tensors if categories is None else categories
 
     def __enter__(self):

@@ -72,9 +72,9 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """A function could write what its second pass reads; and several ranks take the cores themselves."""
+    """A function could write what its second pass reads, and what is counted by tensors needs no second one."""
     machine = hardware.this_machine()
-    alone = experiment.function or experiment.arguments.compiles or experiment.processes > 1
+    alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
     return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
 
 

@@ -43,6 +43,11 @@ class Experiment:
             return self.arguments.get("per_device_eval_batch_size") or 8
         return self.arguments.samples_per_step(self.processes)
 
+    @property
+    def is_counted_by_tensors(self) -> bool:
+        """Whether other threads or processes hand memory to this one at no certain time; see `meters.MemoryMeter`."""
+        return self.processes > 1 or bool(self.arguments.get("dataloader_num_workers"))
+
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)
 

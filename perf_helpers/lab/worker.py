@@ -58,7 +58,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
             return outcome.replace(memory=meter.result())
         if measure in ("memory", "categories"):
             categories = True if measure == "categories" else None
-            with meters.MemoryMeter(categories, on_cpu, experiment.processes) as meter:
+            with meters.MemoryMeter(categories, on_cpu, experiment.is_counted_by_tensors) as meter:
                 outcome = _execute(experiment, folder, steps=2, keep_losses=False)
             return outcome.replace(memory=meter.result())
         if hardware.is_rehearsal():

@@ -290,3 +290,13 @@ def test_a_compiled_training_is_measured_compiled_and_without_a_breakdown(lab):
     assert noted.memory.breakdown is None and noted.memory.kind == "counted"
     assert noted.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
     assert noted.memory.parameters == plain.memory.parameters
+
+
+def test_batches_that_workers_have_ready_are_not_counted_so_that_each_run_counts_the_same():
+    given = {"task": TINY, "per_device_train_batch_size": 4, "measure": ("memory",)}
+    plain = Lab("cpu").train("plain", **given).memory
+    fed = [Lab("cpu").train("fed", dataloader_num_workers=2, **given).memory for _ in range(3)]
+    assert len({memory.peak_bytes for memory in fed}) == 1
+    batch = plain.breakdown["inputs"] - fed[0].breakdown["inputs"]
+    assert batch > 0 and fed[0].peak_bytes == plain.peak_bytes - batch
+    assert {**fed[0].breakdown, "inputs": 0} == {**plain.breakdown, "inputs": 0}

@@ -79,7 +79,7 @@ def given_back_by_another_thread(tell, ranks):
 
     from perf_helpers.lab.meters import MemoryMeter
 
-    with MemoryMeter(ranks=ranks) as meter:
+    with MemoryMeter(by_tensors=ranks > 1) as meter:
         model = torch.nn.Linear(10, 10)
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(3):
