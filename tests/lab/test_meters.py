@@ -4,6 +4,7 @@ process.
 
 import pytest
 
+from perf_helpers.lab import Lab
 from perf_helpers.lab.runs import CATEGORIES
 from perf_helpers.lab.task import Task
 
