@@ -97,10 +97,7 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
         self._tell = on_event
-        self._pages = (
-            SEGMENT_BYTES,
-            settings.large_segment_size_mb * MIB,
-        )  # of pools for small blocks and for large ones
+        self._pages = SEGMENT_BYTES, settings.large_segment_size_mb * MIB  # of pools for small blocks, and for large
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
