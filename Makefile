@@ -49,11 +49,12 @@ check: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
-# Lessons are run by themselves: they measure time. In the browser they only have to run: small ones, two at once.
+# What measures time runs by itself. In the browser lessons only have to run: small ones, two at once.
+TIMED := tests/course/test_planted_speeds.py tests/test_lessons.py
 test: check build/ipywidgets7
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_lessons.py --ignore tests/test_browser.py
-	$(BIN)/python -m pytest tests/test_lessons.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py
+	$(BIN)/python -m pytest $(TIMED)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py
 else
 	$(BIN)/python -m pytest $(ARGS)

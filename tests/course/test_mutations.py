@@ -38,7 +38,9 @@ def mutants(claim):
         yield "the effect is reversed", none - (good - none), REFUTED
         yield "half of the least that counts", (none + edge) / 2, SMALLER if none != edge else REFUTED
         if claim.direction == "between":
-            yield "the effect is half as large", (none + good) / 2, SMALLER
+            half = (none + good) / 2  # a wide window has room for it
+            falls_short = half < least if none <= least else half > most
+            yield "the effect is half as large", half, SMALLER if falls_short else HOLDS
             yield "it goes far beyond", good + 4 * (good - none), REFUTED
         around = (none + edge) / 2
         wide = sorted((around - 2 * abs(good - none), around + 2 * abs(good - none)))
