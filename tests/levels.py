@@ -36,7 +36,7 @@ MOST = ("AVX2", "avx2")
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
     """The levels below a machine with these features, from the lowest on."""
-    return [level for *level, above in LEVELS if above is None or above in (features or ())]
+    return [tuple(level) for *level, above in LEVELS if above is None or above in (features or ())]
 
 
 def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
