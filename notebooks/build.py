@@ -28,13 +28,8 @@ MIN_CELLS, MAX_CELLS = 20, 50  # fewer hides steps in long cells, more is two le
 MAX_WORDS = 1800  # ten minutes of reading; the rest of the time belongs to the experiments
 PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
 
-FORESEEN = (
-    "estimate",
-    "advise",
-    "verify",
-    "parallelism",
-    "explorers.memory",
-)  # what trains nothing must not end a lesson
+# What trains nothing must not end a lesson.
+FORESEEN = ("estimate", "advise", "verify", "parallelism", "explorers.memory")
 
 ONCE = ("parameters", "setup", "finish")
 EXERCISE = ("exercise", "check", "solution")

@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from perf_helpers.unknown import is_measured
 
@@ -67,6 +68,17 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
     every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
+
+
+def whole_number(name: str, value: Any) -> int:
+    """The value, if it is a whole number of at least 1.
+
+    Raises:
+        ValueError: it is anything else; it calls the argument by its `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    return value
 
 
 def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 1e6) -> int:

@@ -54,7 +54,7 @@ def _optimizer(row: dict) -> str:
 def ranks() -> str:
     """One rank of several: what torch's own allocator handed out, the estimate, and the formulas of ZeRO."""
     report = json.loads(RANKS.read_text(encoding="utf-8"))
-    rows, failed = [], {}
+    rows, failed, off = [], {}, 0
     for row in report["rows"]:
         if "rehearsed" not in row:
             error = re.sub(r"^rank \d+: | \(line \d+ of \S+\)$", "", row["error"])
@@ -65,10 +65,7 @@ def ranks() -> str:
         ]
         parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
-    pairs = [
-        [row[who]["allocated"] for who in ("estimated", "rehearsed")] for row in report["rows"] if "rehearsed" in row
-    ]
-    off = max(abs(estimated - rehearsed) for estimated, rehearsed in pairs)
+        off = max(off, abs(row["estimated"]["allocated"] - row["rehearsed"]["allocated"]))
     head = ["set-up", "model", "ranks", "weights + gradients + states, bytes a parameter", "by the formula"]
     head += ["allocated, MiB", "estimated", "reserved, MiB", "estimated"]
     lines = [

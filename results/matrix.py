@@ -156,8 +156,9 @@ class Environments:
         """
         out = self.folder / one.name / "course" / lesson
         shutil.rmtree(out, ignore_errors=True)
-        command = [self.python(one), "-m", "perf_helpers.cli", "course", lesson, "--profile", PROFILE, "--no-speeds"]
-        done = subprocess.run([*command, "--out", out], stdout=subprocess.DEVNULL, env=self._variables(one))
+        command = [self.python(one), "-m", "perf_helpers.cli", "course", lesson]
+        command += ["--profile", PROFILE, "--no-speeds", "--out", out]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=self._variables(one))
         try:
             return load_results(out)
         except ValueError as error:

@@ -54,10 +54,9 @@ def kept(run: Run, parameters: int) -> list[float]:
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     """A set-up: {"rehearsed", "estimated": bytes, "kept", "formula": bytes a parameter, or "error" of both}."""
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
-    run, told = (
-        rehearse(task, on=CARD, **given),
-        {"setup": name, "model": task.model + ", small" * bool(task.config), "ranks": ranks, "arguments": arguments},
-    )
+    model = task.model + ", small" * bool(task.config)
+    told = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
+    run = rehearse(task, on=CARD, **given)
     try:
         said, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
     except ValueError as error:

@@ -26,7 +26,7 @@ from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
 from perf_helpers.rehearsal import build, card, rehearse
-from perf_helpers.texts import bytes_text, parse_bytes
+from perf_helpers.texts import bytes_text, parse_bytes, whole_number
 
 # What is kept for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
 # out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
@@ -203,8 +203,7 @@ def advise(
     """
     limit = parse_bytes(memory)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+        whole_number(name, value)
     if effective_batch % processes:
         raise ValueError(f"effective_batch={effective_batch} does not divide by processes={processes}")
     machine = machine or hardware.describe()

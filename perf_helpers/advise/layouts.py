@@ -17,7 +17,7 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import Category
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
-from perf_helpers.texts import bytes_text, parse_bytes
+from perf_helpers.texts import bytes_text, parse_bytes, whole_number
 
 # Korthikanti and others, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), equation
 # 2: of 34 bytes that a token and a unit of width keep in a layer without scores, tensor parallelism divides 24.
@@ -34,7 +34,8 @@ class Model:
     parameters: int
     blocks: int  # layers that are repeated; 0: there are none
     block: int  # of the largest of them
-    matrices: int  # inside all blocks, that tensor parallelism cuts: those with two dimensions and more
+    inside: int  # all blocks
+    matrices: int  # of these, that tensor parallelism cuts: those with two dimensions and more
     before: int  # the first block: embeddings
     after: int  # the last one; a tied head counts here too, for two stages have it
     width: int  # numbers that a token is between two blocks
@@ -62,6 +63,7 @@ class Model:
             parameters=sum(weight.numel() for weight in order),
             blocks=len(blocks),
             block=max((sum(weight.numel() for weight in block.parameters()) for block in blocks), default=0),
+            inside=sum(weight.numel() for weight in inside.values()),
             matrices=sum(weight.numel() for weight in inside.values() if weight.dim() > 1),
             before=before,
             after=after,
@@ -71,13 +73,10 @@ class Model:
 
     def on_a_rank(self, tensor: int, pipeline: int) -> float:
         """Parameters of the fullest of `tensor` x `pipeline` ranks."""
-        both = self.before + self.after
-        inside = self.parameters - both if both <= self.parameters else self.parameters - self.before
-        inside = max(inside, self.matrices)
-        of_all = self.matrices / tensor + inside - self.matrices
+        cut = self.matrices / tensor + self.inside - self.matrices
         if pipeline == 1:
-            return of_all + self.parameters - inside
-        return of_all * math.ceil(self.blocks / pipeline) / self.blocks + max(self.before, self.after)
+            return cut + self.parameters - self.inside
+        return cut * math.ceil(self.blocks / pipeline) / self.blocks + max(self.before, self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +177,8 @@ def parallelism(
         ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that the
             estimate cannot follow.
     """
-    for name, value in (("cards", cards), ("hosts", hosts)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    whole_number("cards", cards)
+    whole_number("hosts", hosts)
     if cards % hosts:
         raise ValueError(f"cards={cards} do not divide by hosts={hosts}: give as many to each")
     link_gbits = link_gbits if link_gbits is not None else 2400 if hosts == 1 else 200
@@ -364,9 +362,9 @@ class _Planner:
         if made.data == 1:
             return 0
         weight, gradient = self._bytes_each(Category.WEIGHTS), self._bytes_each(Category.GRADIENTS)
-        outside = self.model.parameters - self.model.blocks * self.model.block
+        outside = self.model.parameters - self.model.inside
         if made.zero == 3:  # this block and the next, which is fetched ahead; what is outside them stays all the while
-            return weight * (2 * self.model.block + max(outside, 0)) + gradient * self.model.block
+            return weight * (2 * self.model.block + outside) + gradient * self.model.block
         if made.zero == 2:
             return gradient * max(self.model.block, outside)
         return 0 if made.zero else self.of_copies * part

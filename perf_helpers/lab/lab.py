@@ -22,6 +22,7 @@ from perf_helpers.lab.stopwatch import NO_TIME
 from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment, pickled
+from perf_helpers.texts import whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 
 Answer = TypeVar("Answer")
@@ -113,8 +114,8 @@ class Lab:
             task=task or self.task,
             arguments=told,
             optimizer=pickled(optimizer),
-            processes=_count("processes", processes),
-            steps=_count("steps", self.profile.steps if steps is None else steps),
+            processes=whole_number("processes", processes),
+            steps=whole_number("steps", self.profile.steps if steps is None else steps),
             warmup_steps=self.profile.warmup_steps,
         )
         return self._run(experiment, measure, timeout)
@@ -174,7 +175,7 @@ class Lab:
             arguments=Arguments.of({"use_cpu": True}) if use_cpu else Arguments(),
             function=pickled(function),
             samples_of_function=samples_per_step,
-            processes=_count("processes", processes),
+            processes=whole_number("processes", processes),
             steps=self.profile.steps,
             warmup_steps=self.profile.warmup_steps,
         )
@@ -205,8 +206,8 @@ class Lab:
         for run in (baseline, other):
             if run.id not in self._experiments:
                 raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
-        turns = _count("turns", self.profile.turns if turns is None else turns)
-        steps_per_turn = _count("steps_per_turn", steps_per_turn)
+        turns = whole_number("turns", self.profile.turns if turns is None else turns)
+        steps_per_turn = whole_number("steps_per_turn", steps_per_turn)
         failed = "; ".join(f"{run.name} {run.status}, {run.message}" for run in (baseline, other) if not run.ok)
         if baseline.peak_bytes and other.peak_bytes:
             memory_ratio = other.peak_bytes / baseline.peak_bytes
@@ -439,9 +440,3 @@ def _rank_summary(outcome: Outcome) -> dict[str, Any]:
     memory = outcome.memory
     breakdown = memory and memory.breakdown
     return {"peak_bytes": memory and memory.peak_bytes, "breakdown": breakdown, "value": outcome.value}
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-    return value

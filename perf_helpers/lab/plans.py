@@ -15,7 +15,7 @@ from typing import Any
 from perf_helpers.lab import arguments
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, whole_number
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
@@ -211,9 +211,7 @@ def _measure(told: Any) -> tuple[str, ...]:
 
 def _count(told: Mapping[str, Any], name: str, default: int | None) -> int | None:
     value = told.get(name, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-    return value
+    return value if value is None else whole_number(name, value)
 
 
 def _seconds(value: Any) -> float | None:
