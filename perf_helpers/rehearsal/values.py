@@ -3,8 +3,8 @@
 Device memory is host memory there. So a tensor of whole numbers or booleans that is small and made of known values is
 computed for real: by the same operation on the CPU, in the very memory of the device's tensor. Masks, positions,
 labels, counts and lengths are then what they would be, and code that decides by them decides as on a device. Floating
-point stays unknown, but for single numbers that the host has written. The one assumption: a test for NaN or infinity
-finds none.
+point stays unknown, but for single numbers that the host has written, and but for the sign of a norm. The one
+assumption: a test for NaN or infinity finds none.
 
 Code that reads an unknown value gets an `Unknown` where it asks for a float, and otherwise `NeedsValues`, at once.
 
@@ -14,6 +14,7 @@ This is a function mode and no dispatch mode: it sees what Python calls and leav
 import contextlib
 import ctypes
 import functools
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: of an exact one, of any other
+LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
 # Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
@@ -46,6 +48,11 @@ _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False,
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
 _OVERWRITES = {"copy_", "fill_", "zero_"}
+# Functions whose results are never below zero, and those whose results are not where nothing given is.
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
+_KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
+_KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
+_KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
@@ -56,6 +63,8 @@ class Values(TorchFunctionMode):
         # Whether the values in a storage are known, while it lives. Where nothing is noted the host's are, and the
         # device's are not.
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
+        self._not_negative: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # storages of norms
+        self._sent: dict[str, int] = {}  # group -> broadcasts so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         return self._known.get(tensor.untyped_storage(), not tensor.is_cuda)
@@ -87,7 +96,10 @@ class Values(TorchFunctionMode):
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would look for them in the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         made = function(*args, **kwargs)
-        self._note(function, name, args, kwargs, given, made)
+        if name == "broadcast" and function.__module__.startswith("torch.distributed"):
+            self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
+        else:
+            self._note(function, name, args, kwargs, given, made)
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
@@ -109,6 +121,13 @@ class Values(TorchFunctionMode):
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
             return self._fill(fresh[0], _FINITE[name])
+        if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
+            return self._fill(fresh[0], False)  # libraries test a norm for that
+        chosen = args[2] if name == "where" and self._is_all_false(args[0]) else (args, kwargs)
+        if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
+            self._not_negative.update(tensor.untyped_storage() for tensor in fresh)
+        elif in_place and given and not (name == "masked_fill_" and self._is_all_false(args[1])):
+            self._not_negative.discard(given[0].untyped_storage())
         if not fresh and not in_place:
             return  # views
         whole = name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
@@ -124,6 +143,36 @@ class Values(TorchFunctionMode):
             self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
             self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
+        """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every rank
+        holds already, and DeepSpeed asks whether the others hold the same."""
+        group = group or torch.distributed.group.WORLD
+        if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
+            return
+        number = self._sent[group.group_name] = self._sent.get(group.group_name, 0) + 1
+        store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
+        if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
+            with _out_of_sight():
+                numbers = _memory(tensor).flatten().tolist() if self.is_known(tensor) else None
+            store.set(key, json.dumps(numbers))
+        elif (numbers := json.loads(store.get(key))) is not None:
+            self._fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
+
+    def _has_no_sign(self, given: Any) -> bool:
+        """Whether nothing given is below zero, tensors and numbers."""
+        numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
+        if any(isinstance(number, Unknown) or number < 0 for number in numbers):
+            return False
+        with _out_of_sight():
+            return all(
+                tensor.untyped_storage() in self._not_negative or (self.is_known(tensor) and (_memory(tensor) >= 0).all())
+                for tensor in _tensors(given)
+            )
+
+    def _is_all_false(self, mask: torch.Tensor) -> bool:
+        with _out_of_sight():
+            return self.is_known(mask) and not _memory(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
