@@ -42,6 +42,7 @@ class Log:
     blocks: list[tuple[int, Label]]  # (bytes, not rounded; what it is), in the order of birth
     events: list[int]  # n: the birth of block n; ~n: its death
     marks: list[tuple[str, int]]  # (label, how many events are before it): "start" of the first forward, ends of phases
+    emptied: tuple[int, ...] = ()  # after how many events the allocator is told to give back what is free
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(block, its bytes, +1 born or -1 dead), one by one."""
@@ -67,7 +68,7 @@ def recorded(tracker: Any) -> Log:
         events.append(len(blocks))
         blocks.append((block.bytes, labels.setdefault(label, label)))
         length = max(length, len(events))
-    return Log(blocks, events[:length], marks)
+    return Log(blocks, events[:length], marks, tuple(tracker.emptied))
 
 
 def shallow(depth: dict[str, int], few: int = FEW) -> list[dict[str, int]]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
+from perf_helpers.estimate.zero import DeviceName
 from perf_helpers.lab.runs import Category, Phase
 from perf_helpers.lab.tracker import Block, name_of
 
@@ -25,6 +26,7 @@ _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "tr
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
+_DEVICES = (torch.device, DeviceName)  # what means the device, and not the host: "cpu" in so many words does
 _PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
 
 
@@ -212,20 +214,22 @@ class _Placing(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if self._tracker.empties_weights and name == "to":  # weight by weight, and never the module
+            self._tracker.is_there |= any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values()))
         if not self._tracker.is_there:
             return function(*args, **kwargs)
         if name == "to":
-            words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, torch.device) else [])}
+            words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, _DEVICES) else [])}
             only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
             if only_moves and self._tracker.lies_on_device(args[0]):
                 return args[0]  # it is there: "cpu" and "cpu:0" are one device here
             result = function(*args, **kwargs)
-            if any(isinstance(each, torch.device | torch.Tensor) for each in (*args[1:2], *kwargs.values())):
+            if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
                 self._tracker.sent(result)
             return result
         if name not in _FACTORIES:
             return function(*args, **kwargs)
-        is_device = isinstance(kwargs.get("device"), torch.device)  # "cpu" in so many words is the host
+        is_device = isinstance(kwargs.get("device"), _DEVICES)  # "cpu" in so many words is the host
         self._tracker.told(is_device)
         try:
             result = function(*args, **kwargs)

@@ -59,7 +59,7 @@ class Kernels:
         return made
 
     def _norm(self, made, tensor, order=2, dim=None, *_, **__):
-        return [*made, *self._reduction(4, made[0], tensor, dim)]
+        return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
         """A sum, a mean, ... along some dimensions: whole numbers are widened first, several blocks share a result."""
@@ -67,7 +67,7 @@ class Kernels:
             return []
         dims = range(tensor.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
         dims = {each % max(tensor.dim(), 1) for each in dims}
-        wider = bytes_each or (4 if made.dtype.is_floating_point else made.element_size())
+        wider = bytes_each or (max(4, made.element_size()) if made.dtype.is_floating_point else made.element_size())
         casts = not bytes_each and tensor.dtype not in HALF and tensor.dtype is not made.dtype
         copy = [tensor.numel() * made.element_size()] if casts else []
         return copy + reductions.scratch_bytes(tensor.shape, tensor.stride(), dims, self._processors, wider)

@@ -71,11 +71,13 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity)
     first = next((position for label, position in log.marks if label == "start"), 0)
-    allocated = np.zeros(len(log.events) + 1, dtype=np.int64)
+    allocated, emptied = np.zeros(len(log.events) + 1, dtype=np.int64), set(log.emptied)
     try:
         for number, event in enumerate(log.events):
             if number == first:
                 allocator.reset_peaks()
+            if number in emptied:
+                allocator.empty_cache()
             if event >= 0:
                 size, label = log.blocks[event]
                 allocator.allocate(event, size, label.stream)

@@ -30,6 +30,7 @@ from torch.utils import _foreach_utils
 from perf_helpers.estimate.operations import Operation, Spec, Trace, flat, nested
 from perf_helpers.estimate.replica import one_rank_of
 from perf_helpers.estimate.sharding import taken_up
+from perf_helpers.estimate.zero import on_a_card
 from perf_helpers.lab import forkserver, shards
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
@@ -64,6 +65,9 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
             stack.enter_context(one_rank_of(experiment.processes))
             if experiment.arguments.get("fsdp"):
                 stack.enter_context(taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
+        if experiment.arguments.get("deepspeed"):
+            tracker.empties_weights = True
+            stack.enter_context(on_a_card(tracker.cache_emptied) if tracker.places_modules else contextlib.nullcontext())
         with watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
@@ -84,11 +88,13 @@ class FakeTracker(Tracker):
     """
 
     places_modules = False  # whether a module that is sent to a device is to be noticed there
+    empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
 
     def __init__(self, granularity: int = 1, cache: "OperationCache | None" = None):
         super().__init__(granularity)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache
+        self.emptied: list[int] = []  # lengths of the log at which an allocator was told to give back what is free
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
         self._any_uniform = False  # whether any fake tensor has a value that is known, see `_uniform_value`
 
@@ -133,6 +139,9 @@ class FakeTracker(Tracker):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
         super().resized(storage)
 
+    def cache_emptied(self) -> None:
+        self.emptied.append(len(self.log))
+
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Told of an operation's tensors, and whether any is fake, before it is carried out."""
 
@@ -141,7 +150,7 @@ class FakeTracker(Tracker):
         right for whoever looks at them."""
         if tensors:
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
-        if function is aten.empty.memory_format and not math.prod(args[0]):
+        if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
             return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
@@ -165,8 +174,11 @@ class FakeTracker(Tracker):
         return _as_kernels_do(function, args, kwargs)
 
     def _storage(self, tensor):
+        tensor = shards.local(tensor)
+        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
+            return None  # a shape that somebody keeps
         try:
-            return shards.local(tensor).untyped_storage()
+            return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
 
@@ -312,7 +324,7 @@ class OperationCache:
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
     """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
-    if not isinstance(result, FakeTensor) or result.requires_grad:
+    if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
     spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
     storage = result.untyped_storage()
