@@ -61,18 +61,24 @@ def ranks() -> str:
             failed.setdefault(error, []).append(row["setup"])
             continue
         sizes = [
-            f"{row[who][what] / MIB:.1f}" for what in ("allocated", "reserved") for who in ("rehearsed", "estimated")
+            f"{row[who][what] / MIB:.1f}" if who in row else "not followed"
+            for what in ("allocated", "reserved")
+            for who in ("rehearsed", "estimated")
         ]
         parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
-        off = max(off, abs(row["estimated"]["allocated"] - row["rehearsed"]["allocated"]))
+        if "estimated" in row:
+            off = max(off, abs(row["estimated"]["allocated"] - row["rehearsed"]["allocated"]))
     head = ["set-up", "model", "ranks", "weights + gradients + states, bytes a parameter", "by the formula"]
     head += ["allocated, MiB", "estimated", "reserved, MiB", "estimated"]
     lines = [
         f"Rehearsed on {report['card'].upper()}s, a process for each ({versions(report, 'torch', 'transformers')}, "
         f"accelerate {report['versions']['accelerate']}, {report['date'][:10]}); the fullest rank; after backward. The "
         f"estimate follows one rank: allocated and reserved **equal to the byte in {report['equal']} of "
-        f"{report['trained']}**, the most that is off {off} B. Under DDP buckets are a second set of gradients.",
+        f"{report['followed']}**, the most that is off {off} B. Under DDP buckets are a second set of gradients. "
+        f"DeepSpeed {report['versions']['deepspeed']} keeps an fp32 copy of a rank's share of the weights, also where "
+        "they are fp32 (stage 3 counts it among the inputs here), and gradients in flight. What it keeps on the host "
+        "is rehearsed and not followed.",
         table(head, rows),
         "Not trained, in the rehearsal as in the estimate:",
         "\n".join(f"- {', '.join(dict.fromkeys(names))}: {error}" for error, names in failed.items()),

@@ -5,14 +5,15 @@
 Each set-up is rehearsed with two and with four A100, a process for each device, collectives answered and not computed.
 Beside what the fullest rank allocated at most stands the estimate, which follows one rank; beside its weights,
 gradients and optimizer states after backward, in bytes a parameter, the formula. What does not train is recorded with
-its error.
+its error, and what is not followed with the reason. DeepSpeed: make build/deepspeed VENV=.venv-cuda
 """
 
+import importlib.metadata
 from datetime import UTC, datetime
 
 import measuring
 
-from perf_helpers import Task
+from perf_helpers import Task, extras
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware
 from perf_helpers.lab.runs import Run
@@ -23,6 +24,16 @@ GPT2 = Task("gpt2", seq_len=128)
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 LLAMA = Task("llama-3-8b", seq_len=256, config=LLAMA | {"num_key_value_heads": 4, "vocab_size": 32000})
 HALF = {"bf16": True, "gradient_checkpointing": True}
+
+
+def zero(stage: int, **more) -> dict:
+    """DeepSpeed's arguments of a stage: small buckets, for large ones hide what is kept, and torch's own optimizer."""
+    buckets = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+    config = {"zero_optimization": {"stage": stage, **buckets, **more}, "gradient_accumulation_steps": "auto"}
+    own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    return {"deepspeed": config | own | {"train_micro_batch_size_per_gpu": "auto"}}
+
+
 SETUPS = [  # (name, task, training arguments)
     ("DDP", GPT2, {}),
     ("DDP, bf16, checkpointing", LLAMA, HALF),
@@ -35,13 +46,26 @@ SETUPS = [  # (name, task, training arguments)
     ("FSDP2, T5", Task("t5-small", seq_len=128), {"fsdp": True}),
     ("FSDP2, Adafactor", GPT2, {"fsdp": True, "optim": "adafactor"}),
     ("FSDP2, 8-bit Adam", GPT2, {"fsdp": True, "optim": "adamw_bnb_8bit"}),
+    ("DeepSpeed, stage 0", GPT2, zero(0)),
+    ("DeepSpeed, stage 1", GPT2, zero(1)),
+    ("DeepSpeed, stage 2", GPT2, zero(2)),
+    ("DeepSpeed, stage 3", GPT2, zero(3)),
+    ("DeepSpeed, stage 2, accumulation of 4", GPT2, zero(2) | {"gradient_accumulation_steps": 4}),
+    ("DeepSpeed, stage 3, accumulation of 4", GPT2, zero(3) | {"gradient_accumulation_steps": 4}),
+    ("DeepSpeed, stage 2, bf16, checkpointing", LLAMA, HALF | zero(2)),
+    ("DeepSpeed, stage 3, bf16, checkpointing", LLAMA, HALF | zero(3)),
+    ("DeepSpeed, stage 2, a stream for messages", GPT2, zero(2, overlap_comm=True)),
+    ("DeepSpeed, stage 2, states on the host", GPT2, zero(2, offload_optimizer={"device": "cpu"})),
 ]
 KEPT = ("weights", "gradients", "optimizer_states")
 
 
 def formula(arguments: dict, ranks: int) -> list[float]:
-    """Bytes a parameter of weights, gradients and AdamW's states on a rank after backward; DDP's buckets are a second
-    set of gradients."""
+    """Bytes a parameter of weights, gradients and AdamW's states on a rank after backward, in fp32; DDP's buckets are a
+    second set of gradients."""
+    if "deepspeed" in arguments:
+        stage = arguments["deepspeed"]["zero_optimization"]["stage"]
+        return [size / (ranks if stage >= first else 1) for size, first in ((4.0, 3), (4.0, 2), (8.0, 1))]
     return [4 / ranks, 4 / ranks, 8 / ranks] if arguments.get("fsdp") else [4.0, 8.0, 8.0]
 
 
@@ -52,7 +76,7 @@ def kept(run: Run, parameters: int) -> list[float]:
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
-    """A set-up: {"rehearsed", "estimated": bytes, "kept", "formula": bytes a parameter, or "error" of both}."""
+    """A set-up: {"rehearsed", "estimated": bytes, "kept", "formula": bytes a parameter}, or what stopped which."""
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)
     told = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
@@ -61,20 +85,20 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
         said, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
     except ValueError as error:
         said, refused = None, str(error)
-    if not (run.ok and said):
-        return told | {"error": run.message.strip().splitlines()[-1] if not run.ok else None, "estimate_error": refused}
-    sizes = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
-    return told | {
-        "rehearsed": sizes,
-        "estimated": {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes},
-        "kept": kept(run, task.parameters()),
-        "formula": formula(arguments, ranks),
-        "traced": said.traced,
-    }
+    if not run.ok:
+        return told | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
+    told["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
+    told |= {"kept": kept(run, task.parameters()), "formula": formula(arguments, ranks)}
+    if said is None:
+        return told | {"estimate_error": refused}
+    estimated = {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}
+    return told | {"estimated": estimated, "traced": said.traced}
 
 
 def main() -> None:
     options, rows = measuring.options(__doc__), []
+    if why := extras.offer("deepspeed"):
+        raise SystemExit(why)
     for name, task, arguments in SETUPS:
         for ranks in RANKS:
             rows.append(row(name, task, arguments, ranks))
@@ -84,9 +108,10 @@ def main() -> None:
         "what": "one rank of several: torch's own allocator in a rehearsal, the estimate, and the formulas",
         "card": CARD,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": hardware.versions(),
+        "versions": hardware.versions() | {"deepspeed": importlib.metadata.version("deepspeed")},
         "trained": len(kept_rows),
-        "equal": sum(each["estimated"] == each["rehearsed"] for each in kept_rows),
+        "followed": sum("estimated" in each for each in kept_rows),
+        "equal": sum(each.get("estimated") == each["rehearsed"] for each in kept_rows),
         "rows": rows,
     }
     measuring.keep(report, options.out, leave_out=("rows",))

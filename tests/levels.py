@@ -16,10 +16,7 @@ from pathlib import Path
 from perf_helpers import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = [
-    f"tests/estimate/test_{name}.py" for name in ("probe", "estimates", "prediction", "estimate_exact", "surfaces")
-]
-TESTS += ["tests/advise/test_advice.py"]
+TESTS = [f"tests/estimate/test_{name}.py" for name in ("probe", "estimates", "prediction", "estimate_exact")]
 # (oneDNN's level, torch's, the feature by which a machine is above it), from the lowest on. Those without a feature are
 # safe anywhere: oneDNN takes no more than there is, and torch's default runs on every x86-64.
 LEVELS = (
@@ -53,7 +50,7 @@ def main(arguments: list[str]) -> int:
     for isa, capability in every if "--all" in arguments else usual(every):
         print(f"\nlevels: oneDNN up to {isa}, torch {capability}", flush=True)
         environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
-        given = [word for word in arguments if word != "--all"] or ["-n", "2", "--dist", "loadfile", *TESTS]
+        given = [word for word in arguments if word != "--all"] or ["-n", "2", "--dist", "worksteal", *TESTS]
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", *given], cwd=ROOT, env=environment)
         if done.returncode:
             failed.append(f"{isa}/{capability}")

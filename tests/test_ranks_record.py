@@ -8,26 +8,43 @@ from scripts import script
 
 RECORD = json.loads((Path(__file__).parents[1] / "results" / "ranks.json").read_text(encoding="utf-8"))
 TRAINED = [row for row in RECORD["rows"] if "rehearsed" in row]
+FOLLOWED = [row for row in TRAINED if "estimated" in row]
 
 
 def test_every_setup_was_tried_on_two_and_on_four():
     setups = {name for name, _, _ in script("measure_ranks").SETUPS}
     assert {(row["setup"], row["ranks"]) for row in RECORD["rows"]} == {(name, n) for name in setups for n in (2, 4)}
-    assert RECORD["trained"] == len(TRAINED) >= 10
+    assert RECORD["trained"] == len(TRAINED) >= 30 and RECORD["followed"] == len(FOLLOWED) >= 28
 
 
 def test_allocated_and_reserved_are_equal_to_the_byte():
-    for row in TRAINED:
+    for row in FOLLOWED:
         assert row["estimated"]["reserved"] == row["rehearsed"]["reserved"], row["setup"]
         off = row["estimated"]["allocated"] - row["rehearsed"]["allocated"]
         assert abs(off) <= 512, row["setup"]  # one number of the accumulated loss
-    assert RECORD["equal"] >= 0.7 * RECORD["trained"]
+    assert RECORD["equal"] >= 0.9 * RECORD["followed"]
 
 
 def test_a_rank_keeps_what_the_formula_says():
     for row in TRAINED:
-        if row["arguments"].get("gradient_accumulation_steps") is None:
+        if row["arguments"].get("gradient_accumulation_steps") is None and "deepspeed" not in row["arguments"]:
             assert row["kept"] == pytest.approx(row["formula"], rel=0.05), row["setup"]
+
+
+def test_a_rank_of_deepspeed_keeps_the_formulas_states_and_a_copy_of_its_share():
+    rows = [row for row in FOLLOWED if row["setup"] in (f"DeepSpeed, stage {stage}" for stage in (1, 2, 3))]
+    assert len(rows) == 6
+    for row in rows:
+        (weights, _, states), (by_formula, _, by_formula_states) = row["kept"], row["formula"]
+        copy = 4 / row["ranks"] if by_formula == 4 else 0  # stage 3 has it elsewhere
+        assert states == pytest.approx(by_formula_states, rel=0.01)
+        assert weights == pytest.approx(by_formula + copy, rel=0.01)
+
+
+def test_what_is_kept_on_the_host_is_rehearsed_and_not_followed():
+    rows = [row for row in TRAINED if "estimated" not in row]
+    assert rows and all("rehearse it" in row["estimate_error"] for row in rows)
+    assert all(row["kept"][2] < 0.01 for row in rows)
 
 
 def test_what_does_not_train_fails_alike():
@@ -39,4 +56,4 @@ def test_what_does_not_train_fails_alike():
 
 def test_the_page_has_every_row():
     page = script("cuda_page").ranks()
-    assert page.count("\n| ") == len(TRAINED) + 1 and f"in {RECORD['equal']} of {RECORD['trained']}" in page
+    assert page.count("\n| ") == len(TRAINED) + 1 and f"in {RECORD['equal']} of {RECORD['followed']}" in page

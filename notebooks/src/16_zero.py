@@ -14,10 +14,12 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import ctypes
 import os
 import tempfile
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -330,43 +332,56 @@ rows = [[run.name, *counted(run), volume(run), plots.bytes_text(run.peak_bytes)]
 plots.Table(["bytes a parameter", *names, "volume", "peak"], rows)
 
 # %% [markdown]
-# Ours and torch's keep the same and send nearly the same; torch leaves the outermost module gathered between forward and backward. In the Trainer the switch is `TrainingArguments(fsdp=True)`. It needs accelerators: accelerate 1.15 passes over it on CPU ranks, and trains with DDP (the lab warns). What would a GPU take? The estimate follows one rank:
+# Ours and torch's keep the same and send nearly the same; torch leaves the outermost module gathered between forward and backward. In the Trainer the switch is `TrainingArguments(fsdp=True)`. It needs accelerators: accelerate 1.15 passes over it on CPU ranks, and trains with DDP (the lab warns). What would a GPU take? The estimate follows one rank, of FSDP2 and of DeepSpeed, which is next:
+
 
 # %%
-gpt2, rows = Task("gpt2", seq_len=128), []
+def zero(stage, bucket=500_000, **more):
+    """DeepSpeed's configuration of a stage, with buckets of so many numbers."""
+    stages = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, **more}
+    torchs_adamw = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {"zero_optimization": stages, "train_micro_batch_size_per_gpu": "auto", **torchs_adamw}
+
+
+gpt2, rows = Task("gpt2", seq_len=128, config={"num_hidden_layers": 4}), []
 on_gpus = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 4}
-for ranks in (1, 2, 4, 8):
-    told = lab.foresee(estimate, gpt2, processes=ranks, fsdp=ranks > 1, **on_gpus)
+setups = [(f"FSDP2, GPUs: {ranks}", 3, ranks, {"fsdp": ranks > 1}) for ranks in (1, 2, 4, 8)]
+setups += [
+    (f"DeepSpeed, stage {n}, GPUs: 4", n, 4, {"deepspeed": zero(n)}) for n in (() if no_deepspeed else (1, 2, 3))
+]
+for name, stage, ranks, recipe in setups:
+    told = lab.foresee(estimate, gpt2, processes=ranks, **recipe, **on_gpus)
     if told:
         after = [told.memory.phase_breakdowns["backward"][kind] / gpt2.parameters() for kind in KINDS]
-        rows.append([ranks, *after, sum(formula(3, ranks)), plots.bytes_text(told.peak_bytes)])
-plots.Table(["GPUs", *names, "formula, in all", "peak of a rank"], rows, "GPT-2 by the Trainer, bytes a parameter")
+        rows.append([name, *after, sum(formula(stage, ranks)), plots.bytes_text(told.peak_bytes)])
+plots.Table(
+    ["", *names, "formula, in all", "peak of a rank"], rows, "GPT-2 of 4 layers by the Trainer, bytes a parameter"
+)
 
 # %% [markdown]
-# In rehearsals of small GPT-2s and Llamas on two to four A100 the allocator handed out exactly what the estimate said. With accelerate 1.15 the switch is not for every model: BERT and ViT stop with an error (the input embedding would be divided twice), T5 does (its embedding is shared), and so do Adafactor and 8-bit Adam, which know no DTensors.
+# In rehearsals of small GPT-2s and Llamas on two and four A100 the allocator handed out what the estimate says, to the byte but for one number of an accumulated loss. With accelerate 1.15 the switch `fsdp` is not for every model: BERT and ViT stop with an error (the input embedding would be divided twice), T5 does (its embedding is shared), and so do Adafactor and 8-bit Adam, which know no DTensors.
 #
 # ### DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` does the same for a Trainer. DeepSpeed is an extra of this course. The function below is a *deployment in a notebook* too: for one process the variables that a launcher sets are set by hand.
+# `TrainingArguments(deepspeed={...})` does the same for a Trainer. DeepSpeed is an extra of this course. The function below is a *deployment in a notebook* too: for one process the variables that a launcher sets are set by hand. The one after it does without the Trainer. Mind a default there: DeepSpeed 0.19 clips gradients at 1.0, and with that its losses were not those of one process.
 
 
 # %%
-def with_deepspeed(task, stage, offload=False, bucket=500_000):
+def with_deepspeed(task, stage, **more):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():  # a launcher has set them already
         os.environ.setdefault(name, value)
+    if "nvme" in str(more):
+        ctypes.CDLL("libaio.so.1", ctypes.RTLD_GLOBAL)  # DeepSpeed's extension was not linked with it
     import deepspeed
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first, for minutes
-    zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    zero |= {"offload_optimizer": {"device": "cpu"}} if offload else {}  # new
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2, "zero_force_ds_cpu_optimizer": False}
     options = {"max_steps": 3, "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    options["per_device_train_batch_size"] = 2
     with tempfile.TemporaryDirectory() as folder:
-        config["zero_allow_untested_optimizer"] = True  # torch's own AdamW
-        args = TrainingArguments(folder, per_device_train_batch_size=2, deepspeed=config, **options)  # new
+        args = TrainingArguments(folder, deepspeed=zero(stage, **more), **options)  # new
         args._n_gpu = min(1, args.n_gpu)
         trainer = Trainer(task.build_model(), args, train_dataset=task.dataset())
         trainer.remove_callback(PrinterCallback)
@@ -375,14 +390,42 @@ def with_deepspeed(task, stage, offload=False, bucket=500_000):
 
 
 # %%
-rows = []
-for stage, ranks, offload in (
-    () if no_deepspeed else ((1, 2, False), (2, 2, False), (3, 2, False), (2, 2, True), (2, 1, False))
-):
-    name = f"stage {stage}, ranks: {ranks}" + ", states on the host" * offload
-    each = partial(with_deepspeed, stage=stage, offload=offload)
-    run = lab.run(each, f"DeepSpeed, {name}", task=task, processes=ranks, **counting)
-    parts = counted(run) if run.ok else run.message[-60:].splitlines()[-1:] * 3
+def with_engine(task, stage, steps=3, samples=4):
+    """A loop of one's own: `initialize` wraps model and optimizer, and the engine has backward and step."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from torch.optim import AdamW
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    model, losses, rank, ranks = task.build_model(), [], dist.get_rank(), dist.get_world_size()
+    config = zero(stage) | {"train_micro_batch_size_per_gpu": samples // ranks, "gradient_clipping": 0.0}  # not 1.0
+    engine, *_ = deepspeed.initialize(model=model, optimizer=AdamW(model.parameters()), config=config)  # new
+    for step in range(steps):
+        rows = {name: row[samples * step :][rank:samples:ranks] for name, row in task.batch(samples * steps).items()}
+        loss = engine(**rows).loss
+        engine.backward(loss)  # new
+        engine.step()  # new
+        losses.append(loss.item())
+    return {"losses": losses}
+
+
+# %%
+host, files, rows = {"device": "cpu"}, tempfile.TemporaryDirectory(), []
+states = {"offload_optimizer": host}
+in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": files.name}}
+tried = [(with_deepspeed, 1, 2, "", {}), (with_deepspeed, 2, 2, "", {}), (with_deepspeed, 3, 2, "", {})]
+tried += [(with_engine, 3, 2, ", own loop", {}), (with_deepspeed, 2, 1, "", {})]
+tried += [(with_deepspeed, 2, 2, ", states on the host", states)]
+tried += [(with_deepspeed, 3, 2, ", states and weights on the host", states | {"offload_param": host})]
+if not no_deepspeed and [*Path(find_spec("deepspeed").origin).parent.glob("ops/aio/async_io_op*")]:
+    tried += [(with_deepspeed, 3, 2, ", states in files", in_files)]
+for function, stage, ranks, where, more in () if no_deepspeed else tried:
+    name, call = f"stage {stage}, ranks: {ranks}{where}", partial(function, stage=stage, **more)
+    run = lab.run(call, f"DeepSpeed, {name}", task=task, processes=ranks, **counting)
+    if function is with_engine and run.ok:
+        torch.testing.assert_close(loss_of(run), loss_of(one), rtol=1e-3, atol=1e-4)
+    parts = counted(run) if run.ok else [run.message.strip().splitlines()[-1][-60:], "", ""]
     rows.append([name, *parts, sum(formula(stage, ranks)), plots.bytes_text(run.peak_bytes)])
 titles = ["DeepSpeed, bytes a parameter", *names, "formula, in all", "peak of a rank"]
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
@@ -392,7 +435,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 #
 # ### States in a file
 #
-# **Offload** keeps what is cut off not on another device but on the host (`offload_optimizer`, above), or in a file on an NVMe disk. On a CPU device and host are the same memory, so the first saves nothing here, and its buffers come on top. For the second DeepSpeed has `{"device": "nvme", "nvme_path": ...}`, which compiles against libaio when it starts. The principle can be tried anywhere: `numpy.memmap` makes an array whose bytes are a file's.
+# **Offload** keeps what is cut off not on another device but on the host (`offload_optimizer` and `offload_param`, above), or in files on an NVMe disk. On a CPU device and host are the same memory, so the first saves nothing here, and its buffers come on top. The second is `{"device": "nvme", "nvme_path": ...}`, an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes; where it was built, its row is above: hardly any states are left). The principle can be tried anywhere: `numpy.memmap` makes an array whose bytes are a file's.
 
 
 # %%

@@ -264,6 +264,7 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
 
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
 _OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
+_OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather, on a card with room for a flat copy"
 _NOT_TAKEN_UP = "fsdp: accelerate takes it up on accelerators only, and on a CPU trains with DistributedDataParallel"
 
 
@@ -351,7 +352,8 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
     from perf_helpers.lab import meters
 
     plain = _plain(experiment, device)
-    depth = {} if every_layer or plain.function else _repeated(plain)
+    as_a_whole = plain.function or plain.arguments.get("deepspeed")  # its buckets do not end where a layer does
+    depth = {} if every_layer or as_a_whole else _repeated(plain)
     if max(depth.values(), default=0) <= _DEEPEST:
         depth = {}
     few = deepening.shallow(depth) if depth else [{}]
@@ -368,7 +370,8 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
             return _on_cuda(experiment, device, True, known, tell)
     assumptions = []
     if experiment.processes > 1:
-        assumptions.append(_OF_SHARDS if plain.arguments.get("fsdp") else _OF_REPLICAS)
+        sharding = {"deepspeed": _OF_ZERO, "fsdp": _OF_SHARDS}
+        assumptions.append(next((sharding[name] for name in sharding if plain.arguments.get(name)), _OF_REPLICAS))
     if "segments" in device.parts:
         found = replay.replayed(log, device.settings, device.memory_bytes)
     else:

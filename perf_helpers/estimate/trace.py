@@ -61,13 +61,15 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
         stack.enter_context(_few_micro_batches())
-        if experiment.processes > 1:
+        deepspeed = experiment.arguments.get("deepspeed")
+        if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
-            if experiment.arguments.get("fsdp"):
-                stack.enter_context(taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
-        if experiment.arguments.get("deepspeed"):
+        if experiment.processes > 1 and experiment.arguments.get("fsdp"):
+            stack.enter_context(taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
+        if deepspeed:
             tracker.empties_weights = True
-            stack.enter_context(on_a_card(tracker.cache_emptied) if tracker.places_modules else contextlib.nullcontext())
+            if tracker.places_modules:
+                stack.enter_context(on_a_card(deepspeed, tracker.cache_emptied))
         with watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)

@@ -8,7 +8,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "build"  # one folder for each package, made by the Makefile
+OFFERED: list[Path] = []  # folders that were, for processes that start anew
+FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each package and Python, made by the Makefile
 
 
 def offer(package: str, folder: Path | None = None) -> str | None:
@@ -19,16 +20,22 @@ def offer(package: str, folder: Path | None = None) -> str | None:
 
     Args:
         package: as it is imported, e.g. "deepspeed".
-        folder: that has it; None: `build/<package>` of this project.
+        folder: that has it; None: that of this project for this Python.
 
     Returns:
         What is missing, in words, as `claims.check(missing=)` takes it; None where the package can be imported.
     """
-    folder = folder or FOLDER / package
+    folder = folder or FOLDER / "{}-{}.{}".format(package, *sys.version_info)
     if importlib.util.find_spec(package) is None and (folder / package).is_dir():
         sys.path.append(str(folder))  # at the end: what is installed comes first
+        OFFERED.append(folder)
         importlib.invalidate_caches()
+    return missing(package)
+
+
+def missing(package: str) -> str | None:
+    """What is missing, in words; None where the package can be imported."""
     if importlib.util.find_spec(package):
         return None
-    how = f"make build/{package}, or pip install setuptools wheel && pip install --no-build-isolation {package}"
-    return f"needs {package} ({how})"
+    how = f'make build/{package}, and extras.offer("{package}") before the first lab; or pip install setuptools wheel '
+    return f"needs {package} ({how}&& pip install --no-build-isolation {package})"

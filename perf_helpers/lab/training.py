@@ -4,10 +4,12 @@ The same code is measured (on real tensors) and estimated (on fake ones).
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from perf_helpers.lab import extras
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
@@ -65,6 +67,12 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         arguments = arguments.replace(max_steps=min(arguments.get("max_steps", steps), steps))
     elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
         arguments = arguments.replace(max_steps=steps)
+    if arguments.get("deepspeed"):  # one process has no launcher that says so, and DeepSpeed would ask MPI
+        if why := extras.missing("deepspeed"):
+            raise Invalid(why)
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
     try:
         args = arguments.build(folder)
         if args.n_gpu > 1:

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from perf_helpers.estimate.snapshot import place
-from perf_helpers.lab import Lab, Task, hardware
+from perf_helpers.lab import Lab, Task, extras, hardware
 from perf_helpers.lab.runs import Run
 from perf_helpers.rehearsal import build
 from perf_helpers.rehearsal.cards import Card, card
@@ -95,7 +95,7 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
         startup.write_text("from perf_helpers.rehearsal import notebook\nnotebook.install(get_ipython())\n")
         inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
-        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside], "PATH": tools}
+        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *extras.OFFERED], "PATH": tools}
         paths = {
             name: os.pathsep.join(filter(None, [*map(str, folders), os.environ.get(name)]))
             for name, folders in first.items()

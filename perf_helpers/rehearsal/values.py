@@ -30,7 +30,7 @@ WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: of an exact one, of any other
-LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive
+LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
 # Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
@@ -63,7 +63,7 @@ class Values(TorchFunctionMode):
         # Whether the values in a storage are known, while it lives. Where nothing is noted the host's are, and the
         # device's are not.
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
-        self._not_negative: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # storages of norms
+        self._norms: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # storages of norms
         self._sent: dict[str, int] = {}  # group -> broadcasts so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
@@ -123,11 +123,12 @@ class Values(TorchFunctionMode):
             return self._fill(fresh[0], _FINITE[name])
         if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
             return self._fill(fresh[0], False)  # libraries test a norm for that
-        chosen = args[2] if name == "where" and self._is_all_false(args[0]) else (args, kwargs)
+        takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
+        chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
-            self._not_negative.update(tensor.untyped_storage() for tensor in fresh)
+            self._norms.update(tensor.untyped_storage() for tensor in fresh)
         elif in_place and given and not (name == "masked_fill_" and self._is_all_false(args[1])):
-            self._not_negative.discard(given[0].untyped_storage())
+            self._norms.discard(given[0].untyped_storage())
         if not fresh and not in_place:
             return  # views
         whole = name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
@@ -145,8 +146,8 @@ class Values(TorchFunctionMode):
             self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every rank
-        holds already, and DeepSpeed asks whether the others hold the same."""
+        """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
+        rank holds already, and DeepSpeed asks whether the others hold the same."""
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
             return
@@ -164,11 +165,15 @@ class Values(TorchFunctionMode):
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
+        return all(map(self._is_not_negative, _tensors(given)))
+
+    def _is_not_negative(self, tensor: torch.Tensor) -> bool:
+        if tensor.numel() > LARGEST_SENT or tensor.is_complex():
+            return False
+        if tensor.untyped_storage() in self._norms:
+            return True
         with _out_of_sight():
-            return all(
-                tensor.untyped_storage() in self._not_negative or (self.is_known(tensor) and (_memory(tensor) >= 0).all())
-                for tensor in _tensors(given)
-            )
+            return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
 
     def _is_all_false(self, mask: torch.Tensor) -> bool:
         with _out_of_sight():

@@ -255,10 +255,46 @@ def test_floating_point_is_unknown_and_finite(here):
     assert (finite, nan, written) == (True, False, 0.5) and "unknown" in shown
 
 
+def signs():
+    import torch
+
+    rows = torch.randn(100, device="cuda")
+    total = torch.stack([rows.norm(), rows.abs().max()]).pow(2).sum() ** 0.5
+    total.masked_fill_(total.isnan(), torch.tensor(-1.0, device="cuda"))
+    total = torch.where(total.isinf(), torch.tensor(-1.0, device="cuda"), total)
+    return bool((~torch.isfinite(total) | (total < 0)).any())
+
+
+def test_a_norm_is_not_below_zero(here):
+    assert here(signs) is False
+
+
+def test_small_whole_numbers_reach_the_other_ranks():
+    def asked(task):
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_rank())
+        first = torch.tensor([7, 8, 9] if dist.get_rank() == 0 else [-1, -1, -1], device="cuda")
+        second = torch.tensor(dist.get_rank(), device="cuda")
+        dist.broadcast(first, src=0)
+        dist.broadcast(second, src=1)
+        return [*first.tolist(), second.item()]
+
+    run = rehearse(asked, on="a100", task=SMALL, processes=2)
+    assert run.ok, run.message
+    assert [rank["value"] for rank in run.ranks] == 2 * [[7, 8, 9, 1]]
+
+
 @pytest.mark.parametrize(
     "ask",
     [
         "bool(x > 0)",
+        "bool(x < 0)",
+        "bool(-rows.norm() < 0)",
+        "bool(rows.norm() - 1 < 0)",
+        "bool(rows.norm().sub_(1) < 0)",
         "float(x)",
         "int(x)",
         "x.cpu().numpy()",

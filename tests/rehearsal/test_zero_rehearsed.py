@@ -1,0 +1,57 @@
+"""DeepSpeed through the Trainer: what the estimate follows on one rank, against torch's own allocator on two and more."""
+
+import sys
+
+import pytest
+
+from perf_helpers import Task
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import extras
+from perf_helpers.rehearsal import build, rehearse
+
+if build.problem() or build.interpreter() is None:
+    pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+if extras.missing("deepspeed") and not [*extras.FOLDER.glob("deepspeed-*/deepspeed")]:
+    pytest.skip("no DeepSpeed: make build/deepspeed", allow_module_level=True)
+
+GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2001})
+
+
+@pytest.fixture(autouse=True)
+def offered(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(extras, "OFFERED", [])
+    assert extras.offer("deepspeed") is None
+
+
+def zero(stage, **more):
+    own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    own |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {"deepspeed": {"zero_optimization": {"stage": stage, **more}} | own, "per_device_train_batch_size": 4}
+
+
+SMALL = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        zero(1) | {"processes": 2},
+        zero(2, **SMALL) | {"processes": 3, "bf16": True, "gradient_checkpointing": True},
+        zero(3, **SMALL) | {"processes": 2, "gradient_accumulation_steps": 2},
+        zero(3) | {"processes": 4, "bf16": True},
+    ],
+    ids=["1", "2, bf16, checkpointing", "3, accumulation", "3, bf16"],
+)
+def test_a_rank_of_zero_takes_what_torchs_allocator_says(recipe):
+    run = rehearse(GPT, on="a100", **recipe)
+    told = estimate(GPT, device="cuda", compute_capability=(8, 0), **recipe)
+    assert run.ok, run.message
+    assert told.peak_bytes == run.peak_bytes
+    assert told.memory.reserved_bytes == run.memory.reserved_bytes, "its cache is emptied, its streams have their own"
+
+
+def test_states_on_the_host_take_nothing_of_the_card():
+    run = rehearse(GPT, on="a100", processes=2, **zero(2, **SMALL, offload_optimizer={"device": "cpu"}))
+    assert run.ok, run.message
+    assert run.memory.phase_breakdowns["backward"]["optimizer_states"] < 0.01 * GPT.parameters()
