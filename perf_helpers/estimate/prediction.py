@@ -253,7 +253,7 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
     that the trace was extrapolated to; {} where all were followed."""
     assumptions = []
     if experiment.processes > 1:
-        assumptions += [_OF_REPLICAS, *([_NOT_TAKEN_UP] if experiment.arguments.get("fsdp") else [])]
+        assumptions += _shared_out(experiment.arguments, on_cuda=False)
     totals = trace.high
     if device.kind == "cpu":
         totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
@@ -264,8 +264,17 @@ def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], devic
 
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
 _OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
-_OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather, on a card with room for a flat copy"
+_OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather; on a GPU with room for a flat copy"
 _NOT_TAKEN_UP = "fsdp: accelerate takes it up on accelerators only, and on a CPU trains with DistributedDataParallel"
+
+
+def _shared_out(arguments: Arguments, on_cuda: bool) -> list[str]:
+    """How what several ranks share out was followed."""
+    if arguments.get("deepspeed"):
+        return [_OF_ZERO]
+    if arguments.get("fsdp"):
+        return [_OF_SHARDS] if on_cuda else [_OF_REPLICAS, _NOT_TAKEN_UP]
+    return [_OF_REPLICAS]
 
 
 def _layers_told(depth: dict[str, int], few: Sequence[dict[str, int]]) -> str:
@@ -370,8 +379,7 @@ def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: K
             return _on_cuda(experiment, device, True, known, tell)
     assumptions = []
     if experiment.processes > 1:
-        sharding = {"deepspeed": _OF_ZERO, "fsdp": _OF_SHARDS}
-        assumptions.append(next((sharding[name] for name in sharding if plain.arguments.get(name)), _OF_REPLICAS))
+        assumptions += _shared_out(plain.arguments, on_cuda=True)
     if "segments" in device.parts:
         found = replay.replayed(log, device.settings, device.memory_bytes)
     else:

@@ -70,11 +70,13 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
     allocator = CachingAllocator(Settings.parse(settings), capacity, on_event=note)
     lengths = [0]  # of the trace after so many events
     with contextlib.suppress(OutOfMemory):
-        for event in log.events:
+        for number, event in enumerate(log.events):
+            if number in log.emptied:
+                allocator.empty_cache()
             block = event if event >= 0 else ~event
             size, label = log.blocks[block]
             if event >= 0:
-                allocator.allocate(block, size)
+                allocator.allocate(block, size, label.stream)
             else:
                 allocator.free(block)
             lengths.append(len(trace))

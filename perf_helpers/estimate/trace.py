@@ -176,10 +176,10 @@ class FakeTracker(Tracker):
         return _as_kernels_do(function, args, kwargs)
 
     def _storage(self, tensor):
-        tensor = shards.local(tensor)
-        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
-            return None  # a shape that somebody keeps
         try:
+            tensor = shards.local(tensor)
+            if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
+                return None  # a shape that somebody keeps
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None

@@ -15,8 +15,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each pack
 def offer(package: str, folder: Path | None = None) -> str | None:
     """Let this process, and the clean processes of a lab that it makes afterwards, import a package from its folder.
 
-    One that is installed as any other is left as it is. Call it before the first `Lab`: the libraries that the lab's
-    processes share look for their extras when they are imported.
+    One that is installed as any other is left as it is. The libraries that a lab's processes share look for their
+    extras when they are imported, so these are imported anew.
 
     Args:
         package: as it is imported, e.g. "deepspeed".
@@ -37,5 +37,5 @@ def missing(package: str) -> str | None:
     """What is missing, in words; None where the package can be imported."""
     if importlib.util.find_spec(package):
         return None
-    how = f'make build/{package}, and extras.offer("{package}") before the first lab; or pip install setuptools wheel '
+    how = f'make build/{package}, and extras.offer("{package}"); or pip install setuptools wheel '
     return f"needs {package} ({how}&& pip install --no-build-isolation {package})"

@@ -26,12 +26,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import cloudpickle
 
-from perf_helpers.lab import hardware, outcomes, whereabouts
+from perf_helpers.lab import extras, hardware, outcomes, whereabouts
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -84,12 +85,17 @@ class ForkServer:
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._owner = 0  # the process that started it
+        self._offered: list[Path] = []  # what was offered by then
         self._forked: set[int] = set()  # by the server of now
 
     def start(self) -> None:
-        """Start it, if there is none, without waiting for it."""
+        """Start it, if there is none, without waiting for it. One that was started before a package was offered has
+        libraries that did not find it: it is replaced, and its forks go on."""
         with self._lock:
-            if HAS_FORK and not (self._process and self._owner == os.getpid() and self._process.poll() is None):
+            is_ours = self._process is not None and self._owner == os.getpid()
+            if HAS_FORK and not (is_ours and self._process.poll() is None and self._offered == extras.OFFERED):
+                if is_ours and not self._forked:
+                    self._socket.close()  # by which it ends
                 self._begin()
 
     def _begin(self) -> None:
@@ -107,6 +113,7 @@ class ForkServer:
         )
         theirs.close()
         self._socket, self._owner, self._forked = ours, os.getpid(), set()
+        self._offered = [*extras.OFFERED]
         atexit.register(self._end, self._process, ours, self._owner)
 
     @staticmethod

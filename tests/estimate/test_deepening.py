@@ -156,11 +156,12 @@ def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
             log=[(one, 1), (other, 1), (one, -1), (other, -1)],
             operations=[(1, "setup", "", ""), (3, "forward", "", "layers.1.mlp")],
             marks=[("start", 1, 1), ("forward", 3, 2)],
+            emptied=[1],
         )
     )
     assert [*log] == [(0, 3, 1), (1, 5, 1), (0, 3, -1)]
     assert [label.phase + label.module for _, label in log.blocks] == ["setup", "forwardlayers.*.mlp"]
-    assert log.marks == [("start", 1), ("forward", 3)]
+    assert log.marks == [("start", 1), ("forward", 3)] and log.emptied == (1,)
 
 
 # ---- models that are followed both ways

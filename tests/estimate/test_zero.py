@@ -25,6 +25,7 @@ def zero(stage, **more):
 def offered(monkeypatch):
     """Only here: an offered DeepSpeed would be imported in every training of the tests after this one."""
     monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(extras, "OFFERED", [])
     assert extras.offer("deepspeed") is None
 
 

@@ -28,6 +28,15 @@ def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(fo
     assert run.ok and run.value == 42, run.message
 
 
+def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "OFFERED", [])
+    lab = Lab("cpu", out=tmp_path / "out", lesson="tests")
+    servers = [lab.run(lambda task: __import__("os").getppid(), "before", measure=("none",)).value for _ in range(2)]
+    assert extras.offer("some_extra", folder) is None
+    servers.append(lab.run(lambda task: __import__("os").getppid(), "after", measure=("none",)).value)
+    assert servers[0] == servers[1] != servers[2], "they look for their extras when they are imported"
+
+
 def test_what_is_missing_is_told_with_how_to_get_it(tmp_path):
     before = [*sys.path]
     told = extras.offer("no_such_package", tmp_path / "nowhere")
