@@ -33,7 +33,6 @@ def offered(monkeypatch):
 @pytest.mark.parametrize(
     ("stage", "recipe"),
     [
-        (0, {"processes": 2}),
         (2, {"processes": 2, "gradient_accumulation_steps": 3}),
         (3, {"processes": 2}),
     ],
