@@ -48,7 +48,8 @@ class Experiment:
     @property
     def is_counted_by_tensors(self) -> bool:
         """Whether other threads or processes hand memory to this one at no certain time; see `meters.MemoryMeter`."""
-        return self.processes > 1 or bool(self.arguments.get("dataloader_num_workers"))
+        # DeepSpeed sends also where there is one rank.
+        return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
 
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)
