@@ -49,13 +49,20 @@ check: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
-# What measures time runs by itself. In the browser lessons only have to run: small ones, two at once.
+# What measures time runs by itself. In the browser lessons only have to run: small ones, two at once. A stage that fails does not
+# stop the next one; the last line says which failed.
 TIMED := tests/course/test_planted_speeds.py tests/test_lessons.py
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py
-	$(BIN)/python -m pytest $(TIMED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py
+	@failed=; \
+	stage() { \
+		name=$$1; began=$$(date +%s); shift; "$$@" || failed="$$failed $$name,"; \
+		echo "make test: $$name took $$((($$(date +%s) - began + 59) / 60)) minutes"; \
+	}; \
+	stage units $(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
+	stage lessons $(BIN)/python -m pytest $(TIMED); \
+	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
+	[ -z "$$failed" ] || { echo "make test: failed in$${failed%,}" >&2; exit 1; }
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

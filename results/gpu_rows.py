@@ -328,7 +328,7 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
     """Each rung: its name, what is new (of several the last that fits), and what this machine lacks for it."""
-    native = hardware.supports("cuda-or-cpu-bf16", here.machine)[1]
+    native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})
     yield "+ half precision", [here.half], native
     yield "+ SDPA", [{"attn_implementation": "sdpa"}], ""

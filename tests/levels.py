@@ -1,7 +1,7 @@
-"""Runs tests at levels of CPU instructions below this machine's own, as other machines have them.
+"""Runs tests and lessons at levels of CPU instructions below this machine's own, as other machines have them.
 
-    python tests/levels.py                     the tests that depend on a CPU's instructions
-    python tests/levels.py --all               at every level, not only the lowest and the one that most machines have
+    python tests/levels.py                 tests that depend on a CPU's instructions; lessons 07 and 14, strictly
+    python tests/levels.py --all           at every level, not only the lowest and the one that most machines have
     python tests/levels.py tests/estimate  arguments for pytest
 
 A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
@@ -29,6 +29,7 @@ LEVELS = (
 )
 
 MOST = ("AVX2", "avx2")
+LESSONS = ["07", "14"]  # their claims are about 16-bit products
 
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
@@ -41,19 +42,28 @@ def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [every[0], MOST if MOST in every else every[-1]]
 
 
+def without_bf16(every: list[tuple[str, str]]) -> tuple[str, str]:
+    """The highest level at which oneDNN has no instruction for bf16 products, whatever the CPU's flags say."""
+    return [level for level in every if not level[0].endswith("BF16")][-1]
+
+
 def main(arguments: list[str]) -> int:
     machine = hardware.describe()
     if not machine.system or ("x86" not in machine.system and "AMD64" not in machine.system):
         print(f"levels: {machine.system} has no such levels, nothing to run")
         return 0
-    every, failed = below(machine.cpu_features), []
-    for isa, capability in every if "--all" in arguments else usual(every):
-        print(f"\nlevels: oneDNN up to {isa}, torch {capability}", flush=True)
+    every, failed, given = below(machine.cpu_features), [], [word for word in arguments if word != "--all"]
+    tests = [sys.executable, "-m", "pytest", "-q", *(given or ["-n", "2", "--dist", "worksteal", *TESTS])]
+    course = [sys.executable, "-m", "perf_helpers.cli", "course", *LESSONS, "--strict", "--no-speeds", "--out"]
+    levels = every if "--all" in arguments else usual(every)
+    todo = [(level, "tests", tests) for level in levels]
+    for level in () if given else every if "--all" in arguments else [without_bf16(every)]:
+        todo.append((level, f"lessons {', '.join(LESSONS)}", [*course, f"build/levels/{'-'.join(level)}"]))
+    for (isa, capability), what, command in todo:
+        print(f"\nlevels: oneDNN up to {isa}, torch {capability}: {what}", flush=True)
         environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
-        given = [word for word in arguments if word != "--all"] or ["-n", "2", "--dist", "worksteal", *TESTS]
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", *given], cwd=ROOT, env=environment)
-        if done.returncode:
-            failed.append(f"{isa}/{capability}")
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            failed.append(f"{isa}/{capability} ({what})")
     print(f"levels: failed at {', '.join(failed)}" if failed else "levels: passed at every level", flush=True)
     return bool(failed)
 

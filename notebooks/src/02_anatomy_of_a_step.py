@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, roofline, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, plots, roofline, stopwatch, widgets
 from perf_helpers.lab.runs import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="02_anatomy_of_a_step")
@@ -59,7 +59,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do they
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# A large copy, and a square matrix product in each precision that the device computes in natively. The copy is larger than any cache; a second, small one stays inside. Of several tries the fastest counts.
+# A large copy, and a square matrix product in each precision that the device has instructions for. The copy is larger than any cache; a second, small one stays inside. Of several tries the fastest counts.
 
 
 # %%
@@ -82,8 +82,7 @@ def ceilings_of_library(task):
     return [asdict(roofline.ceilings(kind, DEVICE)) for kind in kinds]
 
 
-has_bf16 = hardware.supports("cpu-bf16" if DEVICE == "cpu" else "sm80")[0]
-kinds = ["float32"] + ["float16"] * (DEVICE == "cuda") + ["bfloat16"] * has_bf16
+kinds = ["float32"] + ["float16"] * (DEVICE == "cuda") + ["bfloat16"] * bool(lab.machine.native_bf16)
 (memory_rate, cache_rate), rates = lab.run(two_ceilings, measure=("none",)).value
 library = lab.run(ceilings_of_library, measure=("none",)).value
 

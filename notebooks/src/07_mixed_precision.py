@@ -29,16 +29,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, roofline, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="07_mixed_precision")
 on_gpu = lab.machine.kind == "cuda"
 torch.set_num_threads(1)  # of this kernel, which trains tiny networks; experiments have processes of their own
-native, lacking = hardware.supports("cuda-or-cpu-bf16")  # are there instructions for 16-bit products?
 mixed = {"fp16": True} if on_gpu else {"bf16": True}
 half = "float16" if on_gpu else "bfloat16"
-print(f"{lab.machine.name}: mixed precision is {mixed}, 16-bit products are {'native' if native else 'emulated'}")
+print(f"{lab.machine.name}: mixed precision is {mixed}")
 
 # %% [markdown]
 # ## Idea
@@ -179,8 +178,8 @@ print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%
 # %% [markdown]
 # ## By hand: the loss scaler
 #
-# Gradients are small, and fp16 has nothing between 0 and about 6e-8. How many vanish? The table takes a small network
-# and multiplies its loss by a small weight, as that of a side task is.
+# Gradients are small, and fp16 has nothing between 0 and about 6e-8. How many vanish? The table multiplies the loss of a
+# small network by a weight.
 #
 # The cure: multiply the loss by a large number, which multiplies every gradient, and divide before the step. Which
 # number? It is found by trying. An overflow shows as `inf`: then the step is skipped and the scale halved. After some
@@ -355,11 +354,18 @@ plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.ki
 # a step, so that the gradients of the first are there while the second is computed.
 
 # %%
+shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+learnable = Task("bert-tiny", seq_len=16, data="learnable", config=shape)
 original = Task("bert-base-uncased", seq_len=128)
 small_shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
 miniature = Task("bert-tiny", seq_len=24, config=small_shape | {"vocab_size": 850, "max_position_embeddings": 32})
 task, batches = original if on_gpu else miniature, (1, 8, 16, 32, 64)
 small, large = batches[0], batches[-1]
+timed_task, batch = (lab.task if on_gpu else Task("bert-small", seq_len=64)), lab.profile.micro_batch
+in_step = roofline.products(lab, half, timed_task, batch)
+if not (quick := in_step.usable):  # 16 bits are emulated
+    timed_task, batch = learnable, 16
+    in_step = roofline.products(lab, half, timed_task, batch)
 recipes = {"fp32": {}, "mixed": mixed, "pure half": {"dtype": half}}  # new: the last two
 
 
@@ -524,8 +530,6 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 # `fp16=True`.
 
 # %%
-shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-learnable = Task("bert-tiny", seq_len=16, data="learnable", config=shape)
 settings = {"per_device_train_batch_size": 16, "learning_rate": 3e-3, "lr_scheduler_type": "constant"}
 
 
@@ -549,18 +553,19 @@ _ = plots.losses(
     {recipe: [run.losses for run in three] for recipe, three in seeds.items()}, title="Loss by step, three seeds each"
 )
 
+
 # %%
-timed_task = lab.task if on_gpu else Task("bert-small", seq_len=64) if native else learnable
-batch = lab.profile.micro_batch if native else 16
-
-
 def timed(name, recipe, task=timed_task):
     return lab.train(name, task=task, measure=("time",), steps=1, per_device_train_batch_size=batch, **recipe)
 
 
 in_turns = timed("fp32, timed", {}), timed("mixed, timed", mixed)
 speed = lab.compare(*in_turns).speed_ratio
-print(f"speed of mixed precision, fp32 = 1: {speed}. 16-bit products: {'native' if native else lacking}")
+print(f"instructions for bf16: {lab.machine.native_bf16}; measured: {in_step}")
+print(
+    "so mixed precision should train {:.2f} to {:.2f} x as fast as fp32;".format(*in_step.step_speed),
+    f"it does {speed}",
+)
 exercises.question(
     lab,
     "a flag",
@@ -576,10 +581,12 @@ exercises.question(
 )
 
 # %% [markdown]
-# Where the bands lie on each other, mixed precision learns as fp32 does. Whether it is faster depends on the chip. torch
-# says "yes" to bf16 wherever it can be *computed*, a T4 included ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)). Without 16-bit instructions it takes
-# a slow path that is there to be right, not fast ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)). And on a CPU `fp16=True` is accepted and
-# ignored where the printed line says that its losses are those of fp32: accelerate applies fp16 on accelerators only.
+# Where the bands lie on each other, mixed precision learns as fp32 does. Whether it is faster, the rate of the chip's
+# products tells, and no flag. torch says "yes" to bf16 wherever it can be *computed*, a T4 included ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
+# Without 16-bit instructions it takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)). With them your CPU may be slower too: of three with
+# `avx512_bf16` one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)). From rates to steps by
+# Amdahl's law: products follow their rate, the rest takes half to twice its time (bytes are halved, casts added). And on a
+# CPU `fp16=True` is ignored where the printed losses are fp32's: accelerate applies it on accelerators only.
 #
 # ## Inference: the whole model in 16 bits
 #
@@ -592,7 +599,7 @@ exercises.question(
 # %%
 served = lab.task
 if not on_gpu:
-    model, vocabulary = ("bert-small", 1200) if native else ("bert-tiny", 250)
+    model, vocabulary = ("bert-small", 1200) if quick else ("bert-tiny", 250)
     served = Task(model, seq_len=64, config={"vocab_size": vocabulary, "max_position_embeddings": 64})
 inference = {"task": served, "per_device_eval_batch_size": 4, "measure": ("memory",)}
 by_autocast = lab.infer("inference by autocast", **mixed, **inference)
@@ -678,9 +685,7 @@ plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 #
 # ## What held
 #
-# 65535 is the largest unsigned 16-bit *integer*, not a number of fp16. The boxes give the reasons for others.
-# The 5x of the 2022 guide was seen in Megatron-DeepSpeed, which is not run here: a GPU's largest products alone say
-# whether fp16 *can* be that fast.
+# The 5x of the 2022 guide was seen in Megatron-DeepSpeed: a GPU's largest products say whether it *can* be.
 
 
 # %%
@@ -751,19 +756,19 @@ display(claims.check("fp16-saves-with-batch", min(growth), note=f"saved: {by_siz
 display(claims.check("half-inference", weighed[1] / weighed[0]))
 display(claims.check("full-eval-weights", max(evals[flag][0] for flag in ("bf16_full_eval", "fp16_full_eval"))))
 
-display(claims.check("half-inference-speed", served_speed))
+display(claims.check("half-inference-speed", served_speed, predicted=in_step.half_speed))
 display(claims.check("fp16-faster", speed if on_gpu else None))
 every = [lab.compare(runs["fp32", b], runs["mixed", b], turns=3).speed_ratio for b in batches[1:]] if on_gpu else []
 least = min(every, key=lambda ratio: ratio.value if ratio.known else 0, default=None)
 display(claims.check("fp16-twice-by-batch", least, note=", ".join(map(str, every))))
 
 # %% tags=["claim"]
-cpu_speed = None if on_gpu else speed
+of_cpu, cpu_speed = in_step, speed
 if on_gpu:
-    cpu_task = Task("bert-small", seq_len=64) if hardware.supports("cpu-bf16")[0] else learnable
-    on_cpu = [timed(f"CPU, {recipe}", recipe | {"use_cpu": True}, cpu_task) for recipe in ({}, {"bf16": True})]
+    of_cpu = roofline.products(lab, "bfloat16", learnable, batch, use_cpu=True)
+    on_cpu = [timed(f"CPU, {recipe}", recipe | {"use_cpu": True}, learnable) for recipe in ({}, {"bf16": True})]
     cpu_speed = lab.compare(*on_cpu).speed_ratio
-display(claims.check("half-precision-faster-cpu", cpu_speed))
+display(claims.check("half-precision-faster-cpu", cpu_speed, predicted=of_cpu.step_speed, note=str(of_cpu)))
 by_trainer = mantissa = exponent = tf32_product = fp16_product = tf32_losses = tf32_mixed = None
 if on_gpu:
     by_trainer, mantissa, exponent, *pairs = lab.run(product_facts, "products", measure=("none",)).value

@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, monitor, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, monitor, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="13_accelerate_loop")
-native = hardware.supports("sm80")[0] or (lab.machine.kind == "cpu" and hardware.supports("cpu-bf16")[0])
-precision = "bf16" if native else "fp16" if lab.machine.kind == "cuda" else "no"
+precision = "bf16" if lab.machine.native_bf16 else "fp16" if lab.machine.kind == "cuda" else "no"
 task = lab.task if lab.machine.kind == "cuda" else lab.task.replace(seq_len=64, config={"vocab_size": 2000})
 print(f"mixed precision on this machine: {precision}")
 

@@ -206,10 +206,10 @@ Markdown(
 # The guide's second goal is speed. Vanilla above is today's: the library takes fused attention and a fused AdamW
 # unasked. The guides' vanilla had plain ("eager") attention, and an AdamW that walks through the tensors in a loop. From
 # there, one technique a rung: tf32 and 16-bit products (lesson 07), SDPA (11), fused AdamW (10), a batch as large as fits
-# into what was freed (04), DataLoader workers (12), torch.compile (11). What the machine lacks is left out; on a
-# CPU compiling takes longer than this lesson.
+# into what was freed (04), DataLoader workers (12), torch.compile (11). What the machine lacks is left out: on a
+# CPU compiling, which takes long, and 16 bits where their products are emulated.
 #
-# A CPU takes two layers as wide as it needs to gain by 16 bits, without dropout of attention: with it, SDPA falls back to
+# A CPU takes two layers, without dropout of attention: with it, SDPA falls back to
 # the plain one there (11).
 
 
@@ -222,13 +222,15 @@ def looped(model, arguments):
 
 wide = {"num_hidden_layers": 2, "vocab_size": 200, "max_position_embeddings": 256, "attention_probs_dropout_prob": 0.0}
 speed_task = lab.task if cuda else Task("bert-small", seq_len=192, dataset_size=64, config=wide)
-sm80, native = (hardware.supports(feature)[0] for feature in ("sm80", "cuda-or-cpu-bf16"))
+sm80 = hardware.supports("sm80")[0]
 sixteen = {"fp16": True} if cuda and not sm80 else {"bf16": True}
+products = None if cuda else roofline.products(lab, "bfloat16", speed_task, 4)
+print(products or "on a GPU: lesson 07")
 compiles = cuda and not lab.machine.rehearsed and any(map(shutil.which, ("cc", "gcc", "clang")))
 start = four | {"attn_implementation": "eager", "optimizer": looped}
 rungs_of_speed = {  # rung: (what is new; of several the last that fits, whether this machine has it)
     "+ tf32": ([{"tf32": True}], sm80),
-    "+ half precision": ([sixteen], native),
+    "+ half precision": ([sixteen], cuda or products.usable),
     "+ SDPA": ([{"attn_implementation": "sdpa"}], True),
     "+ fused AdamW": ([{"optimizer": None, "optim": "adamw_torch_fused"}], True),
     "+ larger batch": ([{"per_device_train_batch_size": size} for size in (6, 8, 12, 16, 24, 32)], True),
@@ -458,11 +460,17 @@ cells = {  # row of the guide's table: (speed: of which run over which, memory: 
     "optimizer": (("+ fused AdamW", under.get("+ fused AdamW")), ("Adafactor alone", first)),
     "loader": (None, ("+ workers", under.get("+ workers"))),
 }
+foretold = products.step_speed if products else Ratio.unknown("the rung below may have tf32")
 for row, (of_speed, of_memory) in cells.items():
-    display(claims.check(f"table-{row}-speed", faster(*reversed(of_speed)) if of_speed else workers))
+    emulated = row == "half" and products and not products.usable
+    lacking = f"needs 16-bit products at a tenth of fp32's rate or more: {products}" if emulated else None
+    of_rates = {"predicted": foretold} if row == "half" else {}
+    speed = faster(*reversed(of_speed)) if of_speed else workers
+    display(claims.check(f"table-{row}-speed", speed, missing=lacking, **of_rates))
     absent = [name for name in of_memory if name not in ran or not ran[name].ok]
     peaks = None if absent else ran[of_memory[0]].peak_bytes / ran[of_memory[1]].peak_bytes
-    display(claims.check(f"table-{row}-memory", peaks, missing=f"a run that failed: {absent}" if absent else None))
+    missing = lacking or (f"a run that failed: {absent}" if absent else None)
+    display(claims.check(f"table-{row}-memory", peaks, missing=missing))
 for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items():
     display(claims.check(f"table-zero-{cell}", note=f"one process has nothing to shard: lesson 16, {claim}"))
 

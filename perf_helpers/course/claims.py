@@ -28,7 +28,7 @@ from perf_helpers.course.ledger import (
     recorded_since,
 )
 from perf_helpers.course.report import template
-from perf_helpers.course.results import claim_row, unexpected
+from perf_helpers.course.results import claim_row, expectation_text, interval_text, unexpected
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Ratio
@@ -61,7 +61,7 @@ class Decision:
     quantity: str | None  # None for a text claim
     where: str  # the machine that the claim needs
     verdict: Verdict
-    expected: tuple[Verdict, ...]  # by the ledger, of this kind of machine
+    expected: tuple[Verdict, ...]  # by the ledger, of this kind of machine; empty where the quantity is predicted
     as_expected: bool
     value: float | None  # in the unit of the quantity; None: not measured
     interval: tuple[float, float] | None  # in the same unit; None: an exact count, or a single measurement
@@ -72,6 +72,8 @@ class Decision:
     note: str  # the lesson's own
     rehearsed: bool = False  # whether the machine computes nothing, see Machine.rehearsed
     since: str | None = None  # with which libraries it came out otherwise, where the library matrix saw that
+    predicted: tuple[float, float] | None = None  # what other measurements of this run let expect, in the same unit
+    predicted_from: str | None = None  # which these are
 
     def to_dict(self) -> dict:
         """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
@@ -84,12 +86,11 @@ class Decision:
             words += " (rehearsed)"
         elif self.verdict is Verdict.REFUTED:
             words += ": not reproduced on this machine"
-        return words if self.as_expected else f"{words} (unexpected, the ledger expects: {' or '.join(self.expected)})"
+        return words if self.as_expected else f"{words} (unexpected: {expectation_text(self.expected, self.predicted)})"
 
     def measured(self) -> str:
         """The value with its interval, or "not measured"."""
-        interval = " ({} to {})".format(*map(number_text, self.interval)) if self.interval else ""
-        return number_text(self.value) + interval
+        return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
         """The guides' figure with its source and its hardware, or that there is none."""
@@ -102,6 +103,7 @@ class Decision:
         finding = self.verdict is not Verdict.HOLDS or not self.as_expected
         rows = {
             "measured": self.quantity and self.measured(),
+            "predicted": self.predicted and f"{interval_text(self.predicted)} on this machine: {self.predicted_from}",
             "quantity": self.quantity,
             "holds if": self.threshold,
             "guide": self.guide_text(),
@@ -153,18 +155,31 @@ class NotReproduced(Exception):
 _decided: dict[str | None, dict[str, Decision]] = {}
 
 
-def check(id: str, value: float | Ratio | None = None, *, missing: str | None = None, note: str = "") -> Decision:
+def check(
+    id: str,
+    value: float | Ratio | None = None,
+    *,
+    predicted: tuple[float, float] | Ratio | None = None,
+    missing: str | None = None,
+    note: str = "",
+) -> Decision:
     """Decide a claim of the ledger by what was measured here.
+
+    The verdict comes from the value alone. Whether it is the expected one: by the ledger for this kind of machine; or,
+    where the claim is `predicted`, by whether value and prediction, with their intervals, agree.
 
     Args:
         id: the claim.
         value: its quantity, a number or a Ratio (value, low, high). Where it is unknown, as after a run that failed,
             the claim is "not testable here".
+        predicted: (low, high) of the quantity as it follows from other measurements of this run, for a claim that the
+            ledger calls `predicted`; a Ratio that is unknown predicts nothing.
         missing: what is lacking here to measure it, e.g. "needs root to shape a link".
         note: whatever else the reader should see.
 
     Raises:
-        ValueError: an unknown id, no value where one can be measured, or a value that is no number.
+        ValueError: an unknown id, no value where one can be measured, a value that is no number, or no prediction
+            where the ledger asks for one.
     """
     ledger = load()
     if id not in ledger:
@@ -175,6 +190,7 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         what = "is no time" if claim.decided_by == "time" else "are no values"
         value, missing = None, f"a rehearsal: no kernel computes, so there {what}"
     number, interval, why_unknown = _measurement(id, value)
+    range_, why_unpredicted = _prediction(claim, predicted, measured=met and number is not None and not missing)
     missing = missing or why_unknown
     if met and not missing and number is None:
         if not machine.rehearsed:
@@ -185,8 +201,9 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
     reasons = (claim.reason, claim.since and f"since: {claim.since}", claim.thread)
     decision = Decision(
         **{name: getattr(claim, name) for name in ("id", "lesson", "says", "quantity", "where", "guide")},
-        **_expectation(claim, verdict, choose_profile("auto", machine).name, machine.rehearsed),
         verdict=verdict,
+        expected=(),
+        as_expected=False,
         value=number,
         interval=interval,
         threshold=claim.threshold_text(),
@@ -195,7 +212,10 @@ def check(id: str, value: float | Ratio | None = None, *, missing: str | None = 
         note=str(note),
         rehearsed=machine.rehearsed,
         since=recorded_since().get(id),
+        predicted=range_,
+        predicted_from=why_unpredicted or claim.predicted,
     )
+    decision = _judged(decision, claim, choose_profile("auto", machine).name)
     _decided.setdefault(None, {})[id] = decision
     return decision
 
@@ -233,7 +253,7 @@ def finish(lab: "Lab") -> None:
             check(id, missing="a rehearsal: its cell needs values")
     decided |= _decided.pop(None, {})
     for id, one in decided.items():
-        decided[id] = replace(one, **_expectation(ledger[id], one.verdict, lab.profile.name, one.rehearsed))
+        decided[id] = _judged(one, ledger[id], lab.profile.name)
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
     rows = [decision.to_dict() for decision in made]
     problems = unexpected([claim_row(name, row) for row in rows])
@@ -271,14 +291,40 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
     return numbers[0], tuple(numbers[1:]) or None, None
 
 
-def _expectation(claim: Claim, verdict: Verdict, profile: str, rehearsed: bool) -> dict:
-    """Two fields of a Decision: what the ledger expects of this kind of machine under this profile, and whether the
-    verdict is that. What the machine lacks is always excused, and so is what a rehearsal cannot measure."""
+def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, measured: bool) -> tuple:
+    """What was predicted, as ((low, high) or None, why it is not known)."""
+    if not claim.predicted:
+        if predicted is not None:
+            raise ValueError(f"claim {claim.id!r} is not `predicted` in the ledger: leave predicted= out")
+        return None, None
+    if predicted is None:
+        if measured:
+            raise ValueError(f"claim {claim.id!r}: pass predicted=(low, high), {claim.predicted}")
+        return None, None
+    ends = (predicted.low, predicted.high) if isinstance(predicted, Ratio) else tuple(predicted)
+    for end in ends:
+        if isinstance(end, Unknown):
+            return None, f"no prediction: {end.why}"
+    low, high = map(float, ends)
+    if not low <= high:  # nan is no prediction either
+        raise ValueError(f"claim {claim.id!r}: predicted={predicted!r} is no range (low, high)")
+    return (low, high), None
+
+
+def _judged(decision: Decision, claim: Claim, profile: str) -> Decision:
+    """The decision with what is expected of this kind of machine under this profile, and whether it came out so.
+
+    What the machine lacks is always excused, and so is what a rehearsal cannot measure.
+    """
     kind = "cuda" if hardware.supports("cuda")[0] else "cpu"
-    expected = claim.expected.get(kind, (Verdict.NOT_TESTABLE,))
+    expected = claim.expected.get(kind, () if claim.predicted else (Verdict.NOT_TESTABLE,))
     if kind == "cuda" and profile in GPU_PROFILES:
         expected = claim.expected.get(profile, expected)
-    if hardware.supports("cpu-bf16")[0]:
-        expected = claim.expected.get("cpu-bf16", expected)
-    excused = not hardware.supports(claim.where)[0] or (rehearsed and verdict is Verdict.NOT_TESTABLE)
-    return {"expected": expected, "as_expected": excused or verdict in expected}
+    untested = decision.verdict is Verdict.NOT_TESTABLE
+    if decision.predicted and not untested:
+        (low, high), (least, most) = decision.predicted, decision.interval or (decision.value, decision.value)
+        as_expected = least <= high and low <= most
+    else:
+        as_expected = decision.verdict in expected
+    excused = not hardware.supports(claim.where)[0] or (decision.rehearsed and untested)
+    return replace(decision, expected=expected, as_expected=excused or as_expected)

@@ -16,7 +16,7 @@ from perf_helpers.course.changes import AXES, compare, worse_of
 from perf_helpers.course.execution import code_of, run_lesson, say
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, claim_row, load_results, problems
+from perf_helpers.course.results import SCHEMA, claim_row, failures, load_results, problems
 from perf_helpers.lab import hardware, paces
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.store import write_whole
@@ -34,8 +34,13 @@ class CourseResult:
     data: dict[str, Any]  # the content of results.json
 
     @property
+    def failures(self) -> list[str]:
+        """What went wrong, whatever the verdicts are: lessons that did not run, or no claim decided. One line each."""
+        return failures(self.data)
+
+    @property
     def problems(self) -> list[str]:
-        """What keeps the run from being ok, one line each."""
+        """What keeps the run from being ok: failures, and verdicts that are not expected. One line each."""
         return problems(self.data)
 
     @property

@@ -23,7 +23,6 @@ SINCE = Path(__file__).with_name("since.json")  # made by results/build.py from 
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
-OTHERWISE = (*GPU_PROFILES, "cpu-bf16")  # where `expected` may name other verdicts than for the kind of machine
 LESSONS_WITHOUT_CLAIMS = ("20",)  # the only ones that may finish without having checked anything
 
 Need = Callable[[object, str, str], None]  # need(what must be true, field, what to write there), or it raises
@@ -65,7 +64,8 @@ class Claim:
     threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
     tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
     no_effect: float | None = None  # the quantity where the technique does nothing; None: there is no such value
-    expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda", or one of OTHERWISE
+    predicted: str | None = None  # from which measurements of the same run the quantity follows, and how
+    expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda" or one of GPU_PROFILES
     reason: str | None = None  # why it does not hold today
     since: str | None = None  # the version that changed it
     thread: str | None = None  # where that was discussed
@@ -165,18 +165,19 @@ def _read(table: dict) -> Claim:
     _check_statement(table, need)
     values = table | {"guide": Guide(**table["guide"])}
     if table["where"] == "text":
-        for name in ("quantity", "decided_by", "direction", "threshold", "tolerance", "no_effect", "expected"):
+        rule = ("quantity", "decided_by", "direction", "threshold", "tolerance", "no_effect", "predicted", "expected")
+        for name in rule:
             need(name not in table, name, "a text claim has nothing to measure; leave it out")
         return Claim(**values)
     _check_rule(table, need)
-    values["expected"] = {kind: tuple(map(Verdict, verdicts)) for kind, verdicts in table["expected"].items()}
+    values["expected"] = {kind: tuple(map(Verdict, verdicts)) for kind, verdicts in table.get("expected", {}).items()}
     return Claim(**values)
 
 
 def _check_statement(table: dict, need: Need) -> None:
     """A text wherever one belongs; the lesson and the machine are of those that there are; the guide has a source."""
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
-    explained = [name for name in ("reason", "since", "thread") if name in table]
+    explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
     _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
     need(re.fullmatch(r"\d\d", table["lesson"]), "lesson", "two digits are needed, as in '05'")
     need(table["where"] in WHERE, "where", f"{table['where']!r} is none of {', '.join(WHERE)}")
@@ -218,14 +219,19 @@ def _check_rule(table: dict, need: Need) -> None:
             "below": none >= ends[0], "above": none <= ends[0], "between": none < ends[0] or ends[-1] < none
         }[direction]  # fmt: skip
         need(outside, "no_effect", "a number is needed, on the side where the claim does not hold")
-    expected = table.get("expected")
-    kinds = ["cuda"] if table["where"] in ("cuda", "sm80", "gpus2") else ["cpu", "cuda"]
-    complete = isinstance(expected, dict) and set(expected) - set(OTHERWISE) == set(kinds)
-    need(complete, "expected", f"exactly {kinds} are needed; {', '.join(OTHERWISE)} may say otherwise")
+    expected = table.get("expected", {} if "predicted" in table else None)
+    kinds = {"cuda"} if table["where"] in ("cuda", "sm80", "gpus2") else {"cpu", "cuda"}
+    given = set(expected) - set(GPU_PROFILES) if isinstance(expected, dict) else None
+    complete = given == kinds or ("predicted" in table and given is not None and given < kinds)
+    what = (
+        f"exactly {sorted(kinds)} are needed (fewer where it is predicted); {', '.join(GPU_PROFILES)} may say otherwise"
+    )
+    need(complete, "expected", what)
     for kind, verdicts in expected.items():
         known = isinstance(verdicts, list) and verdicts and all(verdict in list(Verdict) for verdict in verdicts)
         need(known, f"expected.{kind}", f"a list is needed, out of: {', '.join(Verdict)}")
-        need(len(verdicts) <= 2, f"expected.{kind}", "at most two verdicts: more could hardly be contradicted")
+        both = {Verdict.HOLDS, Verdict.REFUTED} <= set(verdicts)
+        need(not both, f"expected.{kind}", "holds or refuted, not both: nothing could contradict it")
     finding = any({Verdict.REFUTED, Verdict.SMALLER} & set(verdicts) for verdicts in expected.values())
     need("reason" in table or not finding, "reason", "needed where a claim is expected not to hold")
 

@@ -14,7 +14,7 @@ import jinja2
 
 from perf_helpers.course.changes import AXES, worse_of
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.course.results import load_results, measured_text, problems
+from perf_helpers.course.results import failures, load_results, measured_text, to_send
 from perf_helpers.lab.store import write_whole
 from perf_helpers.texts import number_text
 
@@ -36,7 +36,7 @@ def report(directory: str | Path) -> Path:
     write_whole(directory / "junit.xml", _junit(data))
     data["lessons"] = [lesson | _lesson_page(directory, lesson["name"]) for lesson in data["lessons"]]
     count = Counter(claim["verdict"] for claim in data["claims"])
-    facts = {"problems": problems(data), "count": count, "verdicts": list(Verdict)}
+    facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
     for shown in (4, 2, 1, 0):  # pictures of each lesson; the executed lesson has them all
         page = template("report.html.j2").render(data | facts | {"shown": shown})
         if len(page.encode()) <= MOST_BYTES:

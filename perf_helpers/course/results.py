@@ -5,6 +5,7 @@ what a lesson has, `claim_row` what a claim has. A run is `Run.to_dict` with its
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ _NEEDED = {
     "claims": ("id", "lesson", "verdict", "as_expected", "value"),
 }
 _OF_A_DECISION = ("id", "says", "quantity", "verdict", "expected", "as_expected", "value", "interval", "threshold")
-_OF_A_DECISION += ("note", "rehearsed")
+_OF_A_DECISION += ("note", "rehearsed", "predicted", "predicted_from")
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
@@ -72,12 +73,28 @@ def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def problems(data: dict[str, Any]) -> list[str]:
-    """What keeps a run (the content of results.json) from being ok, one line each."""
+def failures(data: dict[str, Any]) -> list[str]:
+    """What went wrong in a run (the content of results.json), whatever its verdicts are; one line each."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
-    lines += unexpected(data["claims"])
     undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
     return [*lines, "no claim was decided"] if undecided else lines
+
+
+def problems(data: dict[str, Any]) -> list[str]:
+    """What keeps a run from being ok: its failures, and the verdicts that are not expected; one line each."""
+    return failures(data) + unexpected(data["claims"])
+
+
+def to_send(data: dict[str, Any]) -> list[str]:
+    """The few lines that tell the authors how this machine differs from those they know; none where it does not."""
+    lines, machine, versions = unexpected(data["claims"]), data["machine"], data["versions"]
+    if not lines:
+        return []
+    features = " ".join(machine.get("cpu_features") or ["unknown"])
+    cores = f"{machine.get('cpu_cores')} of {machine.get('machine_cores')} cores"
+    about = [machine["name"], machine.get("cpu_model") or "", cores, features, machine.get("system") or ""]
+    known = [f"{name} {version}" for name, version in versions.items() if version]
+    return [" · ".join(filter(None, about)), " · ".join([data["date"], data["profile"], *known]), *lines]
 
 
 def unexpected(claims: list[dict[str, Any]]) -> list[str]:
@@ -85,10 +102,23 @@ def unexpected(claims: list[dict[str, Any]]) -> list[str]:
     lines = []
     for claim in claims:
         if not claim["as_expected"]:
-            why = claim["verdict"] == Verdict.NOT_TESTABLE and claim.get("reason")
-            expected = " or ".join(claim.get("expected") or ["nothing"])
-            lines.append(f"{claim['id']}: {claim['verdict']}, expected {expected}" + (f" ({why})" if why else ""))
+            untested = claim["verdict"] == Verdict.NOT_TESTABLE
+            expected = expectation_text(claim.get("expected"), None if untested else claim.get("predicted"))
+            why = claim.get("reason") if untested else f"measured {measured_text(claim)}"
+            lines.append(f"{claim['id']}: {claim['verdict']}, {expected}" + (f" ({why})" if why else ""))
     return lines
+
+
+def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] | None) -> str:
+    """What was expected of a claim: its verdicts, or the range that this machine's own measurements predict."""
+    if predicted:
+        return f"other measurements of this machine predict {interval_text(predicted)}"
+    return f"expected {' or '.join(verdicts or ['a prediction'])}"
+
+
+def interval_text(ends: Sequence[float]) -> str:
+    """ "0.55 to 0.61"."""
+    return " to ".join(map(number_text, ends))
 
 
 def measured_text(claim: dict[str, Any]) -> str:

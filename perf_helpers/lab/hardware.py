@@ -25,11 +25,12 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 # What a claim may need of a machine, see `supports`.
-FEATURES = ("any", "cuda", "sm80", "gpus2", "cpu-bf16", "cuda-or-cpu-bf16", "text")
+FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
 PACKAGES += ("papermill", "ipywidgets", "jupyterlab")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # environment variables
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 _MEMORY_V2 = 0x02000028  # pynvml.nvmlMemory_v2: the call whose `used` leaves the driver's reserve out
@@ -97,6 +98,7 @@ class Machine:
     machine_cores: int | None = None  # usable or not
     visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
     rehearsed: bool = False  # the GPU is a stand-in that computes nothing, see perf_helpers.rehearsal
+    held_to: str | None = None  # instructions that libraries are told not to go beyond, e.g. "AVX512_CORE"
 
     @property
     def slug(self) -> str:
@@ -105,7 +107,8 @@ class Machine:
 
     @property
     def native_bf16(self) -> bool | None:
-        """Whether the device itself computes in bf16; torch.cuda.is_bf16_supported() counts emulation too."""
+        """Whether the device has instructions for bf16; torch.cuda.is_bf16_supported() counts emulation too. On a CPU
+        this says nothing about speed: `roofline.products` measures that."""
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
@@ -136,8 +139,10 @@ def describe(root: str | Path = "/") -> Machine:
     kind = "cpu" if reason else "cuda"
     names = Counter(gpu.name or "NVIDIA GPU" for gpu in gpus)
     name = " + ".join(f"{count} x {each}" if count > 1 else each for each, count in names.items())
+    held_to = " and ".join(dict.fromkeys(os.environ[name] for name in HELD_BY if os.environ.get(name))) or None
     if reason:
         name = f"{model or platform.machine() or 'CPU'}, {cores} core{'s' * (cores > 1)}"
+        name += f", held to {held_to}" if held_to else ""
     return Machine(
         name=name,
         kind=kind,
@@ -158,6 +163,7 @@ def describe(root: str | Path = "/") -> Machine:
         machine_cores=os.cpu_count(),
         visible_reason=visible_reason,
         rehearsed=is_rehearsal(),
+        held_to=held_to,
     )
 
 
@@ -189,12 +195,9 @@ def versions() -> dict[str, str | None]:
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
     """Whether a machine (this one, if none is given) has what a claim needs, and if not, what is missing, in words."""
     machine = machine or this_machine()
-    cuda, bf16 = machine.kind == "cuda", not CPU_BF16.isdisjoint(machine.cpu_features or ())
-    no_cuda, no_bf16 = "needs an NVIDIA GPU", "a CPU with bf16 instructions"
+    cuda, no_cuda = machine.kind == "cuda", "needs an NVIDIA GPU"
     if not cuda and (machine.gpus or machine.visible_reason):
         no_cuda += f" ({machine.cuda_reason})"
-    if machine.cpu_features is None:
-        no_bf16 += ", this one's are unknown"
     capability = machine.gpus[0].capability if cuda else None
     this = "this is {}.{}".format(*capability) if capability else "this one's is unknown"
     old = f"needs compute capability 8.0 or more, {this}" if cuda else no_cuda
@@ -203,8 +206,6 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
         "cuda": (cuda, no_cuda),
         "sm80": (bool(cuda and machine.native_bf16), old),
         "gpus2": (cuda and len(machine.gpus) > 1, "needs two GPUs, this machine shows one" if cuda else no_cuda),
-        "cpu-bf16": (bf16, f"needs {no_bf16}"),
-        "cuda-or-cpu-bf16": (cuda or bf16, f"{no_cuda} or {no_bf16}"),
         "text": (False, "nothing to measure: explained and sourced"),
     }
     if feature not in FEATURES:

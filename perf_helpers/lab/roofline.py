@@ -1,4 +1,5 @@
-"""What bounds the time of an operation: the two ceilings of a device, measured, and a model's arithmetic, counted.
+"""What bounds the time of an operation: the ceilings of a device, measured, and a model's arithmetic, counted; and what
+16-bit products can therefore gain.
 
 The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
 multicore architectures", CACM 52(4), 2009: an operation takes at least its arithmetic at the rate of matrix products,
@@ -11,14 +12,17 @@ from pathlib import Path
 
 import psutil
 
-from perf_helpers.lab.runs import CPU, WALL
+from perf_helpers.lab.runs import CPU, WALL, Ratio
 from perf_helpers.lab.stopwatch import in_turns
 from perf_helpers.lab.task import Task
+from perf_helpers.unknown import NeedsValues
 
 TRIES = {"product": 15, "copy": 6}
 # Large enough that starting costs nothing; small enough for two seconds of one CPU core.
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # at least; no cache holds the copy
+OTHER_WORK = 0.5, 2.0  # what is no product takes so many times its fp32 seconds: casts are added, or bytes are halved
+UNSURE_SHARE = 1.3  # some of a model's products are smaller than the one measured, and so take longer: so much at most
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # Linux
 
 
@@ -73,6 +77,101 @@ def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
     flops = 2 * side**3 / fastest("product", lambda: torch.mm(left, right, out=product))
     moved = 2 * source.nbytes / fastest("copy", lambda: target.copy_(source))
     return Ceilings(flops, moved, dtype, device, threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How fast a device multiplies in 16 bits against fp32, and how much of a training step its products are."""
+
+    dtype: str  # "bfloat16" or "float16"
+    ratio: Ratio  # rate in `dtype` / rate in fp32; unknown in a rehearsal
+    flops_per_second: float | None = None  # in fp32; one thread of a CPU
+    share: float | None = None  # of a training step in fp32 that its products take at that rate, 0 to 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether 16 bits are worth a training here: where they are emulated, products take up to a hundred times as
+        long. True where it is not known."""
+        return not self.ratio.known or self.ratio.value > 0.1
+
+    @property
+    def step_speed(self) -> tuple[float, float]:
+        """Between which factors mixed precision changes the speed of that step, by Amdahl's law: products go by the
+        ratio of their rates, anything else by `OTHER_WORK`.
+
+        Source: Amdahl, "Validity of the single processor approach", AFIPS 1967.
+        """
+        if not self.ratio.known:
+            return self.ratio.low, self.ratio.high
+        shares, rates = (self.share, min(1.0, self.share * UNSURE_SHARE)), (self.ratio.low, self.ratio.high)
+        speeds = [1 / (s / r + (1 - s) * other) for s in shares for r in rates for other in OTHER_WORK]
+        return min(speeds), max(speeds)
+
+    @property
+    def half_speed(self) -> tuple[float, float]:
+        """The same of a model wholly in 16 bits against mixed precision: their products are equal, so only the rest of
+        what was left of the step can change."""
+        if not self.ratio.known:
+            return self.ratio.low, self.ratio.high
+        rests = []
+        for share in (self.share, min(1.0, self.share * UNSURE_SHARE)):
+            products = share / self.ratio.value
+            rests.append((1 - share) / (1 - share + products))
+        speeds = [1 / (1 - rest + rest * other) for rest in rests for other in OTHER_WORK]
+        return min(speeds), max(speeds)
+
+    def __str__(self) -> str:
+        if not self.ratio.known:
+            return "products: not measured"
+        rate = f"{self.flops_per_second / 1e9:.3g} GFLOP/s"
+        return (
+            f"{self.dtype} products at {self.ratio} x the rate of fp32's, which is {rate}; {self.share:.0%} of a step"
+        )
+
+
+def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
+    """Measure the rates of products in `dtype` and fp32, and a training step of the task in fp32, in three clean
+    processes of the lab, on one thread of a CPU. The product is that of a feed-forward layer of the task.
+
+    Args:
+        lab: a `Lab`.
+        dtype: "bfloat16" or "float16".
+        task, batch_size: of the step; forward, backward and an update by AdamW.
+        use_cpu: the CPU, although there is a GPU.
+    """
+
+    def in_one_process(task: Task) -> list[list[tuple[float, float]]]:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(1)
+        model, batch = task.build_model().to(device), task.batch(batch_size, device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        kinds = torch.float32, getattr(torch, dtype)
+        wide, narrow = ([torch.randn(*shape, device=device).to(kind) for shape in shapes] for kind in kinds)
+
+        def step() -> None:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        both = [lambda: torch.mm(*wide), lambda: torch.mm(*narrow), lambda: torch.mm(*wide)]
+        return [*in_turns(both, 12), *in_turns([step], 3)]
+
+    rows, width = batch_size * task.length(), task.build_config().hidden_size
+    shapes, name = ((rows, width), (width, 4 * width)), f"products, {dtype}"
+    try:
+        taken = [lab.run(in_one_process, name, task=task, measure=("none",), use_cpu=use_cpu).value for _ in range(3)]
+    except NeedsValues as error:
+        return Products(dtype, Ratio.unknown(str(error)))
+    if None in taken:
+        return Products(dtype, Ratio.unknown(f"rates of products not measured: {lab[name].message}"))
+    seconds, step = (min(turn[CPU] for process in taken for turn in process[which]) for which in (0, 3))
+    rate = 2 * rows * width * 4 * width / seconds
+    share = min(1.0, model_flops(task, batch_size) / rate / step)
+    ratio = Ratio.of_turns([process[:3] for process in taken], CPU, 1.05)
+    return Products(dtype, ratio, rate, share)
 
 
 def _copied_bytes(device: str) -> int:

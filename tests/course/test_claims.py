@@ -35,9 +35,9 @@ class TestCheck:
         assert (decision.interval, decision.note, decision.missing) == (None, "batch 16", None)
 
     def test_a_ratio_is_judged_by_its_whole_interval(self, machine):
-        assert claims.check("accumulation-cost", Ratio(0.9, 0.8, 1.0)).verdict is HOLDS
-        decision = claims.check("accumulation-cost", Ratio(0.9, 0.7, 1.1))
-        assert (decision.verdict, decision.value, decision.interval) == (TOO_SMALL, 0.9, (0.7, 1.1))
+        assert claims.check("checkpointing-cost", Ratio(0.8, 0.7, 0.85)).verdict is HOLDS
+        decision = claims.check("checkpointing-cost", Ratio(0.8, 0.6, 0.9))
+        assert (decision.verdict, decision.value, decision.interval) == (TOO_SMALL, 0.8, (0.6, 0.9))
 
     def test_a_refuted_claim_is_as_expected_only_if_the_ledger_expects_it(self, machine):
         assert claims.check("fp16-range", 65504).as_expected
@@ -96,11 +96,11 @@ class TestCheck:
 
     def test_checking_again_replaces_the_earlier_decision(self, machine):
         claims.check("accumulation-memory", 0.5)
-        claims.check("accumulation-cost", 0.9)
+        claims.check("checkpointing-cost", 0.8)
         claims.check("accumulation-memory", 1.5)
         assert [(d.id, d.value) for d in claims.decisions()] == [
             ("accumulation-memory", 1.5),
-            ("accumulation-cost", 0.9),
+            ("checkpointing-cost", 0.8),
         ]
         claims.reset()
         assert claims.decisions() == []
@@ -109,11 +109,49 @@ class TestCheck:
         "value", [Ratio.unknown("timed out"), Unknown("timed out"), Ratio.unknown("timed out") / 2]
     )
     def test_what_is_unknown_is_not_testable_and_not_expected(self, machine, value):
-        decision = claims.check("accumulation-cost", value)
+        decision = claims.check("checkpointing-cost", value)
         assert (decision.verdict, decision.value, decision.interval) == (NOT_TESTABLE, None, None)
         assert decision.missing == "timed out" and not decision.as_expected
         assert claims.check("link-matters", value).as_expected, "the ledger lists that it may not be testable"
         assert json.loads(json.dumps(decision.to_dict(), allow_nan=False))["value"] is None
+
+    @pytest.mark.parametrize(
+        ("value", "predicted", "verdict", "as_expected"),
+        [
+            (Ratio(0.73, 0.69, 0.76), (0.6, 0.9), REFUTED, True),  # slow products: a true finding
+            (Ratio(0.73, 0.69, 0.76), (1.1, 2.2), REFUTED, False),
+            (Ratio(1.9, 1.7, 2.0), (1.1, 2.2), HOLDS, True),
+            (Ratio(1.9, 1.7, 2.0), (0.6, 0.9), HOLDS, False),
+            (Ratio(1.0, 0.95, 1.05), Ratio(1.0, 0.9, 1.1), TOO_SMALL, True),
+            (1.3, (1.3, 1.3), HOLDS, True),
+        ],
+    )
+    def test_what_is_predicted_is_expected_whatever_its_verdict(self, machine, value, predicted, verdict, as_expected):
+        decision = claims.check("half-precision-faster-cpu", value, predicted=predicted)
+        assert (decision.verdict, decision.as_expected, decision.expected) == (verdict, as_expected, ())
+        again = json.loads(json.dumps(decision.to_dict(), allow_nan=False))
+        assert again["predicted"] == list(decision.predicted) and "Amdahl" in again["predicted_from"]
+
+    def test_a_prediction_that_failed_expects_nothing_and_says_why(self, machine):
+        decision = claims.check("half-precision-faster-cpu", 1.5, predicted=Ratio.unknown("timed out"))
+        assert (decision.verdict, decision.as_expected, decision.predicted) == (HOLDS, False, None)
+        assert decision.predicted_from == "no prediction: timed out" and "expected a prediction" in decision.headline()
+        machine.features.add("cuda")
+        assert claims.check("table-half-speed", 1.5, predicted=Ratio.unknown("tf32 below")).as_expected, "by the ledger"
+
+    @pytest.mark.parametrize(
+        ("id", "predicted", "words"),
+        [
+            ("accumulation-cost", None, "pass predicted=.*from the seconds of passes"),
+            ("accumulation-cost", (1.0, 0.9), "no range"),
+            ("accumulation-cost", (math.nan, 0.9), "no range"),
+            ("checkpointing-cost", (0.7, 0.9), "not `predicted` in the ledger"),
+        ],
+    )
+    def test_a_prediction_is_asked_for_where_the_ledger_has_one_and_nowhere_else(self, machine, id, predicted, words):
+        with pytest.raises(ValueError, match=f"'{id}'.*{words}"):
+            claims.check(id, 0.8, predicted=predicted)
+        assert claims.decisions() == []
 
     def test_what_is_unknown_does_not_hide_what_the_machine_lacks(self, machine):
         decision = claims.check("tf32-faster", Ratio.unknown("timed out"))
@@ -221,7 +259,7 @@ class TestFinish:
             "complete": True,
         }
         first = content["claims"][0]
-        assert (first["verdict"], first["expected"]) == ("holds", ["holds"])
+        assert (first["verdict"], first["expected"]) == ("holds", ["holds", "too small to tell"])
         assert (first["value"], first["interval"], first["guide"]["source"]) == (2.0, [1.5, 2.6], "2023 guide")
 
     def test_a_lesson_is_judged_by_the_profile_that_it_ran(self, machine, monkeypatch, tmp_path, capsys):
@@ -350,10 +388,12 @@ class TestFinish:
 
 
 def test_a_terminal_and_a_notebook_show_the_same_facts(machine):
-    decision = claims.check("accumulation-cost", Ratio(0.5, 0.4, 0.6), note="<batch> & more")
+    measured = {"predicted": (0.9, 1.2), "note": "<batch> & more"}
+    decision = claims.check("accumulation-cost", Ratio(0.5, 0.4, 0.6), **measured)
     facts = [
         "✗ refuted: not reproduced on this machine",
-        f"the ledger expects: {' or '.join(decision.expected)}",
+        "unexpected: other measurements of this machine predict 0.9 to 1.2",
+        f"0.9 to 1.2 on this machine: {LEDGER['accumulation-cost'].predicted}",
         decision.threshold,
     ]
     facts += [

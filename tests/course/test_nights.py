@@ -121,3 +121,28 @@ def test_a_course_that_is_worse_than_its_baseline_fails(shell, tmp_path, monkeyp
     failed = [case.get("classname") for case in suite if case.find("failure") is not None]
     assert failed == (["compare", "compare.verdict"] if code else [])
     assert "Against the baseline" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("claims", "lessons", "strict", "code"),
+    [
+        ([decision("a")], ["ok"], True, 0),
+        ([decision("a", "refuted", expected=["holds"])], ["ok"], False, 0),
+        ([decision("a", "refuted", expected=["holds"])], ["ok"], True, 1),
+        ([decision("a")], ["ok", "crashed"], False, 1),
+        ([decision("a", "not testable here")], ["ok"], False, 1),
+    ],
+)
+def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
+    shell, tmp_path, monkeypatch, claims, lessons, strict, code
+):
+    """Somebody who is not testing gets 0 where every lesson ran, and the lines to send."""
+    data = results(*claims, lessons=lessons, baseline=None, fail_on=[])
+    monkeypatch.setattr(course, "run_course", lambda *_, **__: course.CourseResult(tmp_path, data))
+    done, _, errors = shell("course", "--out", tmp_path, *["--strict"] * strict)
+    differs = any(not claim["as_expected"] for claim in claims)
+    assert done == code and ("send us these lines" in errors) == differs
+    if differs:
+        machine, versions, claim = [line.strip() for line in errors.splitlines()[1:]]
+        assert machine.startswith("CPU, 2 cores") and "torch 2.13.0" in versions
+        assert claim == "a: refuted, expected holds (measured 0.5)"

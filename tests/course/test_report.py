@@ -1,5 +1,6 @@
 """The pages of a course run, for people and for CI, made from what it left in its folder."""
 
+import json
 import shutil
 from xml.etree import ElementTree
 
@@ -54,3 +55,16 @@ def test_a_page_that_would_be_too_large_shows_fewer_pictures_and_links_the_rest(
     monkeypatch.setattr("perf_helpers.course.report.MOST_BYTES", len(whole.encode()) - 1)
     smaller = report(tmp_path / "copy").read_text()
     assert PNG in whole and PNG not in smaller and "1 more</a>" in smaller
+
+
+def test_the_page_tells_a_failure_and_a_machine_that_differs_apart(ran, tmp_path):
+    page = (ran[1] / "index.html").read_text(encoding="utf-8")
+    failed, differs = page.split("Something failed")[1].split('id="differs"')
+    assert "00_killed crashed" in failed and "promise: refuted" not in failed
+    assert "promise: refuted, expected holds (measured 0.5)" in differs.split("</pre>")[0]
+    data = json.loads((ran[1] / "results.json").read_text())
+    data["lessons"] = [lesson for lesson in data["lessons"] if lesson["status"] == "ok"]
+    data["claims"] = [claim | {"as_expected": True} for claim in data["claims"]]
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    page = report(tmp_path).read_text(encoding="utf-8")
+    assert "Every verdict is the expected one" in page and "Something failed" not in page and "differs from" not in page

@@ -60,6 +60,18 @@ def test_this_machine_is_described_and_survives_json():
     assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
 
 
+def test_a_cpu_whose_libraries_are_held_back_says_so_in_its_name(monkeypatch):
+    for name in hardware.HELD_BY:
+        monkeypatch.delenv(name, raising=False)
+    free = hardware.describe()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    held = hardware.describe()
+    assert free.held_to is None and held.name == f"{free.name}, held to AVX512_CORE"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert hardware.describe().held_to == "AVX512_CORE and avx2"
+    assert held.slug.endswith("-held-to-avx512-core") and held.cpu_features == free.cpu_features, "flags say nothing"
+
+
 def test_a_record_of_another_version_can_be_read():
     record = json.loads(json.dumps(GOOD.to_dict())) | {"colour": "blue"}
     del record["shm_bytes"]
@@ -341,12 +353,6 @@ def test_a_driver_that_fails_in_the_child_leaves_a_reason(monkeypatch):
         ("gpus2", replace(GOOD, gpus=(H200, T4)), ""),
         ("gpus2", GOOD, "needs two GPUs, this machine shows one"),
         ("gpus2", PLAIN, "needs an NVIDIA GPU"),
-        ("cpu-bf16", replace(PLAIN, cpu_features=("avx2", "amx_bf16")), ""),
-        ("cpu-bf16", GOOD, "needs a CPU with bf16 instructions"),
-        ("cpu-bf16", replace(PLAIN, cpu_features=None), "a CPU with bf16 instructions, this one's are unknown"),
-        ("cuda-or-cpu-bf16", GOOD, ""),
-        ("cuda-or-cpu-bf16", replace(PLAIN, cpu_features=("bf16",)), ""),
-        ("cuda-or-cpu-bf16", PLAIN, "needs an NVIDIA GPU or a CPU with bf16 instructions"),
         ("text", GOOD, "nothing to measure"),
     ],
 )

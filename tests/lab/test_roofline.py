@@ -1,8 +1,12 @@
 """The ceilings, by planted seconds, and a model's FLOPs against counts that share no code with it."""
 
-import pytest
+from dataclasses import replace
 
-from perf_helpers.lab import roofline, stopwatch
+import pytest
+from machines import RUN
+
+from perf_helpers.lab import Lab, roofline, stopwatch
+from perf_helpers.lab.runs import Ratio
 from perf_helpers.lab.task import Task
 from perf_helpers.unknown import NeedsValues
 
@@ -126,3 +130,62 @@ class TestCeilings:
         monkeypatch.setattr(roofline, "_copied_bytes", lambda device: 4096)
         with pytest.raises(NeedsValues):
             roofline.ceilings("float32", "cpu")
+
+
+def of(ratio, share=0.6):
+    return roofline.Products("bfloat16", Ratio(ratio, ratio / 1.05, ratio * 1.05), 1e11, share)
+
+
+class TestProducts:
+    def test_a_step_gains_by_amdahls_law(self):
+        low, high = of(4.0, share=0.5).step_speed
+        assert low == pytest.approx(1 / (0.5 / (4 / 1.05) + 0.5 * 2))
+        assert high == pytest.approx(1 / (0.65 / (4 * 1.05) + 0.35 / 2))
+
+    @pytest.mark.parametrize("ratio", [0.01, 0.39, 0.65, 0.95])
+    def test_slow_products_do_not_let_a_step_of_products_gain(self, ratio):
+        assert of(ratio, share=0.95).step_speed[1] < 1.05
+        assert of(ratio).usable == (ratio > 0.1)
+
+    def test_products_that_are_all_of_a_step_give_their_own_ratio(self):
+        low, high = of(3.0, share=1.0).step_speed
+        assert (low, high) == (pytest.approx(3 / 1.05), pytest.approx(3 * 1.05))
+        assert of(3.0, share=1.0).half_speed == (1.0, 1.0), "what both multiply alike changes nothing"
+
+    def test_half_precision_can_change_only_what_is_no_product(self):
+        slow, quick = of(0.02).half_speed, of(8.0).half_speed
+        assert 0.9 < slow[0] < 1 < slow[1] < 1.1 < quick[1] and quick[0] < slow[0]
+
+    def test_what_was_not_measured_predicts_nothing(self):
+        found = roofline.Products("bfloat16", Ratio.unknown("timed out"))
+        assert found.usable and str(found) == "products: not measured"
+        assert [end.why for end in (*found.step_speed, *found.half_speed)] == ["timed out"] * 4
+
+    @pytest.fixture
+    def lab(self, tmp_path):
+        return Lab("cpu", out=tmp_path)
+
+    def test_rates_and_shares_come_from_the_turns(self, lab, monkeypatch):
+        """Planted seconds: fp32 takes 2, bf16 1, a step 8, in each of three processes."""
+        turns = [[(9.0, seconds)] * 4 for seconds in (2.0, 1.0, 2.0, 8.0)]
+        monkeypatch.setattr(Lab, "run", lambda *_, **__: replace(RUN, value=turns))
+        flops = 2 * (4 * 24) * 64 * (4 * 64)  # of a feed-forward layer: four samples of 24 tokens, 64 wide
+        monkeypatch.setattr(roofline, "model_flops", lambda task, samples: 2 * flops)
+        found = roofline.products(lab, "bfloat16", BERT, 4)
+        assert found.ratio.value == 2.0 and found.flops_per_second == flops / 2
+        assert found.share == 4 / 8
+
+    def test_they_are_measured_here(self, lab):
+        found = roofline.products(lab, "bfloat16", BERT, 2)
+        assert found.ratio.known and found.flops_per_second > 1e8 and 0 < found.share <= 1
+        assert len(lab.runs) == 3 and lab.runs[0].name == "products, bfloat16"
+
+    def test_a_process_that_fails_and_a_rehearsal_leave_them_unknown(self, lab, monkeypatch):
+        failed = roofline.products(lab, "no_such_dtype", BERT, 2)
+        assert not failed.ratio.known and "no_such_dtype" in failed.ratio.low.why
+
+        def rehearsed(*_, **__):
+            raise NeedsValues("no time")
+
+        monkeypatch.setattr(Lab, "run", rehearsed)
+        assert roofline.products(lab, "bfloat16", BERT, 2).ratio.low.why == "no time"

@@ -1,0 +1,272 @@
+"""CPUs that differ in what decides speed, and what each timed claim of the course comes out as on them.
+
+A step is arithmetic at the rate of products (which few rows do not reach), other bytes at the rate of memory or of a
+cache, calls at what each costs, and an update that reads and writes every parameter. `AMD` has the rates recorded on
+that machine, and what the model says of it is held against what was recorded there (test_simulated_machines.py).
+"""
+
+from dataclasses import dataclass
+
+from perf_helpers.lab.roofline import Products
+from perf_helpers.lab.runs import Ratio
+
+FEW_ROWS = 24  # rows at which a product of AMD reaches half of its rate
+OTHER_WORK = 2500  # bytes at a cache's rate in whose time a layer does what is no product, a token and unit of width
+OTHER_BYTES = 100  # that it moves meanwhile, forward
+SCORE_WORK, SCORE_BYTES = 90, 26  # the same of plain attention, for each of its scores
+CALLS = 24  # of a layer, forward
+HIDDEN = 256  # of bert-small
+CLOCK, WALL = 1.05, 1.3  # noise floors of the lab
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One thread of it, unless said otherwise."""
+
+    name: str
+    fp32: float  # FLOP/s of a large product
+    half: float  # the same in bf16
+    memory: float = 35e9  # bytes/s of a large copy, read and written
+    cache: float = 92e9
+    cached: float = 4e6  # bytes of a tensor that stays in it
+    call: float = 14e-6  # seconds of one operation beyond its work
+    cores: float = 2  # that can be used: affinity, quota
+    start: float = 0.05  # seconds to start one worker process
+    link: float = 1.5e8  # bytes/s between two processes of this machine, by gloo
+
+
+AMD = Cpu("AMD with AVX-512 and bf16", 97e9, 405e9)
+CPUS = [
+    AMD,
+    Cpu("AMD without bf16", 60e9, 1e9, memory=25e9, cache=60e9, call=16e-6),
+    Cpu("Intel with AMX", 150e9, 1200e9, memory=18e9, cache=80e9, call=12e-6),
+    Cpu("Intel with avx512_bf16, slower than fp32", 245e9, 159e9, memory=18e9, cache=90e9, call=11e-6),
+    Cpu("the same held to AVX512_CORE", 220e9, 55e9, memory=18e9, cache=90e9, call=11e-6),
+    Cpu("the same held to AVX2", 208e9, 1e9, memory=18e9, cache=80e9, call=11e-6),
+    Cpu("Arm without bf16", 40e9, 0.5e9, memory=20e9, cache=45e9, call=20e-6, cores=4),
+    Cpu("Arm with bf16", 75e9, 260e9, memory=30e9, cache=70e9, call=15e-6, cores=64, start=0.01),
+    Cpu("bf16 as fast as fp32", 120e9, 122e9),
+    Cpu("one core", 70e9, 140e9, cores=1, start=0.08),
+    Cpu("a quota of 1.5 cores", 90e9, 350e9, cores=1.5, start=0.06),
+    Cpu("64 cores, fast memory", 130e9, 800e9, memory=60e9, cache=140e9, cores=64, start=0.012, call=11e-6),
+    Cpu("two threads a core", 55e9, 210e9, memory=14e9, cache=50e9, call=25e-6, cores=4),
+    Cpu("slow memory", 95e9, 380e9, memory=5e9, cache=60e9),
+    Cpu("a slow disk, a cold page cache", 60e9, 1e9, memory=15e9, cache=50e9, start=0.4),
+    Cpu("an old laptop without AVX-512", 35e9, 0.4e9, memory=9e9, cache=35e9, call=20e-6),
+]
+
+
+def _products(cpu: Cpu, flops: float, rows: float, rate: float | None = None) -> float:
+    rate = rate or cpu.fp32
+    few = FEW_ROWS * rate / 97e9  # the faster the unit, the more rows it needs
+    return flops / rate * (1 + few / rows)
+
+
+def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
+    return size / (cpu.cache if of_a_tensor <= cpu.cached else cpu.memory)
+
+
+def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
+    """Seconds of a forward pass of a BERT, as (products, other work, calls)."""
+    rows, scores = samples * tokens, samples * hidden // 64 * tokens**2
+    flops = layers * (24 * rows * hidden**2 + 4 * rows * tokens * hidden)
+    other = layers * (
+        OTHER_WORK * rows * hidden / cpu.cache + _moved(cpu, OTHER_BYTES * rows * hidden, 16 * rows * hidden)
+    )
+    other += eager * layers * (SCORE_WORK * scores / cpu.cache + _moved(cpu, SCORE_BYTES * scores, 4 * scores))
+    if half:  # half of the bytes, and as many again to cast to and fro where there are no quick instructions
+        other *= 0.7 if cpu.half > cpu.fp32 / 2 else 1.1
+    return (
+        _products(cpu, flops, rows, cpu.half if half else None),
+        other,
+        (CALLS * layers + 12) * cpu.call * (1 + half / 3),
+    )
+
+
+def backward(cpu: Cpu, *sizes, **how) -> float:
+    products, other, calls = forward(cpu, *sizes, **how)
+    return 2 * products + 1.7 * other + 1.2 * calls
+
+
+def one_pass(cpu: Cpu, *sizes, **how) -> float:
+    return sum(forward(cpu, *sizes, **how)) + backward(cpu, *sizes, **how)
+
+
+def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) -> int:
+    return hidden * vocabulary + layers * 12 * hidden**2
+
+
+def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
+    """Seconds of AdamW's update, with the Trainer's clipping."""
+    sweeps = {"fused": 1.0, "foreach": 3.2, "loop": 2.9, "adafactor": 2.4}[form]
+    return sweeps * 28 * numbers / cpu.memory + 100 * cpu.call
+
+
+def step(cpu: Cpu, samples: int, tokens: int, layers: int = 4, steps: int = 1, vocabulary: int = 8000, **how) -> float:
+    return steps * one_pass(cpu, samples, tokens, layers, **how) + update(cpu, parameters(layers, vocabulary))
+
+
+def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
+    """What `roofline.products` measures there."""
+    ratio = cpu.half / cpu.fp32
+    flops = 3 * layers * 24 * samples * tokens * HIDDEN**2
+    share = flops / cpu.fp32 / step(cpu, samples, tokens, layers, vocabulary=vocabulary)
+    return Products("bfloat16", within(ratio), cpu.fp32, min(1.0, share))
+
+
+def within(value: float, floor: float = CLOCK) -> Ratio:
+    return Ratio(value, value / floor, value * floor)
+
+
+def _by_parts(value: float) -> tuple[float, float]:
+    """What lesson 05 predicts from passes and updates that it times one by one."""
+    return value / 1.2, value * 1.2
+
+
+def _larger_batch(cpu):
+    return within(32 * step(cpu, 1, 32, 2) / step(cpu, 32, 32, 2))
+
+
+def _to_the_limit(cpu):
+    return within(step(cpu, 32, 32, 2) / step(cpu, 8, 32, 2) / 4)
+
+
+def _fewer_updates(cpu):
+    value = 4 * step(cpu, 1, 64) / step(cpu, 1, 64, steps=4)
+    return within(value), _by_parts(value / 1.08)  # clipping is no part
+
+
+def _cost(cpu):
+    value = step(cpu, 4, 256, 2) / step(cpu, 1, 256, 2, steps=4)
+    return within(value), _by_parts(value)
+
+
+def _only_slows(cpu):
+    value = step(cpu, 8, 32) / step(cpu, 4, 32, steps=2)
+    return within(value), _by_parts(value)
+
+
+def _fill_first(cpu):
+    value = step(cpu, 1, 64, steps=8) / step(cpu, 4, 64, steps=2)
+    return within(value), _by_parts(value)
+
+
+def _checkpointing(cpu, tokens=128, vocabulary=4000):
+    once = step(cpu, 4, tokens, 2, vocabulary=vocabulary)
+    return within(once / (once + sum(forward(cpu, 4, tokens, 2))))
+
+
+def _half(cpu):
+    quick = products_of(cpu, 4, 64).usable
+    sizes = (4, 64) if quick else (16, 16, 1)
+    return within(step(cpu, *sizes) / step(cpu, *sizes, half=True)), products_of(cpu, *sizes).step_speed
+
+
+def _half_on_the_ladder(cpu):
+    products = products_of(cpu, 4, 192, 2, 200)
+    if not products.usable:
+        return None, products.step_speed
+    sizes = {"layers": 2, "vocabulary": 200, "eager": True}
+    return within(step(cpu, 4, 192, **sizes) / step(cpu, 4, 192, **sizes, half=True)), products.step_speed
+
+
+def _half_inference(cpu):
+    products, other, calls = forward(cpu, 4, 64, half=True)
+    casts = 6 * parameters(4, 1200) / cpu.memory
+    return within((products + other + calls + casts) / (products + 0.9 * other + calls)), products_of(
+        cpu, 4, 64
+    ).half_speed
+
+
+def _adafactor(cpu):
+    passes, numbers = one_pass(cpu, 4, 512, 2), parameters(2, 150)
+    return within((passes + update(cpu, numbers)) / (passes + update(cpu, numbers, "adafactor")), 1.01)
+
+
+def _compiled(cpu, other=0.75, calls=0.5):
+    whole, products = step(cpu, 4, 128, 1, vocabulary=1000), 3 * forward(cpu, 4, 128, 1)[0]
+    rest, waiting = 2.7 * forward(cpu, 4, 128, 1)[1], 2.2 * forward(cpu, 4, 128, 1)[2]
+    assert products + rest + waiting < whole
+    return within(whole / (whole - (1 - other) * rest - (1 - calls) * waiting))
+
+
+def _workers_help(cpu):
+    own = 1 + 0.3 / cpu.cores  # collating takes what the training would have
+    return within(4 / max(own, 0.8), WALL)
+
+
+def _workers_not_beyond(cpu):
+    epoch = 8 * one_pass(cpu, 16, 32, 2, hidden=128)
+    return within(epoch / (epoch + 16 * cpu.start), WALL)
+
+
+def _loader(cpu):
+    return within(3 / (1.2 + 0.4 / cpu.cores), WALL)
+
+
+def _zero(cpu):
+    numbers, passes = parameters(4, 1000), step(cpu, 2, 32, vocabulary=1000)
+    crowded = max(1.0, 2 / cpu.cores)
+    return within((passes * crowded + 8 * numbers / cpu.link) / (passes * crowded + 24 * numbers / cpu.link), WALL)
+
+
+def _tiny_moe(cpu, width, experts=1, training=False, samples=64):
+    """One layer of width 64 with an FFN of that width for each token; seconds of a pass, or of a step."""
+    rows, chosen = samples * 16, min(experts, 2)
+    flops = rows * (8 * 64**2 + 2 * 3 * 64 * width * chosen)
+    calls = 60 + 0.5 * experts  # the dense one has a gate too
+    numbers = 64 * 112 * 2 + 4 * 64**2 + experts * 3 * 64 * width
+    passes = _products(cpu, flops, rows / experts * chosen) + rows * 64 * 6000 / cpu.cache + calls * cpu.call
+    return passes if not training else 3.2 * passes + update(cpu, numbers)
+
+
+CLAIMS = {
+    "backward-takes-twice": lambda cpu: within(backward(cpu, 4, 256) / sum(forward(cpu, 4, 256)), 1.08),
+    "larger-batch-faster": _larger_batch,
+    "memory-to-the-limit": _to_the_limit,
+    "accumulation-cost": _cost,
+    "accumulation-cost-grows": _fewer_updates,
+    "accumulation-only-slows": _only_slows,
+    "accumulation-fill-first": _fill_first,
+    "accumulation-fewer-updates": _fewer_updates,
+    "checkpointing-cost": _checkpointing,
+    "checkpointing-cost-2022": _checkpointing,
+    "half-precision-faster-cpu": _half,
+    "half-inference-speed": _half_inference,
+    "adafactor-cost": _adafactor,
+    "table-accumulation-speed": lambda cpu: within(
+        step(cpu, 4, 192, 2, vocabulary=200, eager=True) / step(cpu, 1, 192, 2, 4, 200, eager=True)
+    ),
+    "table-checkpointing-speed": lambda cpu: _checkpointing(cpu, 192, 200),
+    "table-half-speed": _half_on_the_ladder,
+    "table-batch-speed": lambda cpu: within(
+        4 * step(cpu, 1, 192, 2, vocabulary=200) / step(cpu, 4, 192, 2, vocabulary=200)
+    ),
+    "table-optimizer-speed": lambda cpu: within(
+        1
+        + (update(cpu, parameters(2, 200), "loop") - update(cpu, parameters(2, 200)))
+        / step(cpu, 4, 192, 2, vocabulary=200)
+    ),
+    "table-loader-speed": _loader,
+    "multi-tensor": lambda cpu: within((14 * cpu.call + 64 * 90 / cpu.cache) / (9 * cpu.call + 64 * 90 / cpu.cache)),
+    "fused-fastest": lambda cpu: within(update(cpu, parameters(4), "loop") / update(cpu, parameters(4))),
+    "workers-help": _workers_help,
+    "workers-not-beyond": _workers_not_beyond,
+    "sdpa-speed": lambda cpu: within(
+        step(cpu, 1, 1024, 1, vocabulary=1000, eager=True)
+        / (step(cpu, 1, 1024, 1, vocabulary=1000) + 2 * 1024**2 * HIDDEN / cpu.fp32)  # scores are computed anew
+    ),
+    "compile": _compiled,
+    "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),
+    "zero-slows-if-fits": _zero,
+    "moe-faster": lambda cpu: within(1.1 * _tiny_moe(cpu, 160, training=True) / _tiny_moe(cpu, 16, 64, training=True)),
+    "moe-inference": lambda cpu: within(_tiny_moe(cpu, 160) / _tiny_moe(cpu, 16, 64)),
+    "moe-few-speed": lambda cpu: within(_tiny_moe(cpu, 160, training=True) / _tiny_moe(cpu, 32, 8, training=True)),
+}
+
+
+def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
+    """What a right measurement of a claim gives on that CPU (None: the lesson leaves it out there), and the prediction
+    that its lesson would pass, if it passes one."""
+    found = CLAIMS[id](cpu)
+    return found if isinstance(found, tuple) else (found, None)
