@@ -22,7 +22,8 @@ TRIES = {"product": 15, "copy": 6}
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # at least; no cache holds the copy
 OTHER_WORK = 0.5, 2.0  # what is no product takes so many times its fp32 seconds: casts are added, or bytes are halved
-UNSURE_SHARE = 1.3  # some of a model's products are smaller than the one measured, and so take longer: so much at most
+SMALL_PRODUCTS = 1.3  # some of a model's products are smaller than the one measured: all take so much longer at most
+TRAINER_SECONDS = 0.005  # that the Trainer's loop adds to a step at most
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # Linux
 
 
@@ -86,7 +87,7 @@ class Products:
     dtype: str  # "bfloat16" or "float16"
     ratio: Ratio  # rate in `dtype` / rate in fp32; unknown in a rehearsal
     flops_per_second: float | None = None  # in fp32; one thread of a CPU
-    share: float | None = None  # of a training step in fp32 that its products take at that rate, 0 to 1
+    shares: tuple[float, float] = (0.0, 1.0)  # of a training step in fp32 that its products take, at least and at most
 
     @property
     def usable(self) -> bool:
@@ -103,8 +104,8 @@ class Products:
         """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
-        shares, rates = (self.share, min(1.0, self.share * UNSURE_SHARE)), (self.ratio.low, self.ratio.high)
-        speeds = [1 / (s / r + (1 - s) * other) for s in shares for r in rates for other in OTHER_WORK]
+        rates = self.ratio.low, self.ratio.high
+        speeds = [1 / (s / r + (1 - s) * other) for s in self.shares for r in rates for other in OTHER_WORK]
         return min(speeds), max(speeds)
 
     @property
@@ -113,10 +114,7 @@ class Products:
         what was left of the step can change."""
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
-        rests = []
-        for share in (self.share, min(1.0, self.share * UNSURE_SHARE)):
-            products = share / self.ratio.value
-            rests.append((1 - share) / (1 - share + products))
+        rests = [(1 - share) / (1 - share + share / self.ratio.value) for share in self.shares]
         speeds = [1 / (1 - rest + rest * other) for rest in rests for other in OTHER_WORK]
         return min(speeds), max(speeds)
 
@@ -124,9 +122,8 @@ class Products:
         if not self.ratio.known:
             return "products: not measured"
         rate = f"{self.flops_per_second / 1e9:.3g} GFLOP/s"
-        return (
-            f"{self.dtype} products at {self.ratio} x the rate of fp32's, which is {rate}; {self.share:.0%} of a step"
-        )
+        part = "{:.0%} to {:.0%} of a step".format(*self.shares)
+        return f"{self.dtype} products at {self.ratio} x the rate of fp32's, which is {rate}; products are {part}"
 
 
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
@@ -169,9 +166,10 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
         return Products(dtype, Ratio.unknown(f"rates of products not measured: {lab[name].message}"))
     seconds, step = (min(turn[CPU] for process in taken for turn in process[which]) for which in (0, 3))
     rate = 2 * rows * width * 4 * width / seconds
-    share = min(1.0, model_flops(task, batch_size) / rate / step)
+    of_products = model_flops(task, batch_size) / rate
+    shares = min(1.0, of_products / (step + TRAINER_SECONDS)), min(1.0, of_products / step * SMALL_PRODUCTS)
     ratio = Ratio.of_turns([process[:3] for process in taken], CPU, 1.05)
-    return Products(dtype, ratio, rate, share)
+    return Products(dtype, ratio, rate, shares)
 
 
 def _copied_bytes(device: str) -> int:

@@ -7,7 +7,7 @@ that machine, and what the model says of it is held against what was recorded th
 
 from dataclasses import dataclass
 
-from perf_helpers.lab.roofline import Products
+from perf_helpers.lab.roofline import SMALL_PRODUCTS, TRAINER_SECONDS, Products
 from perf_helpers.lab.runs import Ratio
 
 FEW_ROWS = 24  # rows at which a product of AMD reaches half of its rate
@@ -108,10 +108,10 @@ def step(cpu: Cpu, samples: int, tokens: int, layers: int = 4, steps: int = 1, v
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
     """What `roofline.products` measures there."""
-    ratio = cpu.half / cpu.fp32
-    flops = 3 * layers * 24 * samples * tokens * HIDDEN**2
-    share = flops / cpu.fp32 / step(cpu, samples, tokens, layers, vocabulary=vocabulary)
-    return Products("bfloat16", within(ratio), cpu.fp32, min(1.0, share))
+    seconds = 3 * layers * 24 * samples * tokens * HIDDEN**2 / cpu.fp32
+    whole = step(cpu, samples, tokens, layers, vocabulary=vocabulary)
+    shares = seconds / (whole + TRAINER_SECONDS), min(1.0, seconds / whole * SMALL_PRODUCTS)
+    return Products("bfloat16", within(cpu.half / cpu.fp32), cpu.fp32, shares)
 
 
 def within(value: float, floor: float = CLOCK) -> Ratio:

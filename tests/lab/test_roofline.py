@@ -132,25 +132,25 @@ class TestCeilings:
             roofline.ceilings("float32", "cpu")
 
 
-def of(ratio, share=0.6):
-    return roofline.Products("bfloat16", Ratio(ratio, ratio / 1.05, ratio * 1.05), 1e11, share)
+def of(ratio, least=0.6, most=0.75):
+    return roofline.Products("bfloat16", Ratio(ratio, ratio / 1.05, ratio * 1.05), 1e11, (least, most))
 
 
 class TestProducts:
     def test_a_step_gains_by_amdahls_law(self):
-        low, high = of(4.0, share=0.5).step_speed
+        low, high = of(4.0, 0.5, 0.65).step_speed
         assert low == pytest.approx(1 / (0.5 / (4 / 1.05) + 0.5 * 2))
         assert high == pytest.approx(1 / (0.65 / (4 * 1.05) + 0.35 / 2))
 
     @pytest.mark.parametrize("ratio", [0.01, 0.39, 0.65, 0.95])
     def test_slow_products_do_not_let_a_step_of_products_gain(self, ratio):
-        assert of(ratio, share=0.95).step_speed[1] < 1.05
+        assert of(ratio, 0.95, 1.0).step_speed[1] < 1.05
         assert of(ratio).usable == (ratio > 0.1)
 
     def test_products_that_are_all_of_a_step_give_their_own_ratio(self):
-        low, high = of(3.0, share=1.0).step_speed
+        low, high = of(3.0, 1.0, 1.0).step_speed
         assert (low, high) == (pytest.approx(3 / 1.05), pytest.approx(3 * 1.05))
-        assert of(3.0, share=1.0).half_speed == (1.0, 1.0), "what both multiply alike changes nothing"
+        assert of(3.0, 1.0, 1.0).half_speed == (1.0, 1.0), "what both multiply alike changes nothing"
 
     def test_half_precision_can_change_only_what_is_no_product(self):
         slow, quick = of(0.02).half_speed, of(8.0).half_speed
@@ -173,11 +173,11 @@ class TestProducts:
         monkeypatch.setattr(roofline, "model_flops", lambda task, samples: 2 * flops)
         found = roofline.products(lab, "bfloat16", BERT, 4)
         assert found.ratio.value == 2.0 and found.flops_per_second == flops / 2
-        assert found.share == 4 / 8
+        assert found.shares == (4 / (8 + roofline.TRAINER_SECONDS), 4 / 8 * roofline.SMALL_PRODUCTS)
 
     def test_they_are_measured_here(self, lab):
         found = roofline.products(lab, "bfloat16", BERT, 2)
-        assert found.ratio.known and found.flops_per_second > 1e8 and 0 < found.share <= 1
+        assert found.ratio.known and found.flops_per_second > 1e8 and 0 < found.shares[0] < found.shares[1] <= 1
         assert len(lab.runs) == 3 and lab.runs[0].name == "products, bfloat16"
 
     def test_a_process_that_fails_and_a_rehearsal_leave_them_unknown(self, lab, monkeypatch):
