@@ -318,8 +318,8 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """(pairs of recorded self-comparisons, those of which `changes.Noise` says that the one moved against the other),
-    with as many figures looked at as the ledger has claims about time."""
+    """(how many pairs of recorded self-comparisons there are, how many of these `changes.Noise` would call a change),
+    where as many figures are looked at as the ledger has claims about time."""
     report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
     noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
