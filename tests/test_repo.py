@@ -1,4 +1,4 @@
-"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, a README that is true.
+"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, pages that are true.
 
 Each check is a pure function that returns the problems it found; next to its test on this repository stands one on
 bad input.
