@@ -513,6 +513,34 @@ def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
     ]
 
 
+def word_problems(page, wanted):
+    """Rows of the table of words that are not a word, a line and other names; words twice, and wanted ones missing."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    words = [row[0] for row in some(rows, "words") if not row[0].startswith("**")]
+    problems = [
+        f"not a word, one line, other names: {line}" for line in page.splitlines() if line.count(" |") not in (0, 3)
+    ]
+    problems += [f"twice: {word}" for word in sorted({word for word in words if words.count(word) > 1})]
+    return problems + [f"nowhere: {word}" for word in wanted if word not in page]
+
+
+def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing():
+    from perf_helpers.course.ledger import Verdict
+    from perf_helpers.lab.profiles import PROFILES
+    from perf_helpers.lab.runs import CATEGORIES
+
+    wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
+    assert word_problems((ROOT / "docs" / "words.md").read_text(), wanted) == []
+
+
+def test_a_word_twice_or_missing_is_reported():
+    head = "| word | here | elsewhere |\n|---|---|---|\n| run | what is kept | record |\n"
+    assert word_problems(head, ["kept"]) == []
+    assert word_problems(head + "| run | again | |\n", []) == ["twice: run"]
+    assert word_problems(head, ["peak"]) == ["nowhere: peak"]
+    assert len(word_problems(head + "| peak | the most |\n", [])) == 1
+
+
 # ---- notebooks
 
 
