@@ -1,4 +1,4 @@
-"""Keeps recorded course runs, and makes their pictures, results/README.md and the short tables of the README from them.
+"""Keeps recorded course runs, and makes from them their pictures, results/README.md and tables of the written pages.
 
 python results/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
 python results/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
@@ -8,8 +8,9 @@ python results/build.py --check                  write nothing; exit code 1 if a
 
 Of the library matrix (matrix.json) it also makes perf_helpers/course/since.json: what lessons say of versions.
 
-results/README.md is made as a whole and has every table. The README of the repository has, between its markers, what
-a stranger asks first: how many claims hold, the memory of the guides' ten recipes, the estimate beside other tools.
+results/README.md is made as a whole and has every table. Some of them also stand in pages that people write, each
+between its markers: in the README how many claims hold, in docs/rehearsal.md the memory of the guides' ten recipes, in
+docs/estimate.md the estimate beside other tools. PLACES says which block belongs into which page.
 
 What was measured and what was rehearsed (results/rehearsed/, by rehearse.py) stay apart: no file of the one is read as
 the other, and no column has both.
@@ -21,6 +22,7 @@ import json
 import re
 import statistics
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -42,11 +44,19 @@ from perf_helpers.lab.task import Task
 from perf_helpers.texts import name_text
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+ROOT = HERE.parent
+PLACES = {  # block between markers: the page that has it
+    "scoreboard": ROOT / "README.md",
+    "machines": ROOT / "docs" / "trust.md",
+    "rehearsed": ROOT / "docs" / "rehearsal.md",
+    "estimate": ROOT / "docs" / "estimate.md",
+    "cuda": ROOT / "docs" / "estimate.md",
+}
 PAGE = HERE / "README.md"
 BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
 ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
 MATRIX = HERE / "matrix.json"  # by results/matrix.py
+PRODUCTS = HERE / "products.toml"
 NIGHTS = HERE / "nights.json"  # by results/measure_nights.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
@@ -164,7 +174,7 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
         f"{name}, {_count(decided_anew(data['course']['claims']))}" for name, data in cards.items() if data["course"]
     ]
     told = "; ".join(counted) or "none yet"
-    return f"The claims about memory, rehearsed: {told}. [Each with its number](results/README.md#on-gpus)."
+    return f"The claims about memory, rehearsed: {told}. [Each with its number](../results/README.md#on-gpus)."
 
 
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
@@ -192,6 +202,30 @@ def _count(decided: list[dict]) -> str:
     number = Counter(claim["verdict"] for claim in decided)
     words = {verdict: "hold" if verdict is Verdict.HOLDS else str(verdict) for verdict in Verdict}
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
+
+
+def product_rates(measured: dict[str, dict]) -> str:
+    """How fast CPUs multiply in fp32 and in bf16, and what mixed precision does to the speed of training there: those of
+    `PRODUCTS`, and the recorded machines by their runs of lesson 02 (the rates) and claims of lesson 07 (the speed)."""
+    rows = []
+    for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:
+        rates = [cpu["fp32"], cpu["bf16"], cpu["fp16"]]
+        rows.append([cpu["name"], cpu["flags"], *rates, cpu.get("training", "not measured"), cpu["measured"]])
+    for data in measured.values():
+        claims = {claim["id"]: claim for claim in data["claims"]}
+        found = [run["value"][1] for run in data["runs"] if run["name"] == "two_ceilings" and run["value"]]
+        if data["machine"]["kind"] == "cpu" and found and len(found[-1]) == 2:
+            flags = ", ".join(flag for flag in data["machine"]["cpu_features"] if flag.endswith(("bf16", "fp16")))
+            speed = claims.get("half-precision-faster-cpu")
+            rates = [rate / 1e9 for rate in found[-1]]
+            trained = measured_text(speed).replace("[", "(").replace(", ", " to ").replace("]", ")") if speed else ""
+            when = f"one thread, {versions(data, 'torch')}, {data['date'][:10]}"
+            rows.append([data["machine"]["name"], flags, *rates, "not measured", trained, when])
+    shown = [[f"{cell:.3g}" if isinstance(cell, int | float) else cell for cell in row] for row in rows]
+    ratios = [f"{row[3] / row[2]:.2f}" for row in rows]
+    head = ["CPU", "16-bit flags", "fp32", "bf16", "bf16 / fp32", "fp16", "training in bf16 / in fp32", "measured"]
+    lines = [[*row[:4], ratio, *row[4:]] for row, ratio in zip(shown, ratios, strict=True)]
+    return f"Products of 1024 x 1024, GFLOP/s.\n\n{table(head, lines)}"
 
 
 def _ten(data: dict) -> dict[str, Run]:
@@ -311,8 +345,8 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """(pairs of recorded self-comparisons, those of which `changes.Noise` says that the one moved against the other),
-    with as many figures looked at as the ledger has claims about time."""
+    """(how many pairs of recorded self-comparisons there are, how many of these `changes.Noise` would call a change),
+    where as many figures are looked at as the ledger has claims about time."""
     report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
     noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
@@ -327,26 +361,30 @@ def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
     return "\n\n".join([*(gpu_page.section(name, data, cards) for name, data in suites.items()), claims])
 
 
-def readme(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
-    """The README of the repository with its blocks made anew; the rest of it is kept.
+def written(
+    measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None
+) -> dict[Path, str]:
+    """{page: its text} of the pages that people write, with their blocks made anew; the rest of them is kept.
 
     Raises:
-        ValueError: the markers of a block are missing, or stand there twice.
+        ValueError: the markers of a block are missing in its page, or stand there twice.
     """
     blocks = {
         "scoreboard": counts(measured),
+        "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(suites or {}),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
-    text = README.read_text(encoding="utf-8")
-    for name, content in blocks.items():
+    texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
+    for name, path in PLACES.items():
         begin, end = f"<!-- {name}: made by results/build.py -->", f"<!-- end of {name} -->"
-        block = f"{begin}\n{content}\n{end}"
-        text, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, b=block: b, text, flags=re.DOTALL)
+        block = f"{begin}\n{blocks[name]}\n{end}"
+        found = f"{re.escape(begin)}.*?{re.escape(end)}"
+        texts[path], count = re.subn(found, lambda _, b=block: b, texts[path], flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md has {count} places for {begin} ... {end}; it needs one")
-    return text
+            raise ValueError(f"{path.name} has {count} places for {begin} ... {end}; it needs one")
+    return texts
 
 
 def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
@@ -407,11 +445,11 @@ def main(arguments=None) -> int:
     if not options.check:
         for data in measured.values():
             picture(data)
-    pages = {README: readme(measured, cards, suites), PAGE: page(measured, cards, suites)}
+    pages = written(measured, cards, suites) | {PAGE: page(measured, cards, suites)}
     pages[SINCE] = json.dumps(matrix_page.since(_matrix()), indent=1, ensure_ascii=False) + "\n"
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
-        name = path.relative_to(README.parent)
+        name = path.relative_to(PAGE.parents[1])
         if options.check:
             print(f"{name} is stale; run python results/build.py", file=sys.stderr)
         else:

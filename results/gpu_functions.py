@@ -13,7 +13,7 @@ SIDE, TURNS = 8192, 12  # of square matrices
 
 
 def looped(model, arguments):
-    """AdamW as it was: a loop over the tensors."""
+    """AdamW without foreach and fused kernels: a loop over the tensors."""
     import torch
 
     options = {"weight_decay": 0.0, "foreach": False, "fused": False}
@@ -120,7 +120,7 @@ def rates(task: Task) -> dict[str, float]:
 
 
 def flops_of_a_sample(task: Task) -> int:
-    """Of forward and backward, counted."""
+    """Floating-point operations of forward and backward for one sample, counted."""
     from perf_helpers.lab import roofline
 
     return roofline.model_flops(task, 1)

@@ -186,7 +186,7 @@ def _ladder(rows: Rows) -> str:
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """What was asked and is no training."""
+    """What functions answered, in words: rates, kernels, starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}

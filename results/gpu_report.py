@@ -19,8 +19,8 @@ _OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_
 
 
 def setup(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
-    """What rows of one machine have in common. Of a machine with a GPU the host may be another: speeds are compared
-    within a row alone."""
+    """What must be equal for two rows to be of one machine. With a GPU the host is not asked: speeds are compared only
+    within a row."""
     gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
     about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
     return about | {"versions": versions | {"torch": machine.torch_build}, "profile": profile}
@@ -49,8 +49,8 @@ def line(kept: Kept) -> str:
 
 
 def content(rows: list[Kept]) -> dict[str, Any]:
-    """The report of the machine that the last row was measured on, from what was kept: of a row tried twice the last
-    try. ValueError without rows."""
+    """The report of the machine that measured the last row. Of a row that was tried twice the last try counts.
+    ValueError without rows."""
     if not rows:
         raise ValueError("no rows: run the suite first")
     last = rows[-1]
@@ -75,8 +75,8 @@ def content(rows: list[Kept]) -> dict[str, Any]:
 
 
 def estimates(rows: dict[tuple[str, str], Kept]) -> list[dict[str, Any]]:
-    """Each training that was measured and estimated: [estimated, measured] bytes, by category where that is known. As
-    the table of errors in results/build.py takes them."""
+    """Each training that was measured and estimated: [estimated, measured] bytes, by category where that is known; as
+    `error_table` in build.py takes them."""
     found = []
     for (part, name), said in rows.items():
         of = rows.get((part, name.removeprefix("estimate of ")))

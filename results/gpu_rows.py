@@ -1,8 +1,8 @@
 """The rows of the GPU suite, part by part: which trainings are run, compared and estimated, at what sizes.
 
-A part is a plan: a generator that is told what is known already, and begins anew whenever one row more is. So a row may
-depend on others, such as the largest batch that fits; and what is not done yet is what the plan yields and nobody kept.
-Nothing is measured here, see measure_gpu.py.
+Each part is a generator of rows. It is called with the rows that are measured already, and called anew after each
+further one: so a row may depend on others, such as the largest batch that fits. The rows that it yields and the file
+does not have are still to be done. Nothing is measured here, see measure_gpu.py.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ BOTH = ("memory", "time")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to be known."""
+    """One thing to measure: a run, a pair of runs in turns, a question to a function, or an estimate."""
 
     name: str  # within its part
     kind: str = "run"  # by the lab; "pair": two runs in turns; "question": a function's answer; "estimate": of a run
@@ -43,7 +43,7 @@ class Row:
     lacks: str = ""  # what it needs and this machine has not
 
     def settings(self) -> dict[str, Any]:
-        """All that its result depends on, beside the machine and the versions, as JSON holds it."""
+        """What its result depends on, beside the machine and the versions, in types that JSON has."""
         told = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
         told |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
         return told | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Kept(Record):
-    """What is known of a row: one line of the file."""
+    """The result of a row: one line of the file."""
 
     part: str
     name: str
@@ -327,7 +327,8 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """Each rung: its name, what is new (of several the last that fits), and what this machine lacks for it."""
+    """The rungs of lesson 14's ladder of speed: a name, the arguments that are new (of several the last that fit are
+    taken), and what this machine lacks for them."""
     native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})
     yield "+ half precision", [here.half], native
@@ -339,7 +340,8 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """What the share of the hardware's rate is made of, for the first recipe and the best one."""
+    """What model FLOPs utilisation (lesson 02) is computed from: the first and the best recipe, timed, and the rates of
+    this machine."""
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]
     surely = {FIRST: 1.0} | {name: ratio.low for name, ratio in ratios.items() if ratio and ratio.known}

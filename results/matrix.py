@@ -101,7 +101,7 @@ def declared() -> dict[str, Requirement]:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Of the files that decide what is measured."""
+    """A hash of the files that decide what is measured."""
     found = sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()})
     state = hashlib.sha256()
     for path in (path for path in found if "__pycache__" not in path.parts):

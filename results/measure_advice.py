@@ -63,7 +63,7 @@ LARGE = {  # sizes of models that people train on the cards that are sold
 
 @dataclass(frozen=True)
 class Pair:
-    """A model on a card."""
+    """A model, and the card for which advice is asked."""
 
     number: int
     architecture: str
@@ -84,7 +84,7 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """The pair of that number in the set of that seed: of four, three are small. Architectures and cards take turns."""
+    """The pair with that number, drawn by that seed. Three of four are small. Architectures and cards take turns."""
     draw = random.Random(f"{seed} {number}")
     turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
@@ -101,13 +101,18 @@ def pair(number: int, seed: int) -> Pair:
 
 
 class Undecided(Exception):
-    """A pair says nothing, and why."""
+    """Nothing can be learned from this pair; the message says why."""
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """The pair's card, and samples an update of which it holds only some at once. A card that nobody sells has up to a
-    tenth more than so many samples need that the peak is not the optimizer's; for a real one a line through two
-    estimates says how many it holds. Raises Undecided where these are too many or none."""
+    """The pair's card, and an effective batch of which it holds only a part at once.
+
+    A made-up card gets up to a tenth more memory than a micro-batch needs whose peak is not in the optimizer's step.
+    For a real card a line through two estimates says how many samples it holds.
+
+    Raises:
+        Undecided: it holds too many of them, or none.
+    """
     draw = random.Random(one.number)
     precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
     arguments = {"optim": "adamw_torch_fused", ACCUMULATION_STEPS: 2} | precision | one.must

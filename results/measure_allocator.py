@@ -198,7 +198,8 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], there: int) -> tuple:
-    """The same of the double; `places` has torch's addresses of its segments, learned from the first block of each."""
+    """The same numbers as `performed`, of the double. `places`: torch's addresses of its segments, each learned from
+    its first block."""
     full, address = False, 0
     if event is None:
         double.empty_cache()
@@ -230,7 +231,7 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """The same of the double."""
+    """The same as `after`, of the double."""
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 
@@ -250,7 +251,7 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
 
 @contextlib.contextmanager
 def in_environment(text: str) -> Iterator[None]:
-    """Processes that begin meanwhile have these settings."""
+    """Within it, new processes start with these settings of torch's allocator."""
     kept = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = text
     try:

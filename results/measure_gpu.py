@@ -55,7 +55,7 @@ TRIES = 2  # of what crashed
 
 @dataclass(frozen=True)
 class Clock:
-    """How long this call has been running, and may."""
+    """How long this call has been running, and how long it may run."""
 
     seconds: float
     began: float
@@ -119,7 +119,7 @@ class Suite:
 
     @contextlib.contextmanager
     def _estimating(self, part: str) -> Iterator[None]:
-        """Meanwhile the part's estimates are made beside its trainings, whose bytes nothing disturbs."""
+        """Makes the part's estimates beside its trainings: another process does not change the bytes of either."""
         rows = [row for row in self.left(part) if row.kind == "estimate" and not row.lacks]
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
             waiting: list[Future] = [pool.submit(self._estimate_in_time, part, row) for row in rows]
@@ -211,7 +211,7 @@ class Suite:
 
 
 def _what(row: Row) -> str:
-    """What is run, whatever it is called and however long it is measured."""
+    """What is run, as text: equal for two rows that differ only in name, figures asked for, or steps."""
     told = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
     return json.dumps(told, sort_keys=True)
 

@@ -70,7 +70,7 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 
 
 def kept(run: Run, parameters: int) -> list[float]:
-    """The same, as the rehearsed allocator counted it."""
+    """The same bytes a parameter as `formula`, as the rehearsed allocator counted them."""
     parts = run.memory.phase_breakdowns["backward"]
     return [parts[name] / parameters for name in KEPT]
 

@@ -67,7 +67,7 @@ def neighbour(wanted: bool):
 
 
 def by_parts() -> dict:
-    """A row of the report for adafactor-cost, by the cells of its own lesson: what they call `cost`."""
+    """A row of the report for the claim adafactor-cost: lesson 08's own cells are run, and their `cost` is taken."""
     import jupytext
 
     notebook = jupytext.read(Path(__file__).parents[1] / "notebooks/src/08_adafactor.py")
@@ -99,7 +99,7 @@ def compared(pairs: list) -> list[dict]:
 
 
 def elsewhere(pairs: list, busy: bool) -> list[dict]:
-    """The same in a process of its own."""
+    """`compared` in a process of its own, beside a busy neighbour or not."""
     with neighbour(busy):
         done = subprocess.run(
             [sys.executable, __file__, "--pairs", json.dumps(pairs)], stdout=subprocess.PIPE, check=True, text=True

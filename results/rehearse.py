@@ -2,7 +2,7 @@
 
 python results/rehearse.py                            the ten rows on an A100, an H100 and a T4
 python results/rehearse.py --course build/rehearsal   and the memory claims of a rehearsed course
-python results/build.py                               the README's tables from them
+python results/build.py                               the tables of it in docs/rehearsal.md and results/README.md
 
 One file a card, results/rehearsed/<card>/<date>.json: below the folder in which measured runs are looked for, and of
 another shape. Bytes are exact, there is no time. The set-up is the guides': bert-large, 512 sequences of 512 tokens.

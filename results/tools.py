@@ -1,6 +1,6 @@
 """Other tools that tell the memory of a training: how each is asked, and what is concluded of its answers.
 
-Of `measure_estimate.py` and `measure_cuda_tools.py`. Tools with an environment of their own are in `tools_pypi.py`.
+Used by `measure_estimate.py` and `measure_cuda_tools.py`. Tools with an environment of their own: `tools_pypi.py`.
 """
 
 import contextlib

@@ -70,7 +70,7 @@ class Question:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return 4 if self.mixed or self.precision == "fp32" else 2
 
 

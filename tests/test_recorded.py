@@ -6,7 +6,6 @@ results/rehearse.py: what it keeps of a rehearsed course, and that nothing rehea
 import dataclasses
 import importlib.util
 import json
-import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -104,19 +103,35 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
         assert f"{name}, rehearsed" in page and f"{name}, {number} claims: " in build.rehearsed_counts(cards)
 
 
-@pytest.mark.parametrize("stale", ["README.md", "results/README.md"])
-def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, tmp_path, monkeypatch, capsys):
-    (tmp_path / "results").mkdir()
-    for name, page in (("README", "README.md"), ("PAGE", "results/README.md")):
-        (tmp_path / page).write_text((RESULTS.parent / page).read_text())
-        monkeypatch.setattr(build, name, tmp_path / page)
+@pytest.fixture
+def copied(build, tmp_path, monkeypatch):
+    """The pages that are made or have made blocks, in a folder of their own."""
+    places = {name: tmp_path / path.relative_to(RESULTS.parent) for name, path in build.PLACES.items()}
+    for path in {*places.values(), tmp_path / "results/README.md"}:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text((RESULTS.parent / path.relative_to(tmp_path)).read_text())
+    monkeypatch.setattr(build, "PLACES", places)
+    monkeypatch.setattr(build, "PAGE", tmp_path / "results/README.md")
     monkeypatch.setattr(build, "picture", lambda data: None)
+    return tmp_path
+
+
+@pytest.mark.parametrize("stale", ["README.md", "docs/estimate.md", "docs/rehearsal.md", "results/README.md"])
+def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, copied, capsys):
     assert build.main([]) == build.main(["--check"]) == 0
-    made = (tmp_path / stale).read_text()
-    (tmp_path / stale).write_text(re.sub(r"\d+ claims: ", "999 claims: ", made).replace("**holds**", "**refuted**"))
+    made = (copied / stale).read_text()
+    within = made.rfind("<!-- end of ") if "<!-- end of " in made else len(made)
+    (copied / stale).write_text(f"{made[:within]}**refuted**\n{made[within:]}")
     assert build.main(["--check"]) == 1
     assert capsys.readouterr().err == f"{stale} is stale; run python results/build.py\n"
-    assert build.main([]) == 0 and (tmp_path / stale).read_text() == made
+    assert build.main([]) == 0 and (copied / stale).read_text() == made
+
+
+def test_a_page_that_lost_a_marker_is_named(build, copied):
+    page = copied / "docs/rehearsal.md"
+    page.write_text(page.read_text().replace("<!-- end of rehearsed -->", ""))
+    with pytest.raises(ValueError, match=r"rehearsal.md has 0 places for <!-- rehearsed: made by results/build.py -->"):
+        build.main(["--check"])
 
 
 def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():
@@ -138,7 +153,7 @@ def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
 
 def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
     recorded = json.loads((RESULTS / "overhead.json").read_text())
-    told = (RESULTS.parent / "CONTRIBUTING.md").read_text()
+    told = (RESULTS.parent / "docs" / "trust.md").read_text()
     assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told
     assert recorded["interval"][0] <= recorded["ratio"] <= recorded["interval"][1]
 

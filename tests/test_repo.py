@@ -1,4 +1,4 @@
-"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, a README that is true.
+"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, pages that are true.
 
 Each check is a pure function that returns the problems it found; next to its test on this repository stands one on
 bad input.
@@ -343,11 +343,11 @@ def test_stray_text_is_reported(pieces):
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
 
 
-def tree(readme):
-    """The paths in the README's file tree: the names before the first two blanks of each line, below their folders."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.M | re.S)
+def tree(page):
+    """The paths in a page's file tree: the names before the first two blanks of each line, below their folders."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     blocks = [block for block in blocks if re.search(rf"^\W*{PACKAGE}/", block, re.M)]
-    assert len(blocks) == 1, "the README has not exactly one fenced file tree with perf_helpers/"
+    assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"
     paths, folders = [], []
     for line in re.sub(r"[│├└─]", " ", blocks[0]).splitlines():
         if not line.strip():
@@ -362,33 +362,183 @@ def tree(readme):
     return paths
 
 
-def tree_problems(readme, files):
-    """What the tree has and the repository has not, and the other way round. NN_slug and <x> stand for any name."""
-    listed, problems = some(tree(readme), "entries in the file tree"), []
+def tree_problems(page, files):
+    """What the tree has and the repository has not, and the other way round: files and folders at the top, modules and
+    rooms of the package. NN_slug and <x> stand for any name."""
+    listed, problems = some(tree(page), "entries in the file tree"), []
     names = {str(path) for path in files} | {f"{parent}/" for path in files for parent in path.parents}
     for path in listed:
         pattern = re.sub(r"NN_slug|<\w+>", "[^/]+", re.escape(path))
         if not any(re.fullmatch(pattern, name) for name in names):
-            problems.append(f"in the README's tree, not in the repository: {path}")
+            problems.append(f"in the file tree, not in the repository: {path}")
     heads = {path.split("/")[0] for path in listed}
     expected = {path.parts[0] for path in files} - heads
-    expected |= {str(path) for path in files if path.parts[0] == PACKAGE and len(path.parts) == 2} - set(listed)
-    expected = {path for path in expected if not path.split("/")[-1].startswith((".", "__"))}
-    return problems + [f"in the repository, not in the README's tree: {path}" for path in sorted(expected)]
+    inside = [path for path in files if path.parts[0] == PACKAGE and len(path.parts) > 1]
+    parts = {f"{PACKAGE}/{path.parts[1]}{'/' if len(path.parts) > 2 else ''}" for path in inside}
+    expected |= parts - set(listed)
+    expected = {path for path in expected if not path.removeprefix(f"{PACKAGE}/").startswith((".", "__"))}
+    return problems + [f"in the repository, not in the file tree: {path}" for path in sorted(expected)]
 
 
-def test_the_file_tree_of_the_readme_is_true():
-    assert tree_problems((ROOT / "README.md").read_text(), repository_files()) == []
+def test_the_file_tree_is_true():
+    assert tree_problems((ROOT / "CONTRIBUTING.md").read_text(), repository_files()) == []
 
 
 def test_a_wrong_file_tree_is_reported():
-    readme = "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab.py  z\n```\n"
-    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab.py"]
-    files = [Path(name) for name in names]
-    assert tree_problems(readme, files) == []
-    assert tree_problems(readme, [*files, Path("tests/a.py")]) == ["in the repository, not in the README's tree: tests"]
-    assert len(tree_problems(readme, [*files, Path(f"{PACKAGE}/runs.py")])) == 1
-    assert tree_problems(readme, files[:-1]) == ["in the README's tree, not in the repository: perf_helpers/lab.py"]
+    page = (
+        "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab/  z\n  cli.py  z\n```\n"
+    )
+    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/task.py"]
+    files = [Path(name) for name in [*names, "perf_helpers/cli.py"]]
+    assert tree_problems(page, files) == []
+    for missing in ("tests", f"{PACKAGE}/runs.py", f"{PACKAGE}/estimate/"):
+        path = Path(missing) / "a.py" if not missing.endswith(".py") else Path(missing)
+        assert tree_problems(page, [*files, path]) == [f"in the repository, not in the file tree: {missing}"]
+    assert tree_problems(page, files[:-1]) == ["in the file tree, not in the repository: perf_helpers/cli.py"]
+
+
+# ---- pages: how long, and where their links lead
+
+MOST_BYTES = 12_000  # of the README: a stranger finishes it
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)  # of an address elsewhere
+LINK = re.compile(r"\]\(([^()\s]+)\)|\bsrc=\"([^\"]+)\"")
+NAMED = re.compile(r"(?<![\w/.-])((?:README|CONTRIBUTING|docs/[\w-]+)\.md)(#[\w-]+)?")  # in a comment or a message
+
+
+def without_code(text):
+    """A page without its fenced blocks and code in a line, where what looks like a link is none."""
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def anchors(text):
+    """What a link into a page can lead to: its headings, as GitHub writes them in an address."""
+    found, seen = set(), {}
+    for heading in re.findall(r"^#+ (.+?)\s*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        seen[slug] = seen.get(slug, -1) + 1
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+    return found
+
+
+def link_problems(pages, files, heads=None):
+    """Links that lead nowhere. pages: {path: text} that links are looked for in; files: all paths; heads: {path: text}
+    of what anchors may lead into, if more than the pages."""
+    heads, problems = heads or pages, []
+    there = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
+    links = [(page, "".join(pair)) for page, text in pages.items() for pair in LINK.findall(without_code(text))]
+    for page, link in some(((page, link) for page, link in links if not SCHEME.match(link)), "relative links"):
+        target, _, anchor = link.partition("#")
+        path = os.path.normpath(Path(page).parent / target) if target else str(page)
+        if path not in there:
+            problems.append(f"{page}: there is no {link}")
+        elif anchor and anchor not in anchors(heads.get(Path(path), "")):
+            problems.append(f"{page}: {link} leads to no heading of {path}")
+    return problems
+
+
+def written_pages():
+    """{path: text} of the repository's pages, and of what lessons say between their cells of code."""
+    found = {path: (ROOT / path).read_text() for path in repository_files() if path.suffix == ".md"}
+    for path in (path for path in repository_files() if path.suffix == ".ipynb"):
+        cells = json.loads((ROOT / path).read_text())["cells"]
+        found[path] = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert {path.suffix for path in found} == {".md", ".ipynb"}
+    return found
+
+
+def test_every_link_of_pages_and_lessons_leads_somewhere():
+    assert link_problems(written_pages(), repository_files()) == []
+
+
+def test_a_link_that_leads_nowhere_is_reported():
+    a, b = Path("docs/a.md"), Path("b.md")
+    pages = {
+        a: "## One, `two`: three\n[x](../b.md) [y](#one-two-three) `[z](gone.md)`\n```\n[z](gone.md)\n```",
+        b: "# B",
+    }
+    assert link_problems(pages, [a, b]) == []
+    for link, told in (
+        ("[x](b.md)", "there is no b.md"),
+        ("[x](../b.md#c)", "../b.md#c leads to no heading of b.md"),
+        ("[x](#two)", "#two leads to no heading of docs/a.md"),
+        ('<img src="p.png">', "there is no p.png"),
+    ):
+        assert link_problems(pages | {a: link}, [a, b]) == [f"docs/a.md: {told}"]
+    assert anchors("# A\n## A\n```\n# B\n```") == {"a", "a-1"}
+
+
+def named_problems(texts, pages):
+    """Pages or headings of them that a comment or a message names, and that are not there."""
+    found = [(where, *names) for where, text in texts.items() for names in NAMED.findall(text)]
+    named = some(found, "pages that are named")
+    return [
+        f"{where}: there is no {page}{anchor}"
+        for where, page, anchor in named
+        if Path(page) not in pages or (anchor and anchor[1:] not in anchors(pages[Path(page)]))
+    ]
+
+
+def test_pages_that_code_names_are_there():
+    kinds = (".py", ".j2", ".toml", ".txt", ".yml", ".sh")
+    texts = {path: (ROOT / path).read_text() for path in repository_files() if path.suffix in kinds}
+    del texts[Path(__file__).relative_to(ROOT)]
+    assert named_problems(texts, written_pages()) == []
+
+
+def test_a_page_that_code_names_and_nobody_wrote_is_reported():
+    pages = {Path("docs/a.md"): "# A", Path("README.md"): ""}
+    assert named_problems({"x.py": "see docs/a.md#a, results/README.md, https://x.example/docs/b.md"}, pages) == []
+    for name in ("docs/b.md", "docs/a.md#b", "README.md#a"):
+        assert named_problems({"x.py": f"see {name}."}, pages) == [f"x.py: there is no {name}"]
+
+
+def page_problems(readme, pages):
+    """What keeps a stranger from the README's end, or from a page."""
+    size = len(readme.encode())
+    long = [f"README.md has {size:,} bytes, {MOST_BYTES:,} are enough"] if size > MOST_BYTES else []
+    return long + [f"README.md does not name {page}" for page in some(pages, "pages") if f"]({page})" not in readme]
+
+
+def test_the_readme_is_short_and_names_every_page():
+    pages = [path for path in repository_files() if path.parts[0] == "docs"]
+    assert page_problems((ROOT / "README.md").read_text(), pages) == []
+
+
+def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
+    assert page_problems("[a](docs/a.md)", ["docs/a.md"]) == []
+    assert page_problems("ä" * 6_001, ["docs/a.md"]) == [
+        "README.md has 12,002 bytes, 12,000 are enough",
+        "README.md does not name docs/a.md",
+    ]
+
+
+def word_problems(page, wanted):
+    """Rows of the table of words that are not a word, a line and other names; words twice, and wanted ones missing."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    words = [row[0] for row in some(rows, "words") if not row[0].startswith("**")]
+    problems = [
+        f"not a word, one line, other names: {line}" for line in page.splitlines() if line.count(" |") not in (0, 3)
+    ]
+    problems += [f"twice: {word}" for word in sorted({word for word in words if words.count(word) > 1})]
+    return problems + [f"nowhere: {word}" for word in wanted if word not in page]
+
+
+def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing():
+    from perf_helpers.course.ledger import Verdict
+    from perf_helpers.lab.profiles import PROFILES
+    from perf_helpers.lab.runs import CATEGORIES
+
+    wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
+    assert word_problems((ROOT / "docs" / "words.md").read_text(), wanted) == []
+
+
+def test_a_word_twice_or_missing_is_reported():
+    head = "| word | here | elsewhere |\n|---|---|---|\n| run | what is kept | record |\n"
+    assert word_problems(head, ["kept"]) == []
+    assert word_problems(head + "| run | again | |\n", []) == ["twice: run"]
+    assert word_problems(head, ["peak"]) == ["nowhere: peak"]
+    assert len(word_problems(head + "| peak | the most |\n", [])) == 1
 
 
 # ---- notebooks

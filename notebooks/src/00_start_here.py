@@ -43,6 +43,8 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
+# All others stand in [one table](../docs/words.md).
+#
 # ## Predict
 #
 # Each lesson asks you for a number before it shows one: being wrong first is how an intuition grows. Further down, a model is trained with a batch of 4 sequences, then with a batch of 8. Move the slider or type a number, and commit it.

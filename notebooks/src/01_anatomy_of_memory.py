@@ -543,7 +543,7 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 # On a CPU the two are equal to the byte, because it is the same code that runs, the Trainer included. For a GPU the
 # estimate repeats what each of CUDA's kernels asks for, and lays it out as torch's allocator does;
 # `said["03 vanilla"].assumptions` names the parts. The two others know weights, gradients and states. They cannot know the batch, the length or the recipe, and on small models those decide. The
-# README has the same comparison over more trainings and tools, for a CPU and for GPUs.
+# same comparison over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
 
 # %%
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown

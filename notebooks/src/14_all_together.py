@@ -681,7 +681,7 @@ except ValueError as missing:
 #
 # On a cluster of yours the file stays, and Dask's own deployments start the workers: dask-jobqueue for Slurm,
 # dask-kubernetes, or `dask worker` over ssh; then `perf-helpers sweep FILE --scheduler ADDRESS`
-# ([a few lines for each](../README.md#on-several-machines)). Watch for four things:
+# ([a few lines for each](../docs/sweeps.md#on-several-machines)). Watch for four things:
 #
 # - **one worker a GPU**, started with `--resources "device=1"`, which each row asks for: else two share one;
 # - **the same environment** everywhere: a worker with another torch is told;

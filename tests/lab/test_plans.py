@@ -98,9 +98,9 @@ def test_of_a_file_the_line_begins_with_its_name(tmp_path, content, words):
         Plan.read(path)
 
 
-def test_the_example_of_the_readme_is_a_plan(tmp_path):
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    (example,) = re.findall(r"```toml\n(.*?)```", readme.read_text(encoding="utf-8"), re.S)
+def test_the_example_of_the_page_is_a_plan(tmp_path):
+    page = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
+    (example,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     (tmp_path / "grid.toml").write_text(example)
     plan = Plan.read(tmp_path / "grid.toml")
     assert len(plan.rows) == 13 and plan.rows[-1].name == "the largest batch"
