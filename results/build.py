@@ -205,8 +205,8 @@ def _count(decided: list[dict]) -> str:
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """How fast CPUs multiply in fp32 and in bf16, and what mixed precision does to the speed of training there: those of
-    `PRODUCTS`, and the recorded machines by their runs of lesson 02 (the rates) and claims of lesson 07 (the speed)."""
+    """How fast CPUs multiply in fp32 and in 16 bits, and what mixed precision does to the speed of training there: those
+    of `PRODUCTS`, and the recorded machines by their runs of lesson 02 (the rates) and claims of lesson 07 (speed)."""
     rows = []
     for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:
         rates = [cpu["fp32"], cpu["bf16"], cpu["fp16"]]
@@ -222,7 +222,7 @@ def product_rates(measured: dict[str, dict]) -> str:
             when = f"one thread, {versions(data, 'torch')}, {data['date'][:10]}"
             rows.append([data["machine"]["name"], flags, *rates, "not measured", trained, when])
     shown = [[f"{cell:.3g}" if isinstance(cell, int | float) else cell for cell in row] for row in rows]
-    ratios = [f"{row[3] / row[2]:.2f}" for row in rows]
+    ratios = [f"{row[3] / row[2]:.2g}" for row in rows]
     head = ["CPU", "16-bit flags", "fp32", "bf16", "bf16 / fp32", "fp16", "training in bf16 / in fp32", "measured"]
     lines = [[*row[:4], ratio, *row[4:]] for row, ratio in zip(shown, ratios, strict=True)]
     return f"Products of 1024 x 1024, GFLOP/s.\n\n{table(head, lines)}"

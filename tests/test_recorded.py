@@ -180,7 +180,8 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
     verdicts = [decide(load()[id], tuple(row["cpu"][1:]), True) for row in rows]
     most = max(set(verdicts), key=verdicts.count)
     assert len(rows) == 20 and most != "too small to tell" and verdicts.count(most) >= 19
-    assert verdicts == [row["verdict"] for row in rows] and most in load()[id].expected["cpu"]
+    assert verdicts == [row["verdict"] for row in rows]
+    assert load()[id].predicted or most in load()[id].expected["cpu"]
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
