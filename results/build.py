@@ -205,8 +205,8 @@ def _count(decided: list[dict]) -> str:
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """How fast CPUs multiply in fp32 and in 16 bits, and what mixed precision does to the speed of training there: those
-    of `PRODUCTS`, and the recorded machines by their runs of lesson 02 (the rates) and claims of lesson 07 (speed)."""
+    """How fast CPUs multiply in fp32 and in 16 bits, and how much faster mixed precision trains there: the CPUs
+    of `PRODUCTS`, and the recorded machines by their runs of lesson 02 (rates) and claims of lesson 07 (speed)."""
     rows = []
     for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:
         rates = [cpu["fp32"], cpu["bf16"], cpu["fp16"]]
