@@ -130,9 +130,7 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
     """Bytes that the estimate says of a row, by the rules of its versions and by today's; None: they are the same."""
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
     parts = [name for name in cuda.PARTS if name not in row.facts.get("without", [])]
-    ask = functools.partial(
-        estimate, row.task(folder), device="cuda", compute_capability=capability, every_layer=True, timeout=900
-    )
+    ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
     then = getattr(ask(parts=parts, **row.question).memory, quantity)
     if not row.facts.get("older"):
         return then, None

@@ -1,8 +1,8 @@
 """Peak memory of a training, predicted without running it: what is asked and what is answered.
 
 The way of a question: `estimate` asks `prediction.predict` in a clean process, which follows the training on fake
-tensors (`trace`), extrapolates to all layers (`layers`) and asks what operations hide (`probe`). What clean processes
-learn of operations is kept for the next ones (`Knowledge`).
+tensors (`trace`) and asks what operations hide (`probe`). What clean processes learn of operations is kept for the next
+ones (`Knowledge`).
 """
 
 import dataclasses
@@ -38,7 +38,6 @@ class MemoryEstimate:
     device: str  # "cpu" or "cuda"
     memory: Memory  # with the same fields, in bytes, as that of a measured run
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    traced: str  # in words, which layers were followed
     seconds: float  # that the prediction took
     own_bytes: int | None  # peak memory of the process that made it
     processes: int = 1  # ranks of the training; the figures are those of one rank
@@ -59,7 +58,7 @@ class MemoryEstimate:
         return dataclasses.asdict(self)
 
     def __repr__(self) -> str:
-        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device} ({self.traced})"
+        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device}"
 
 
 def estimate(
@@ -75,7 +74,6 @@ def estimate(
     optimizer: Callable | None = None,
     function: Callable[[Task], Any] | None = None,
     processes: int = 1,
-    every_layer: bool = False,
     snapshot: str | os.PathLike | None = None,
     timeout: float = 300,
     **arguments,
@@ -97,7 +95,6 @@ def estimate(
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
         processes: ranks of a data-parallel training; the figures are those of one rank.
-        every_layer: follow every layer instead of extrapolating from a few.
         snapshot: a file to which the allocator's memory is written, and all that led to it from the loading of the
             model on, for the viewer of torch's memory snapshots; on "cuda" only. It ends where there is no room.
         timeout: seconds that the prediction may take.
@@ -123,14 +120,14 @@ def estimate(
     if experiment.arguments.compiles:
         raise ValueError(_OF_COMPILED)
     whose = target(device, compute_capability, parts, device_memory, allocator_settings)
-    key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
+    key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
         file = place(snapshot)
         if "segments" not in whose.parts:
             raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda', with the part 'segments'")
     if not made or file:
-        began, job = time.perf_counter(), (prediction.predict, experiment, whose, every_layer, bool(file))
+        began, job = time.perf_counter(), (prediction.predict, experiment, whose, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             said = KNOWLEDGE.ask(*job, model=task.model, timeout=timeout, on_percent=lambda at: bar.update(at - bar.n))
         made = MemoryEstimate(
@@ -140,7 +137,6 @@ def estimate(
             device=whose.kind,
             memory=said.memory,
             assumptions=said.assumptions,
-            traced=said.traced,
             seconds=time.perf_counter() - began,
             own_bytes=said.own_bytes,
             processes=processes,

@@ -66,7 +66,7 @@ def fit(
     """
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)  # nobody waits for it, and others may be measuring
-    followed = follow_all(experiments, device, False, known, tell)
+    followed = follow_all(experiments, device, known, tell)
     memories = [replace(memory_of(each), timeline=None) for each in followed]
     return _surface(followed, device, points, offered, known), memories
 
@@ -110,10 +110,8 @@ def _solved(traced_at: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
 def aligned(traces: Sequence[Trace]) -> list[list[int]]:
     """For each trace the indices of the operations that all of them have, in order.
 
-    Traces at different points share neither shapes nor bytes, by which `layers` aligns those of different depths, but
-    each layer has its own module name. So they are aligned by the names of operations and modules, as texts are
-    compared: which kernel is chosen, how data are fetched and what is a view differs here and there. Raises Invalid
-    where they have hardly the same operations.
+    They are aligned by the names of operations and modules, as texts are compared: which kernel is chosen, how data are
+    fetched and what is a view differs here and there. Raises Invalid where they have hardly the same operations.
     """
     fetching = Phase.SETUP, Phase.BEFORE  # what is done there holds no peak, and no view does
     every = [

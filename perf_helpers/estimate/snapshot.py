@@ -19,7 +19,7 @@ from typing import Any
 
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.deepening import Label, Log
+from perf_helpers.estimate.event_log import Label, Log
 from perf_helpers.texts import name_text
 
 _ESTIMATED = "estimated by perf-helpers: nothing was run"

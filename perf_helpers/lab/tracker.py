@@ -142,7 +142,9 @@ class Tracker(Watcher, TorchDispatchMode):
         self.granularity, self.device = granularity, device
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
         self._scaled: weakref.ref | None = None
-        self._given: set[int] | None = None  # the storages of the present operation's arguments; None: not yet looked at
+        self._given: set[int] | None = (
+            None  # the storages of the present operation's arguments; None: not yet looked at
+        )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

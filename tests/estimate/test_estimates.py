@@ -31,7 +31,7 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
     )
     assert found.memory.parameters == TINY.parameters()
     assert set(found.memory.phases) == {"forward", "backward", "step"}
-    assert found.traced == "every layer followed" and found.seconds > 0
+    assert found.seconds > 0
     assert found.own_bytes < 2**30
     json.dumps(found.to_dict())
 

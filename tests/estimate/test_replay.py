@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from perf_helpers.estimate import replay
-from perf_helpers.estimate.deepening import Label, Log
+from perf_helpers.estimate.event_log import Label, Log
 
 MIB = 1 << 20
 WEIGHT = Label("aten.empty.memory_format", "weights", "setup", "")
