@@ -27,6 +27,8 @@ from perf_helpers.texts import bytes_text
 
 Answer = TypeVar("Answer")
 
+_MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
@@ -184,12 +186,11 @@ def target(
 
 class Knowledge:
     """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
-    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Beyond
-    `most_bytes` the oldest is forgotten, and would be learnt again."""
+    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Of too
+    much the oldest is forgotten, and would be learnt again."""
 
-    def __init__(self, most_bytes: int = 64 * 2**20):
+    def __init__(self):
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
-        self._most_bytes = most_bytes
         self._learned: deque[bytes] = deque()  # see `prediction.Known.news`
 
     def ask(
@@ -210,7 +211,7 @@ class Knowledge:
             raise ValueError(f"{model} cannot be followed on fake tensors: {failed}") from None
         if learned:
             self._learned.append(learned)
-        while sum(map(len, self._learned)) > self._most_bytes:
+        while sum(map(len, self._learned)) > _MOST_LEARNED_BYTES:
             self._learned.popleft()
         return answer
 

@@ -28,11 +28,20 @@ class Log:
     marks: list[tuple[str, int]]  # (label, how many events are before it): "start" of the first forward, ends of phases
     emptied: tuple[int, ...] = ()  # after how many events the allocator is told to give back what is free
 
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """(block, its bytes, +1 born or -1 dead), one by one."""
-        for event in self.events:
-            block, sign = (event, 1) if event >= 0 else (~event, -1)
-            yield block, self.blocks[block][0], sign
+    def played(self, allocator: Any) -> Iterator[tuple[int, Label]]:
+        """Perform the log on an `allocator.CachingAllocator`; before each event come its number and its block's label.
+        Raises OutOfMemory where there is no room."""
+        emptied = set(self.emptied)
+        for number, event in enumerate(self.events):
+            block = event if event >= 0 else ~event
+            size, label = self.blocks[block]
+            yield number, label
+            if number in emptied:
+                allocator.empty_cache()
+            if event >= 0:
+                allocator.allocate(block, size, label.stream)
+            else:
+                allocator.free(block)
 
 
 def recorded(tracker: Any) -> Log:

@@ -71,21 +71,15 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity)
     first = next((position for label, position in log.marks if label == "start"), 0)
-    allocated, emptied = np.zeros(len(log.events) + 1, dtype=np.int64), set(log.emptied)
+    allocated = []
     try:
-        for number, event in enumerate(log.events):
+        for number, _ in log.played(allocator):
             if number == first:
                 allocator.reset_peaks()
-            if number in emptied:
-                allocator.empty_cache()
-            if event >= 0:
-                size, label = log.blocks[event]
-                allocator.allocate(event, size, label.stream)
-            else:
-                allocator.free(~event)
-            allocated[number + 1] = allocator.allocated_bytes
+            allocated.append(allocator.allocated_bytes)
     except OutOfMemory:
         return replace(replayed(log, settings), is_too_large=True)
+    allocated = np.array([*allocated, allocator.allocated_bytes], dtype=np.int64)
     return Replay(log, allocated, allocator.peak_reserved_bytes, allocator.peak_requested_bytes)
 
 

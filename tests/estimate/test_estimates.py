@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
-from perf_helpers.estimate import allocator, estimate, estimates_so_far
+from perf_helpers.estimate import allocator, estimate, estimates, estimates_so_far
 from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -198,8 +198,9 @@ def test_a_clean_process_begins_with_what_earlier_ones_learnt(calls):
     assert calls == [[], [b"one"], [b"one"], [b"one", b"two"]]
 
 
-def test_beyond_its_bound_the_oldest_is_forgotten(calls):
-    knowledge = Knowledge(most_bytes=10)
+def test_beyond_its_bound_the_oldest_is_forgotten(calls, monkeypatch):
+    monkeypatch.setattr(estimates, "_MOST_LEARNED_BYTES", 10)
+    knowledge = Knowledge()
     for question in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11, b""):
         knowledge.ask(None, question, model="m", timeout=1)
     assert calls[3] == [b"2222", b"3333"] and calls[4] == []
