@@ -160,12 +160,15 @@ def _hidden(
     """
     probe, highest = known.probe.under(None), high.max(axis=1)
     asked: dict[tuple[int, int], Operation] = {}  # by point and number of the operation
+    grown: dict[tuple, tuple[float, list]] = {}  # by what was seen: each layer has the same operations
     for number, here in enumerate(zip(*indices, strict=True)):
         seen = [each.trace.operations[index] for each, index in zip(followed, here, strict=True)]
-        share = max((probe[each].bytes or 0) / max(each.bytes, 1) for each in seen)
-        if not share:
-            continue
-        for point, there in enumerate(_at_points(seen, traced_at, wanted_at)):
+        key = tuple(map(id, seen))  # a trace has one object for all that are equal
+        if key not in grown:
+            share = max((probe[each].bytes or 0) / max(each.bytes, 1) for each in seen)
+            grown[key] = share, _at_points(seen, traced_at, wanted_at) if share else []
+        share, operations = grown[key]
+        for point, there in enumerate(operations):
             # Twice the largest share seen: it jumps from size to size.
             if there and live[point, number] + 2 * share * there.bytes > highest[point]:
                 asked[point, number] = there
