@@ -248,10 +248,8 @@ def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
 
 
 def _log(experiment: Experiment, capability: tuple[int, int], tell) -> Log:
-    from perf_helpers.estimate import cuda
-
     with Known():
-        return trace_of(experiment, Device("cuda", capability, cuda.known_parts())).log
+        return trace_of(experiment, Device("cuda", capability)).log
 
 
 def main(arguments=None) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,7 +71,6 @@ def estimate(
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
-    parts: Collection[str] | None = None,
     training: bool = True,
     optimizer: Callable | None = None,
     function: Callable[[Task], Any] | None = None,
@@ -92,7 +91,6 @@ def estimate(
         device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
             given back, and what does not fit is told by `is_too_large`. None: enough for anything.
         allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
-        parts: names from `cuda.PARTS` that are modelled; None: all.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
@@ -121,13 +119,13 @@ def estimate(
     )
     if experiment.arguments.compiles:
         raise ValueError(_OF_COMPILED)
-    whose = target(device, compute_capability, parts, device_memory, allocator_settings)
+    whose = target(device, compute_capability, device_memory, allocator_settings)
     key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
         file = place(snapshot)
-        if "segments" not in whose.parts:
-            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda', with the part 'segments'")
+        if whose.kind != "cuda":
+            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda'")
     if not made or file:
         began, job = time.perf_counter(), (prediction.predict, experiment, whose, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
@@ -165,7 +163,6 @@ def estimates_so_far() -> list[MemoryEstimate]:
 def target(
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
-    parts: Collection[str] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
 ) -> Device:
@@ -176,12 +173,9 @@ def target(
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
         return Device(kind)
-    from perf_helpers.estimate import cuda
-
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), DEFAULT_CAPABILITY)
     Settings.parse(allocator_settings)  # says what is wrong with them
-    known = cuda.known_parts(parts)
-    return Device(kind, tuple(compute_capability or here), known, allocator_settings, device_memory)
+    return Device(kind, tuple(compute_capability or here), allocator_settings, device_memory)
 
 
 class Knowledge:

@@ -40,7 +40,6 @@ class Device:
 
     kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
     compute_capability: tuple[int, int] = allocator.DEFAULT_CAPABILITY  # of the GPU
-    parts: tuple[str, ...] = ()  # names of `cuda.PARTS` that are modelled
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
     memory_bytes: int | None = None  # that the card has for segments; None: enough
 
@@ -193,9 +192,9 @@ def trace_of(experiment: Experiment, device: Device, cache: "OperationCache | No
     from perf_helpers.estimate.device import DeviceTracker
 
     is_function = experiment.function is not None
-    tracker = DeviceTracker(device.compute_capability, device.parts, is_function, cache)
+    tracker = DeviceTracker(device.compute_capability, is_function, cache)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
-    with cuda.emulated(device.parts, compute_capability=device.compute_capability), tracker.emulated(paged):
+    with cuda.emulated(device.compute_capability), tracker.emulated(paged):
         followed = trace.follow(experiment, tracker)
     return followed.replace(log=event_log.recorded(tracker))
 
@@ -206,7 +205,7 @@ def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Prob
 
     assumptions = _shared_out(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if device.kind == "cuda":
-        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions(device.parts)))
+        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions()))
     totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
     return Followed(trace, totals, (*assumptions, *unsure))
 
@@ -296,17 +295,13 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
-    if "segments" in device.parts:
-        found = replay.replayed(trace.log, device.settings, device.memory_bytes)
-    else:
-        found = replay.summed(trace.log, allocator.BLOCK_BYTES if "rounding" in device.parts else 1)
-    memory = found.memory()
-    context = allocator.context_bytes(device.compute_capability) if "context" in device.parts else None
+    found = replay.replayed(trace.log, device.settings, device.memory_bytes)
+    memory, context = found.memory(), allocator.context_bytes(device.compute_capability)
     memory = replace(
         memory,
         parameters=trace.parameters,
         timeline=_timeline(trace, found.highest(trace.begins)),
         context_bytes=context,
-        device_used_bytes=memory.reserved_bytes + context if memory.reserved_bytes and context else None,
+        device_used_bytes=memory.reserved_bytes + context if context else None,
     )
     return memory, found.is_too_large

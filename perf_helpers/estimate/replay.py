@@ -17,7 +17,7 @@ class Replay:
 
     log: Log
     allocated: np.ndarray  # (events + 1,): in use before the first event and after each
-    reserved_peak: int | None  # from the first forward on; None where segments are left out
+    reserved_peak: int  # from the first forward on
     requested_peak: int  # from the first forward on, of the bytes as they were asked for
     is_too_large: bool = False  # for the card: these are the figures of one without limit
 
@@ -81,11 +81,3 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
         return replace(replayed(log, settings), is_too_large=True)
     allocated = np.array([*allocated, allocator.allocated_bytes], dtype=np.int64)
     return Replay(log, allocated, allocator.peak_reserved_bytes, allocator.peak_requested_bytes)
-
-
-def summed(log: Log, block_bytes: int) -> Replay:
-    """The log without an allocator: its blocks, each a multiple of `block_bytes`, and nothing else."""
-    sizes = [-(-size // block_bytes) * block_bytes for size, _ in log.blocks]
-    changes = [sizes[event] if event >= 0 else -sizes[~event] for event in log.events]
-    live = np.concatenate([[0], np.cumsum(changes, dtype=np.int64)])
-    return Replay(log, live, None, int(live.max()))

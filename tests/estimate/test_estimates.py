@@ -43,7 +43,6 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"optim": "adamw_torch_fsued"}, "Did you mean 'adamw_torch_fused'"),
         ({"per_device_train_batch_size": 0}, "at least 1"),
         ({"device": "gpu"}, "choose 'cpu' or 'cuda'"),
-        ({"device": "cuda", "parts": ["attention", "magic"]}, "magic"),
         ({"torch_compile": True}, "compiled code keeps is its compiler's choice.*lab.train"),
         ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "ask without it"),
     ],

@@ -64,8 +64,6 @@ def test_cuda_is_modelled_and_says_so():
     found = predicted(device="cuda", compute_capability=(8, 0))
     assert found.memory.reserved_bytes >= found.peak_bytes
     assert "not on a GPU" in found.assumptions[0]
-    bare = predicted(device="cuda", compute_capability=(8, 0), parts=["rounding"])
-    assert bare.peak_bytes < found.peak_bytes and bare.memory.reserved_bytes is None
 
 
 def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():

@@ -129,7 +129,6 @@ def test_an_expandable_segment_is_mapped():
     ("options", "message"),
     [
         ({"device": "cpu"}, "device='cuda'"),
-        ({"device": "cuda", "parts": ["rounding"]}, "'segments'"),
         ({"device": "cuda", "snapshot": "no such folder/file"}, "a folder that can be written to"),
     ],
 )
