@@ -201,10 +201,10 @@ def trace_of(experiment: Experiment, device: Device, cache: "OperationCache | No
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:
     """An experiment's trace with what is assumed, and on a CPU with what operations hide."""
-    from perf_helpers.estimate import cuda
-
     assumptions = _shared_out(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if device.kind == "cuda":
+        from perf_helpers.estimate import cuda
+
         return Followed(trace, trace.high, (*assumptions, *cuda.assumptions()))
     totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
     return Followed(trace, totals, (*assumptions, *unsure))
