@@ -133,7 +133,6 @@ def estimate(
     processes: Processes = 1,
     device: Device = None,
     compute_capability: Capability = None,
-    every_layer: Annotated[bool, typer.Option("--every-layer", help="Extrapolate nothing; gives a timeline.")] = False,
     inference: Inference = False,
     allocator_settings: Annotated[
         str, typer.Option("--allocator-settings", help="What PYTORCH_CUDA_ALLOC_CONF would say.")
@@ -153,7 +152,6 @@ def estimate(
         device=device,
         compute_capability=_capability(compute_capability),
         processes=processes,
-        every_layer=every_layer,
         training=not inference,
         allocator_settings=allocator_settings,
         snapshot=snapshot,
@@ -166,7 +164,7 @@ def estimate(
         _print({"status": "ok"} | about | sizes | {"versions": hardware.versions()})
         return
     lines = [f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
-    lines += [*_sizes(memory), f"{estimated.traced}; {estimated.seconds:.1f} s"]
+    lines += [*_sizes(memory), f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 
 

@@ -256,7 +256,7 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
             if run.ok and of_a_trainer and run.memory and run.memory.kind == "allocated":
                 options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
                 task = Task.from_dict(run.task)
-                said = estimate(task, device="cuda", every_layer=True, **options, **run.arguments).memory
+                said = estimate(task, device="cuda", **options, **run.arguments).memory
                 row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
                 for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
                     row[name] = [getattr(said, name), getattr(run.memory, name)]

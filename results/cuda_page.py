@@ -17,13 +17,13 @@ def nearness() -> str:
     report, lists = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("cuda", "allocator"))
     kept = [row for row in report["rows"] if "rehearsed" in row]
     architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
-    found, few = report["summary"]["estimated"], report["summary"]["extrapolated"]
+    found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # followed in part, once
+    of_few = f" With few layers followed, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
     figures = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     lines = [
         f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
-        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_equal_or_off(found)}. With few "
-        f"layers followed, {few['answered']} of them: {_equal_or_off(few)}.",
+        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_equal_or_off(found)}.{of_few}",
         f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
         f"{lists['mismatches']} mismatches.",
         f"Against {figures['rows']} figures that others measured on real GPUs, like for like: "

@@ -27,7 +27,7 @@ from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]
 FULL = Card("1 GiB", (8, 0), 1524 * MIB)  # what a context takes of it leaves 1 GiB
-BARE = Card("1 GB", (8, 0), 10**9, context_bytes=0)
+BARE = Card("1 GB", (8, 0), 10**9, context_bytes=0)  # without a context: its bytes are the capacity
 CONFIGURATIONS = [
     (ROOM, ""),
     (ROOM, "expandable_segments:True"),
@@ -40,21 +40,12 @@ CONFIGURATIONS = [
     (ROOM, "roundup_power2_divisions:[1:2,4:8,16:0,32:1,>:4]"),
     (ROOM, "roundup_power2_divisions:8,expandable_segments:True"),
     (FULL, ""),
-    (FULL, "expandable_segments:True"),
-    (FULL, "expandable_segments:True,large_segment_size_mb:32"),
+    (BARE, "expandable_segments:True"),
+    (BARE, "expandable_segments:True,large_segment_size_mb:32"),
     (FULL, "max_split_size_mb:20"),
     (FULL, "max_split_size_mb:32,max_non_split_rounding_mb:100"),
-    (FULL, "per_process_memory_fraction:0.4"),
-    (FULL, "per_process_memory_fraction:0.5,expandable_segments:True"),
-    (FULL, "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6"),
-    (FULL, "per_process_memory_fraction:0.9,garbage_collection_threshold:0.2,max_split_size_mb:32"),
-    (FULL, "per_process_memory_fraction:0.5,garbage_collection_threshold:0.5,expandable_segments:True"),
-    (FULL, "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"),
-    (BARE, "throw_on_cudamalloc_oom:True"),
-    (BARE, "throw_on_cudamalloc_oom:True,expandable_segments:True"),
     (BARE, ""),
-    (BARE, "expandable_segments:True"),
-    (FULL, "per_process_memory_fraction:0.6,garbage_collection_threshold:0.4,max_split_size_mb:48,"
+    (FULL, "garbage_collection_threshold:0.4,max_split_size_mb:48,"
            "max_non_split_rounding_mb:64,large_segment_size_mb:26,roundup_power2_divisions:[2:4,>:2]"),
 ]  # fmt: skip
 EDGES = [512, 4096, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 32 * MIB, 48 * MIB, 64 * MIB]
@@ -151,16 +142,15 @@ def compare(text: str, seeds: list[str]) -> dict:
 
     torch.empty(1, device="cuda")
     torch.cuda.empty_cache()
-    capacity, card_bytes = torch.cuda.mem_get_info()
+    capacity, _ = torch.cuda.mem_get_info()
     settings = Settings.parse(text)
-    room = int(settings.per_process_memory_fraction * capacity)
     found = dict.fromkeys(("traces", "events", "out_of_memory", "retries"), 0) | {"mismatches": []}
     for seed in seeds:
         live, places = {}, {}
-        double = CachingAllocator(settings, capacity, card_bytes)
+        double = CachingAllocator(settings, capacity)
         torch.cuda.reset_peak_memory_stats()
         retries = torch._C._cuda_memoryStats(0)["num_alloc_retries"]
-        for number, event in enumerate(trace(seed, room)):
+        for number, event in enumerate(trace(seed, capacity)):
             there = performed(torch, live, event)
             here = answered(double, event, places, there[-1])
             found["events"] += 1

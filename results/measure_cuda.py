@@ -24,8 +24,9 @@ from pathlib import Path
 
 from architectures import ARCHITECTURES
 
-from perf_helpers.estimate import deepening, estimate
+from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
+from perf_helpers.estimate.event_log import Log
 from perf_helpers.estimate.prediction import Device, Known, trace_of
 from perf_helpers.lab import Lab, Task, hardware, processes
 from perf_helpers.lab.arguments import Arguments
@@ -144,18 +145,13 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
     row["rehearsed"] = dict(min(said, key=lambda value: value["allocated"]))
     row["rehearsed"]["breakdown"] = min((run.memory for run in watched), key=lambda memory: memory.peak_bytes).breakdown
-    for name, every_layer in (("extrapolated", False), ("estimated", True)):
-        if every_layer and "every layer" in row["extrapolated"].get("traced", ""):
-            row[name] = row["extrapolated"]
-            continue
-        options = {"device": "cuda", "compute_capability": one.capability, "every_layer": every_layer}
-        try:
-            found = estimate(experiment.task, processes=one.processes, **options, **one.arguments)
-        except ValueError as error:
-            row[name] = {"refused": str(error)[:300]}
-            continue
-        row[name] = {"allocated": found.peak_bytes, "reserved": found.memory.reserved_bytes, "traced": found.traced}
-        row[name] |= {"seconds": found.seconds, "breakdown": found.memory.breakdown}
+    options = {"device": "cuda", "compute_capability": one.capability, "processes": one.processes}
+    try:
+        found = estimate(experiment.task, **options, **one.arguments)
+    except ValueError as error:
+        return row | {"estimated": {"refused": str(error)[:300]}}
+    row["estimated"] = {"allocated": found.peak_bytes, "reserved": found.memory.reserved_bytes}
+    row["estimated"] |= {"seconds": found.seconds, "breakdown": found.memory.breakdown}
     return row
 
 
@@ -165,34 +161,26 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 def summary(rows: list[dict]) -> dict:
     """Errors over all that were compared, as shares."""
     kept = [row for row in rows if "rehearsed" in row]
-    found = {"compared": len(kept), "left_out": len(rows) - len(kept)}
-    for name in ("estimated", "extrapolated"):
-        answered = [
-            row
-            for row in kept
-            if "allocated" in row[name] and (name == "estimated" or "every" not in row[name]["traced"])
-        ]
+    pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
+    found = {"answered": len(pairs), "refused": sum("refused" in row["estimated"] for row in kept)}
+    if pairs:
         errors = {
-            what: [abs(row[name][what] / row["rehearsed"][what] - 1) for row in answered]
-            for what in ("allocated", "reserved")
+            what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")
         }
         apart = [
-            max(abs(row[name]["breakdown"][part] - size) for part, size in row["rehearsed"]["breakdown"].items())
-            / row["rehearsed"]["allocated"]
-            for row in answered
+            max(abs(said["breakdown"][part] - size) for part, size in truth["breakdown"].items()) / truth["allocated"]
+            for said, truth in pairs
         ]
-        found[name] = {"answered": len(answered), "refused": sum("refused" in row[name] for row in kept)}
-        if answered:
-            equal = sum(row[name]["allocated"] == row["rehearsed"]["allocated"] for row in answered)
-            found[name] |= {
-                "allocated_equal": equal,
-                "allocated_equal_share": equal / len(answered),
-                "allocated_worst": max(errors["allocated"]),
-                "reserved_median": statistics.median(errors["reserved"]),
-                "reserved_worst": max(errors["reserved"]),
-                "category_worst": max(apart),
-            }
-    return found
+        equal = sum(said["allocated"] == truth["allocated"] for said, truth in pairs)
+        found |= {
+            "allocated_equal": equal,
+            "allocated_equal_share": equal / len(pairs),
+            "allocated_worst": max(errors["allocated"]),
+            "reserved_median": statistics.median(errors["reserved"]),
+            "reserved_worst": max(errors["reserved"]),
+            "category_worst": max(apart),
+        }
+    return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
 
 
 # ---- where a training differs
@@ -259,11 +247,9 @@ def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
         print(f"{size:14,d}  {where}: {told}")
 
 
-def _log(experiment: Experiment, capability: tuple[int, int], tell) -> deepening.Log:
-    from perf_helpers.estimate import cuda
-
+def _log(experiment: Experiment, capability: tuple[int, int], tell) -> Log:
     with Known():
-        return trace_of(experiment, Device("cuda", capability, cuda.known_parts())).log
+        return trace_of(experiment, Device("cuda", capability)).log
 
 
 def main(arguments=None) -> int:
@@ -316,13 +302,11 @@ def _line(row: dict) -> str:
     if "left_out" in row:
         return f"{told}: {row['left_out']}"
     truth = row["rehearsed"]
-    for name in ("estimated", "extrapolated"):
-        found = row[name]
-        if "refused" in found:
-            told += f" | {found['refused']}"
-            continue
-        told += f" | {found['allocated'] - truth['allocated']:+,d} B, {found['reserved'] / truth['reserved'] - 1:+.2%}"
-    return told
+    found = row["estimated"]
+    if "refused" in found:
+        return f"{told} | {found['refused']}"
+    reserved = found["reserved"] / truth["reserved"] - 1
+    return f"{told} | {found['allocated'] - truth['allocated']:+,d} B, {reserved:+.2%}"
 
 
 if __name__ == "__main__":

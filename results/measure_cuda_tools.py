@@ -48,12 +48,10 @@ DECODERS = {
     "Gemma 2",
 }
 DECODERS |= {"Granite", "StableLM", "OLMo 2"}
-OURS = {"this estimate": False, "this estimate, every layer followed": True}
 SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 STATES = "weights, gradients and optimizer states"
 CLAIMS = {  # what its figure is of, by its documentation; what it cannot express
     "this estimate": ("what torch's allocator hands out and reserves, by category", tools.CANNOT["this estimate"]),
-    "this estimate, every layer followed": ("the same", tools.CANNOT["this estimate"]),
     "MemTracker": (
         "tensors of a loop, by category; here on fake tensors of a rehearsed card",
         "the Trainer (GradScaler, DDP); optimizers that read values; workspaces; what is reserved",
@@ -147,11 +145,11 @@ def question(one: Training, folder: Path) -> dict:
     return dataclasses.asdict(asked)
 
 
-def ours(one: Training, folder: Path, every_layer: bool) -> dict:
+def ours(one: Training, folder: Path) -> dict:
     """What the estimate says."""
     options = {"device": "cuda", "compute_capability": one.capability, "processes": one.processes}
     try:
-        found = estimate(one.task(folder), every_layer=every_layer, **options, **one.arguments)
+        found = estimate(one.task(folder), **options, **one.arguments)
     except ValueError as error:
         return {"refused": str(error)[:200]}
     said = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
@@ -207,9 +205,8 @@ def answers(trainings: list[Training], pythons: list[str]) -> dict[str, tuple[st
     versions, said = hardware.versions(), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ours(trainings[0], folder, False)  # the libraries are imported once
-        for tool, every_layer in OURS.items():
-            said[tool] = versions["torch"], [ours(one, folder, every_layer) for one in trainings]
+        ours(trainings[0], folder)  # the libraries are imported once
+        said["this estimate"] = versions["torch"], [ours(one, folder) for one in trainings]
         said["MemTracker"] = versions["torch"], tracked(trainings, folder)
         lab = Lab("cpu", out=folder / "lab")
         tasks = [(one.task(folder), one.arguments) for one in trainings]

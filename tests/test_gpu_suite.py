@@ -104,7 +104,7 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
 
     class Said:
-        traced, seconds = "every layer", 0.1
+        seconds = 0.1
 
         def __init__(self, task, arguments):
             parts = _bytes(task, arguments)

@@ -53,7 +53,7 @@ def recorded(kind="cuda", **changes):
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
-    said = estimate(TASK, device="cuda", compute_capability=(8, 0), every_layer=True, **arguments).memory
+    said = estimate(TASK, device="cuda", compute_capability=(8, 0), **arguments).memory
     memory = dataclasses.replace(
         said, kind="allocated", peak_bytes=said.peak_bytes * 101 // 100, reserved_bytes=said.reserved_bytes * 102 // 100
     )

@@ -2,8 +2,8 @@
 
 Covers how torch's CUDA allocator turns the births and deaths of tensors into segments taken from the device, with
 every option of PYTORCH_CUDA_ALLOC_CONF that decides about the device's memory. Nothing here needs torch or a GPU. Each
-figure names the source that it was read in: see also `cuda.PARTS`. Not covered: several streams, private pools (CUDA
-graphs), the allocator `backend:cudaMallocAsync`.
+figure names the source that it was read in: see also `cuda.PARTS`. Not covered: private pools (CUDA graphs), what
+`per_process_memory_fraction` sets off, the allocator `backend:cudaMallocAsync`.
 """
 
 import bisect
@@ -40,7 +40,7 @@ def context_bytes(compute_capability: tuple[int, int]) -> int | None:
 
 
 class OutOfMemory(MemoryError):
-    """The card, or what is allowed of it, does not hold the bytes asked for, whatever is freed of the cache.
+    """The card does not hold the bytes asked for, whatever is freed of the cache.
 
     Attributes:
         requested: bytes that were asked for.
@@ -60,8 +60,8 @@ class CachingAllocator:
     """The segments and blocks of torch's CUDA allocator. What one stream gives back only that stream gets again.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
-    free_block, release_available_cached_blocks, release_cached_blocks, garbage_collect_cached_blocks and the expandable
-    segments. `results/measure_allocator.py` compares every count and every block with torch's own.
+    free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
+    `results/measure_allocator.py` compares every count and every block with torch's own.
 
     Of free blocks of one size torch 2.13 takes the one in the oldest segment, then the one at the lowest address, so
     where the driver puts segments does not matter; before pull request 183591 the address alone decided. Here each lies
@@ -71,9 +71,7 @@ class CachingAllocator:
     Args:
         settings: as torch reads them at its start; they stay.
         capacity: bytes that the device has for segments: its memory less the context and whatever else holds of it.
-            None: the card's, else no limit.
-        card_bytes: bytes of the card, `total_memory` in torch: `per_process_memory_fraction` is a share of them, and
-            an expandable segment has 9/8 of them in addresses. ValueError where a fraction is set without them.
+            An expandable segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
         on_event: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
             that were asked for, and what torch's snapshots call "segment_alloc", "segment_free", "segment_map" and
             "segment_unmap"; of "oom" it is told the bytes that the device has left instead of an address.
@@ -83,15 +81,9 @@ class CachingAllocator:
         self,
         settings: Settings | None = None,
         capacity: int | None = None,
-        card_bytes: int | None = None,
         on_event: Callable[[str, int, int], Any] | None = None,
     ):
         settings = settings or Settings()
-        fraction = settings.per_process_memory_fraction
-        refuses = settings.throw_on_cudamalloc_oom and fraction == 1  # a smaller share is what torch looks at first
-        if card_bytes is None and (refuses or fraction < 1):
-            raise ValueError("per_process_memory_fraction is a share of the card's memory: give card_bytes")
-        self.settings = settings
         self.requested_bytes = self.peak_requested_bytes = 0  # as asked for
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
@@ -104,15 +96,13 @@ class CachingAllocator:
         self._order, self._next = 0, FIRST_ADDRESS  # how many segments were taken; where the next one lies
         self._spaces = Addresses(FIRST_ADDRESS)
         self._device_bytes = 0  # taken of the device: segments in its pages
-        self._capacity = capacity if capacity is not None else card_bytes if card_bytes is not None else UNLIMITED
-        self._allowed = int(fraction * card_bytes) if fraction < 1 else UNLIMITED
-        self._refused_above = card_bytes if refuses else UNLIMITED
-        self._collects = settings.garbage_collection_threshold > 0 and fraction < 1
+        self._capacity = UNLIMITED if capacity is None else capacity
         self._expands = settings.expandable_segments
-        self._divides = max(settings.roundup_power2_divisions) > 1
+        self._divisions = settings.roundup_power2_divisions
+        self._divides = max(self._divisions) > 1
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
-        space = 4096 * GIB if card_bytes is None else card_bytes + card_bytes // 8
+        space = 4096 * GIB if capacity is None else capacity + capacity // 8
         self._space = {page: -(-space // page) * page for page in self._pages}
 
     @property
@@ -195,7 +185,7 @@ class CachingAllocator:
 
     def _divided(self, size: int) -> int:
         """Bytes of a block where sizes are rounded to steps between powers of two (roundup_power2_next_division)."""
-        steps = self.settings.roundup_power2_divisions[min(max(size.bit_length() - 21, 0), 15)]
+        steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)
         step = (1 << (size.bit_length() - 1)) // steps
@@ -203,8 +193,6 @@ class CachingAllocator:
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
         """The smallest free block that holds so much, no longer in its pool (get_free_block)."""
-        if self._collects:
-            pool.searches += 1
         free = pool.free
         index = bisect.bisect_left(free, (size,))
         if index == len(free):
@@ -219,10 +207,6 @@ class CachingAllocator:
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
         """A block of memory that is taken now (the rest of malloc)."""
-        if self._collects:
-            self._collect_garbage()
-        if self.reserved_bytes + self._segment_bytes(size) > self._refused_above:
-            raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
             block = self._taken(pool, size)
@@ -236,16 +220,11 @@ class CachingAllocator:
             raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
         return block
 
-    def _segment_bytes(self, size: int) -> int:
-        return SEGMENT_BYTES if size <= MIB else self._pages[1] if size < 10 * MIB else in_segments(size)
-
     def _taken(self, pool: Pool, size: int) -> Part | None:
         """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
-        segment = self._segment_bytes(size)
-        if self.reserved_bytes + segment > self._allowed:
-            return None
         if self._expands:
             return self._expanded(pool, size)
+        segment = SEGMENT_BYTES if size <= MIB else self._pages[1] if size < 10 * MIB else in_segments(size)
         if self._device_bytes + in_segments(segment) > self._capacity:
             return None
         pool.segments += 1
@@ -292,27 +271,6 @@ class CachingAllocator:
             released += pool.free[-1][0]
             self._release(pool.free[-1][-1])
         return released >= wanted
-
-    def _collect_garbage(self) -> None:
-        """Give unused large segments back that have been free for longer than the average, until less than the
-        threshold is reserved (garbage_collect_cached_blocks)."""
-        surplus = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._allowed)
-        if surplus <= 0:
-            return
-        freed = True
-        whole = [block for _, pool in self._pools.values() for *_, block in pool.free if block.is_whole]
-        total_age = sum(block.pool.searches - block.since for block in whole)
-        while surplus > 0 and freed and whole:
-            average, kept = total_age / len(whole), []
-            for block in whole:
-                age = block.pool.searches - block.since
-                if age >= average and not self._expands:
-                    surplus -= block.size
-                    total_age -= age
-                    self._release(block)
-                else:
-                    kept.append(block)
-            freed, whole = len(kept) < len(whole), kept
 
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 

@@ -23,18 +23,12 @@ class Settings:
     # Steps between two powers of two that sizes are rounded up to: entry i is for 2**i to 2**(i+1) MiB, the first for
     # all that is smaller, the last for all that is larger. 0 and 1: none.
     roundup_power2_divisions: tuple[int, ...] = (0,) * 16
-    garbage_collection_threshold: float = 0.0  # share of what is allowed from which unused segments are freed; 0: never
-    per_process_memory_fraction: float = 1.0  # share of the card's memory that is allowed; 1: no limit but the card
-    throw_on_cudamalloc_oom: bool = False  # more than the card has is refused before cached segments are freed
 
     def __post_init__(self):
         self._check(self.large_segment_size_mb > 10, "large_segment_size_mb", "a number of MiB above 10")
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
             least, size = self.large_segment_size_mb, getattr(self, name)
             self._check(size is None or size >= least, name, f"a number of MiB from {least} on")
-        threshold = self.garbage_collection_threshold
-        self._check(0 <= threshold < 1, "garbage_collection_threshold", "a share above 0 and below 1")
-        self._check(0 <= self.per_process_memory_fraction <= 1, "per_process_memory_fraction", "a share from 0 to 1")
         powers = all(step >= 0 and step & (step - 1) == 0 for step in self.roundup_power2_divisions)
         whole = powers and len(self.roundup_power2_divisions) == 16
         self._check(whole, "roundup_power2_divisions", "16 powers of two, or 0")
@@ -48,9 +42,12 @@ class Settings:
         """The settings that such a variable describes: `Settings.parse("max_split_size_mb:128")`.
 
         Raises:
-            ValueError: an option that torch does not know, a value that it refuses, another allocator than torch's own.
+            ValueError: an option that torch does not know or that is not followed, a value that torch refuses, another
+                allocator than torch's own.
         """
         words = _words("".join(text.split()))
+        for name in words.keys() & _NOT_FOLLOWED.keys():
+            raise ValueError(f"{name} is not followed: {_NOT_FOLLOWED[name]}")
         known = {one.name for one in fields(cls)}
         for name in words.keys() - known - _ELSEWHERE:
             raise ValueError(f"no option {name!r} in {text!r}. {nearest_text(name, sorted(known | _ELSEWHERE))}")
@@ -59,11 +56,19 @@ class Settings:
         return cls(**{name: _PARSERS[name](name, value) for name, value in words.items() if name in known})
 
 
-# Options of memory of the host, of locks and of CUDA graphs; and the choice of the allocator itself.
+# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; and what is done only
+# under a fraction of the card's memory.
 _ELSEWHERE = {
-    *("backend", "graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_num_register_threads"),
-    *("pinned_reserve_segment_size_mb", "pinned_use_background_threads", "pinned_use_cuda_host_register"),
-    *("pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
+    *("backend", "garbage_collection_threshold", "graph_capture_record_stream_reuse", "pinned_free_catch_all"),
+    *("pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads"),
+    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
+    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
+}
+
+# They ask for the bytes of the whole card, which an estimate is not told.
+_NOT_FOLLOWED = {
+    "per_process_memory_fraction": "give device_memory= as many bytes as it allows",
+    "throw_on_cudamalloc_oom": "leave it out; it decides only where the card is full",
 }
 
 
@@ -89,19 +94,6 @@ def _number(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"{name}:{value}: give a whole number") from None
-
-
-def _share(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{name}:{value}: give a number, as 0.8") from None
-
-
-def _threshold(name: str, value: str) -> float:
-    if not (share := _share(name, value)):
-        raise ValueError(f"{name}:{value}: give a share above 0 and below 1")
-    return share
 
 
 def _truth(name: str, value: str) -> bool:
@@ -141,7 +133,4 @@ _PARSERS: dict[str, Callable] = {
     "max_non_split_rounding_mb": _number,
     "large_segment_size_mb": _number,
     "roundup_power2_divisions": _divisions,
-    "garbage_collection_threshold": _threshold,
-    "per_process_memory_fraction": _share,
-    "throw_on_cudamalloc_oom": _truth,
 }

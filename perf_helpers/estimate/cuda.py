@@ -2,15 +2,14 @@
 
 A training that is followed on fake "cpu" tensors takes the CPU's decisions: its attention kernel, its dropout, its
 lists of autocast operators. `emulated` makes it take CUDA's, as they stand in torch's sources. What no tensor shows is
-computed in `allocator`. Each difference is a part with a name, can be left out, and is told as an assumption with its
-source (`cuda.toml`).
+computed in `allocator`. Each difference has a name and is told as an assumption with its source (`cuda.toml`).
 """
 
 import contextlib
 import functools
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,63 +24,40 @@ from perf_helpers.estimate.kernels import HALF
 PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def assumptions(parts: Collection[str] = tuple(PARTS)) -> list[str]:
-    """What an estimate with these parts takes for granted, a sentence each; raises as `known_parts` does."""
-    parts = known_parts(parts)
+def assumptions() -> list[str]:
+    """What an estimate for CUDA takes for granted, a sentence each."""
     return [
         "CUDA is modelled on torch's sources and checked against torch's own allocator in rehearsals, not on a GPU.",
-        *(f"{name}: {text}." for name, text in PARTS.items() if name in parts),
-        *(f"{name}: left out, counted as on CPU or not at all." for name in PARTS if name not in parts),
+        *(f"{name}: {text}." for name, text in PARTS.items()),
     ]
 
 
-def known_parts(names: Collection[str] | None = None) -> tuple[str, ...]:
-    """These parts as a tuple; None: all of them. Raises ValueError where there is no such part."""
-    names = PARTS if names is None else names
-    if unknown := [name for name in names if name not in PARTS]:
-        wrong = names if isinstance(names, str) else ", ".join(unknown)
-        raise ValueError(f"parts={wrong!r}: give a collection of names from {', '.join(PARTS)}")
-    return tuple(names)
-
-
 @contextlib.contextmanager
-def emulated(
-    parts: Collection[str] = tuple(PARTS),
-    *,
-    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
-) -> Iterator[None]:
+def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterator[None]:
     """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
 
     The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
     counts the device's memory follows it with `device.DeviceTracker`.
 
     Args:
-        parts: names from `PARTS`; those that concern no tensor ("segments", ...) change nothing here.
         compute_capability: of the GPU; decides on the attention kernels.
 
     Raises:
-        ValueError: there is no such part.
         RuntimeError: this torch lacks a private name that is needed.
     """
-    parts = known_parts(parts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
         library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
-        replacements: dict[str, Callable] = {}
-        if "attention" in parts:
-            attention = functools.partial(_attention, compute_capability, "cudnn_attention" in parts)
-            replacements["scaled_dot_product_attention"] = attention
-        if "dropout" in parts:
-            replacements["dropout"] = _dropout
-        if "softmax" in parts:
-            replacements |= {f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")}
-        replacements["linear"] = _linear
+        replacements: dict[str, Callable] = {
+            "scaled_dot_product_attention": functools.partial(_attention, compute_capability),
+            "dropout": _dropout,
+            "linear": _linear,
+            **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
+        }
         for name, replacement in replacements.items():
             library.impl(name, replacement, "AutogradCPU")
-        if "autocast" in parts:
-            stack.enter_context(autocast.emulated(library))
-        if "foreach" in parts:
-            stack.enter_context(_foreach_allowed())
+        stack.enter_context(autocast.emulated(library))
+        stack.enter_context(_foreach_allowed())
         if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
             with contextlib.suppress(ImportError, AttributeError):
                 from transformers.integrations import moe
@@ -137,12 +113,11 @@ def _foreach_allowed() -> Iterator[None]:
 
 
 def _attention(
-    capability, cudnn, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """scaled_dot_product_attention as on a GPU of this compute capability. `cudnn`: whether cuDNN's kernel comes before
-    flash where it can be used."""
+    """scaled_dot_product_attention as on a GPU of this compute capability."""
     aten = torch.ops.aten
-    kernel = _attention_kernel(capability, cudnn, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = _attention_kernel(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel == "math" and isinstance(query, FakeTensor):
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not isinstance(query, FakeTensor):
@@ -194,7 +169,7 @@ def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa
     return torch.matmul(weights, value).to(dtype)
 
 
-def _attention_kernel(capability, cudnn, query, key, value, mask, dropout, causal, enable_gqa) -> str:
+def _attention_kernel(capability, query, key, value, mask, dropout, causal, enable_gqa) -> str:
     """The kernel that `select_sdp_backend` would take: "cudnn", "flash", "efficient" or "math"."""
     inputs = (query, key, value)
     if any(tensor.dim() != 4 or not tensor.numel() or tensor.stride(-1) != 1 for tensor in inputs):
@@ -205,8 +180,7 @@ def _attention_kernel(capability, cudnn, query, key, value, mask, dropout, causa
     head, value_head, half = query.shape[-1], value.shape[-1], query.dtype in HALF
     allowed, (major, _) = torch.backends.cuda, capability
     if (
-        cudnn
-        and allowed.cudnn_sdp_enabled()
+        allowed.cudnn_sdp_enabled()
         and major in (9, 10)
         and half
         and max(head, value_head) <= 128

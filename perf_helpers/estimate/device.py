@@ -35,7 +35,6 @@ class DeviceTracker(FakeTracker):
 
     Args:
         capability: the GPU's compute capability.
-        parts: names of `cuda.PARTS` that are modelled.
         is_function: a user's loop is followed, whose fake tensors are on the device from the start.
         cache: what is known of operations on a GPU.
     """
@@ -45,14 +44,12 @@ class DeviceTracker(FakeTracker):
     def __init__(
         self,
         capability: tuple[int, int],
-        parts: tuple[str, ...],
         is_function: bool = False,
         cache: OperationCache | None = None,
     ):
         super().__init__(cache=cache)
         self._is_function = is_function
-        self._parts, self._kernels = parts, kernels.Kernels(capability)
-        self._holds_host = "host_data" not in parts  # what lies on the host counts too
+        self._kernels = kernels.Kernels(capability)
         self.is_there = is_function  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self._told: bool | None = None  # where a factory that runs just now was told to make its tensor
@@ -114,8 +111,7 @@ class DeviceTracker(FakeTracker):
         return storage is not None and storage._cdata in self._blocks
 
     def _begin(self, tensors, any_fake):
-        runs_there = self.is_there and not self._is_elsewhere and self._runs_there(tensors, any_fake)
-        self._on_device = self._holds_host or runs_there
+        self._on_device = self.is_there and not self._is_elsewhere and self._runs_there(tensors, any_fake)
         if self._on_device and any_fake:
             for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():
@@ -184,13 +180,11 @@ class DeviceTracker(FakeTracker):
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
                 self._see(step, function, args, kwargs)
-            elif "scratch" not in self._parts:
-                continue
             elif isinstance(step, kernels.Free):
                 self.log.append((held.pop(step.index), -1))
             else:
                 held.append(self._hold(step, name_of(function)))
-        if kernels.multiplies(function) and "cublas_workspace" in self._parts:
+        if kernels.multiplies(function):
             in_autograd = self.phase == Phase.BACKWARD
             if in_autograd not in self._threads:
                 self._threads.add(in_autograd)

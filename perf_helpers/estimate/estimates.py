@@ -1,15 +1,15 @@
 """Peak memory of a training, predicted without running it: what is asked and what is answered.
 
 The way of a question: `estimate` asks `prediction.predict` in a clean process, which follows the training on fake
-tensors (`trace`), extrapolates to all layers (`layers`) and asks what operations hide (`probe`). What clean processes
-learn of operations is kept for the next ones (`Knowledge`).
+tensors (`trace`) and asks what operations hide (`probe`). What clean processes learn of operations is kept for the next
+ones (`Knowledge`).
 """
 
 import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ from perf_helpers.texts import bytes_text
 
 Answer = TypeVar("Answer")
 
+_MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
@@ -38,7 +40,6 @@ class MemoryEstimate:
     device: str  # "cpu" or "cuda"
     memory: Memory  # with the same fields, in bytes, as that of a measured run
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    traced: str  # in words, which layers were followed
     seconds: float  # that the prediction took
     own_bytes: int | None  # peak memory of the process that made it
     processes: int = 1  # ranks of the training; the figures are those of one rank
@@ -59,7 +60,7 @@ class MemoryEstimate:
         return dataclasses.asdict(self)
 
     def __repr__(self) -> str:
-        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device} ({self.traced})"
+        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device}"
 
 
 def estimate(
@@ -70,12 +71,10 @@ def estimate(
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
-    parts: Collection[str] | None = None,
     training: bool = True,
     optimizer: Callable | None = None,
     function: Callable[[Task], Any] | None = None,
     processes: int = 1,
-    every_layer: bool = False,
     snapshot: str | os.PathLike | None = None,
     timeout: float = 300,
     **arguments,
@@ -92,12 +91,10 @@ def estimate(
         device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
             given back, and what does not fit is told by `is_too_large`. None: enough for anything.
         allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
-        parts: names from `cuda.PARTS` that are modelled; None: all.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
         processes: ranks of a data-parallel training; the figures are those of one rank.
-        every_layer: follow every layer instead of extrapolating from a few.
         snapshot: a file to which the allocator's memory is written, and all that led to it from the loading of the
             model on, for the viewer of torch's memory snapshots; on "cuda" only. It ends where there is no room.
         timeout: seconds that the prediction may take.
@@ -122,15 +119,15 @@ def estimate(
     )
     if experiment.arguments.compiles:
         raise ValueError(_OF_COMPILED)
-    whose = target(device, compute_capability, parts, device_memory, allocator_settings)
-    key = (repr(experiment.replace(name="")), task.identity(), whose, every_layer)
+    whose = target(device, compute_capability, device_memory, allocator_settings)
+    key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
         file = place(snapshot)
-        if "segments" not in whose.parts:
-            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda', with the part 'segments'")
+        if whose.kind != "cuda":
+            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda'")
     if not made or file:
-        began, job = time.perf_counter(), (prediction.predict, experiment, whose, every_layer, bool(file))
+        began, job = time.perf_counter(), (prediction.predict, experiment, whose, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             said = KNOWLEDGE.ask(*job, model=task.model, timeout=timeout, on_percent=lambda at: bar.update(at - bar.n))
         made = MemoryEstimate(
@@ -140,7 +137,6 @@ def estimate(
             device=whose.kind,
             memory=said.memory,
             assumptions=said.assumptions,
-            traced=said.traced,
             seconds=time.perf_counter() - began,
             own_bytes=said.own_bytes,
             processes=processes,
@@ -167,7 +163,6 @@ def estimates_so_far() -> list[MemoryEstimate]:
 def target(
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
-    parts: Collection[str] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
 ) -> Device:
@@ -178,22 +173,18 @@ def target(
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
         return Device(kind)
-    from perf_helpers.estimate import cuda
-
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), DEFAULT_CAPABILITY)
     Settings.parse(allocator_settings)  # says what is wrong with them
-    known = cuda.known_parts(parts)
-    return Device(kind, tuple(compute_capability or here), known, allocator_settings, device_memory)
+    return Device(kind, tuple(compute_capability or here), allocator_settings, device_memory)
 
 
 class Knowledge:
     """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
-    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Beyond
-    `most_bytes` the oldest is forgotten, and would be learnt again."""
+    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Of too
+    much the oldest is forgotten, and would be learnt again."""
 
-    def __init__(self, most_bytes: int = 64 * 2**20):
+    def __init__(self):
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
-        self._most_bytes = most_bytes
         self._learned: deque[bytes] = deque()  # see `prediction.Known.news`
 
     def ask(
@@ -214,7 +205,7 @@ class Knowledge:
             raise ValueError(f"{model} cannot be followed on fake tensors: {failed}") from None
         if learned:
             self._learned.append(learned)
-        while sum(map(len, self._learned)) > self._most_bytes:
+        while sum(map(len, self._learned)) > _MOST_LEARNED_BYTES:
             self._learned.popleft()
         return answer
 

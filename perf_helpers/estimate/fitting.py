@@ -66,7 +66,7 @@ def fit(
     """
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)  # nobody waits for it, and others may be measuring
-    followed = follow_all(experiments, device, False, known, tell)
+    followed = follow_all(experiments, device, known, tell)
     memories = [replace(memory_of(each), timeline=None) for each in followed]
     return _surface(followed, device, points, offered, known), memories
 
@@ -110,10 +110,8 @@ def _solved(traced_at: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
 def aligned(traces: Sequence[Trace]) -> list[list[int]]:
     """For each trace the indices of the operations that all of them have, in order.
 
-    Traces at different points share neither shapes nor bytes, by which `layers` aligns those of different depths, but
-    each layer has its own module name. So they are aligned by the names of operations and modules, as texts are
-    compared: which kernel is chosen, how data are fetched and what is a view differs here and there. Raises Invalid
-    where they have hardly the same operations.
+    They are aligned by the names of operations and modules, as texts are compared: which kernel is chosen, how data are
+    fetched and what is a view differs here and there. Raises Invalid where they have hardly the same operations.
     """
     fetching = Phase.SETUP, Phase.BEFORE  # what is done there holds no peak, and no view does
     every = [
@@ -162,12 +160,15 @@ def _hidden(
     """
     probe, highest = known.probe.under(None), high.max(axis=1)
     asked: dict[tuple[int, int], Operation] = {}  # by point and number of the operation
+    grown: dict[tuple, tuple[float, list]] = {}  # by what was seen: each layer has the same operations
     for number, here in enumerate(zip(*indices, strict=True)):
         seen = [each.trace.operations[index] for each, index in zip(followed, here, strict=True)]
-        share = max((probe[each].bytes or 0) / max(each.bytes, 1) for each in seen)
-        if not share:
-            continue
-        for point, there in enumerate(_at_points(seen, traced_at, wanted_at)):
+        key = tuple(map(id, seen))  # a trace has one object for all that are equal
+        if key not in grown:
+            share = max((probe[each].bytes or 0) / max(each.bytes, 1) for each in seen)
+            grown[key] = share, _at_points(seen, traced_at, wanted_at) if share else []
+        share, operations = grown[key]
+        for point, there in enumerate(operations):
             # Twice the largest share seen: it jumps from size to size.
             if there and live[point, number] + 2 * share * there.bytes > highest[point]:
                 asked[point, number] = there

@@ -18,7 +18,7 @@ from perf_helpers.lab.runs import Phase
 if TYPE_CHECKING:
     import torch
 
-    from perf_helpers.estimate.deepening import Log
+    from perf_helpers.estimate.event_log import Log
 
 
 class Spec(NamedTuple):
@@ -70,13 +70,6 @@ class Operation:
     def bytes(self) -> int:
         """Of what it reads and makes."""
         return self.made_bytes + sum(spec.bytes for spec in self.specs)
-
-    @property
-    def key(self) -> tuple:
-        """What it has in common with the same operation of a deeper model. There a list of tensors is longer, and so
-        may a vector be that has an entry for each parameter: their lengths are left out."""
-        shapes = (spec.shape if len(spec.shape) > 1 else len(spec.shape) for spec in self.specs)
-        return (self.name,) if self.takes_list else (self.name, *shapes)
 
     @property
     def signature(self) -> tuple:
@@ -144,7 +137,7 @@ class Trace:
     marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
     parameters: int  # numbers in the model's weights
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
-    begins: np.ndarray | None = None  # (operations + 1,): events of the log before each; None where it is extrapolated
+    begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
     log: "Log | None" = None  # of births and deaths, where a device's memory is followed
 
     def replace(self, **changes) -> "Trace":

@@ -1,15 +1,13 @@
 """What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
 
-The way of one experiment: it is put into the form in which it can be followed, with few layers where its layers are all
-alike; traces are made in forks of this process (`trace`), and that of the full model is put together from them
-(`layers`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on CUDA
-(`allocator`); the highest total is the peak.
+The way of one experiment: it is put into the form in which it can be followed; its trace is made in a fork of this
+process (`trace`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on
+CUDA (`allocator`); the highest total is the peak.
 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator, deepening, layers, replay
+from perf_helpers.estimate import allocator, replay
+from perf_helpers.estimate.event_log import Log
 from perf_helpers.estimate.operations import Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, explain
-from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 
 if TYPE_CHECKING:
@@ -42,7 +40,6 @@ class Device:
 
     kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
     compute_capability: tuple[int, int] = allocator.DEFAULT_CAPABILITY  # of the GPU
-    parts: tuple[str, ...] = ()  # names of `cuda.PARTS` that are modelled
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
     memory_bytes: int | None = None  # that the card has for segments; None: enough
 
@@ -53,16 +50,13 @@ class Prediction:
 
     memory: Memory
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    traced: str  # in words, which layers were followed
     own_bytes: int | None  # peak memory of the clean process
     is_too_large: bool = False  # for the card whose memory was given
-    log: deepening.Log | None = None  # on CUDA: what it was predicted from
+    log: Log | None = None  # on CUDA: what it was predicted from
     attention: tuple[str, ...] = ()  # see `attention_kernels`
 
 
-def predict(
-    experiment: Experiment, device: Device, every_layer: bool, with_log: bool, known: "Known", tell: Tell
-) -> Prediction:
+def predict(experiment: Experiment, device: Device, with_log: bool, known: "Known", tell: Tell) -> Prediction:
     """Predict the memory of one experiment. To be called by `with_known`: it replaces parts of torch.
 
     Raises:
@@ -70,14 +64,14 @@ def predict(
     """
     from perf_helpers.lab import meters
 
+    (followed,) = follow_all([experiment], device, known, tell)
     if device.kind == "cuda":
-        said = _on_cuda(experiment, device, every_layer, known, tell)
-        return said if with_log else replace(said, log=None)  # it would travel with every estimate
-    (followed,) = follow_all([experiment], device, every_layer, known, tell)
+        memory, is_too_large = _on_cuda(followed.trace, device)
+    else:
+        memory, is_too_large = memory_of(followed), False
+    log = followed.trace.log if with_log else None  # it would travel with every estimate
     kernels = attention_kernels(followed.trace)
-    return Prediction(
-        memory_of(followed), followed.assumptions, followed.traced, meters.peak_rss_bytes(), attention=kernels
-    )
+    return Prediction(memory, followed.assumptions, meters.peak_rss_bytes(), is_too_large, log, kernels)
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -97,8 +91,7 @@ class Known(contextlib.AbstractContextManager):
 
         self.caches = {"cpu": OperationCache(), "cuda": OperationCache()}  # what operations make, by the device
         self.probe = Probe()  # what operations hide
-        self.parameters: dict[str, int] = {}  # of models, by their task's identity
-        self._all = *(cache.known for cache in self.caches.values()), self.probe.known, self.parameters
+        self._all = *(cache.known for cache in self.caches.values()), self.probe.known
         for news in learned:
             for known, more in zip(self._all, pickle.loads(news), strict=True):
                 known.update(more)
@@ -109,13 +102,6 @@ class Known(contextlib.AbstractContextManager):
         pairs = zip(self._all, self._before, strict=True)
         news = [{key: known[key] for key in known.keys() - before} for known, before in pairs]
         return pickle.dumps(news) if any(news) else b""
-
-    def parameters_of(self, task: Task) -> int:
-        """How many numbers the weights of the task's model are."""
-        key = task.replace(seq_len=None, dataset_size=1).identity()
-        if key not in self.parameters:
-            self.parameters[key] = task.parameters()
-        return self.parameters[key]
 
     def __exit__(self, *_):
         self.probe.close()
@@ -131,34 +117,14 @@ class Followed:
     trace: Trace
     totals: np.ndarray  # the highest total at each operation, with what is hidden inside it, in bytes
     assumptions: tuple[str, ...]
-    traced: str  # which layers were followed
-    is_extrapolated: bool  # from few layers to all
 
 
-def follow_all(
-    experiments: Sequence[Experiment], device: Device, every_layer: bool, known: Known, tell: Tell
-) -> list[Followed]:
+def follow_all(experiments: Sequence[Experiment], device: Device, known: Known, tell: Tell) -> list[Followed]:
     """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    plain = [_plain(each, device) for each in experiments]
-    # {field of the configuration: layers} of those that are extrapolated; {}: every layer is followed.
-    depths = [{} if every_layer or each.function else _repeated(each) for each in plain]
-    shallow = [
-        each.replace(task=each.task.replace(config=few))
-        for each, depth in zip(plain, depths, strict=True)
-        for few in layers.few_layers(depth)
+    traces = _traces([_plain(each, device) for each in experiments], device, known.caches[device.kind], tell)
+    return [
+        _followed(experiment, trace, device, known.probe) for experiment, trace in zip(experiments, traces, strict=True)
     ]
-    traces = iter(_traces(shallow, device, known.caches[device.kind], tell))
-    followed: list[Followed | None] = []
-    for experiment, depth in zip(experiments, depths, strict=True):
-        base, *deeper = itertools.islice(traces, 1 + len(depth))
-        full = layers.extrapolated(base, deeper, depth) if depth else base
-        if depth and (full is None or full.parameters != known.parameters_of(experiment.task)):
-            followed.append(None)  # its layers turn out not to be alike
-        else:
-            followed.append(_followed(experiment, full, depth, device, known.probe))
-    rest = [experiment for experiment, each in zip(experiments, followed, strict=True) if each is None]
-    again = iter(follow_all(rest, device, True, known, tell) if rest else ())
-    return [each or next(again) for each in followed]
 
 
 def _plain(experiment: Experiment, device: Device) -> Experiment:
@@ -184,21 +150,6 @@ _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
     """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
     return 4 * arguments.samples_per_step(processes)
-
-
-def _repeated(experiment: Experiment) -> dict[str, int]:
-    """The depths that can be extrapolated, {field of the configuration: layers}; {} where every layer is followed, for
-    there are few, they differ (a field of the configuration lists something for each), or checkpoints hold several."""
-    config = experiment.task.build_config()
-    depth = layers.depths(config)
-    differ = any(
-        isinstance(value, list) and len(value) in depth.values() and len({str(item) for item in value}) > 1
-        for value in config.to_dict().values()
-    )
-    options = experiment.arguments.get("gradient_checkpointing_kwargs") or {}
-    if differ or options.get("every_n_layers", 1) > 1:
-        return {}
-    return depth if max(depth.values(), default=0) > 3 else {}
 
 
 def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
@@ -235,31 +186,28 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
 
 
 def trace_of(experiment: Experiment, device: Device, cache: "OperationCache | None" = None) -> Trace:
-    """The trace of an experiment on CUDA, every layer followed, with the log of its births and deaths. To be called in
-    a clean process: it replaces parts of torch."""
-    from perf_helpers.estimate import cuda, trace
+    """The trace of an experiment on CUDA, with the log of its births and deaths. To be called in a clean process: it
+    replaces parts of torch."""
+    from perf_helpers.estimate import cuda, event_log, trace
     from perf_helpers.estimate.device import DeviceTracker
 
     is_function = experiment.function is not None
-    tracker = DeviceTracker(device.compute_capability, device.parts, is_function, cache)
+    tracker = DeviceTracker(device.compute_capability, is_function, cache)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
-    with cuda.emulated(device.parts, compute_capability=device.compute_capability), tracker.emulated(paged):
+    with cuda.emulated(device.compute_capability), tracker.emulated(paged):
         followed = trace.follow(experiment, tracker)
-    return followed.replace(log=deepening.recorded(tracker))
+    return followed.replace(log=event_log.recorded(tracker))
 
 
-def _followed(experiment: Experiment, trace: Trace, depth: dict[str, int], device: Device, probe: "Probe") -> Followed:
-    """An experiment's trace with what is added to it: sharding, and what operations hide on a CPU. `depth`: the layers
-    that the trace was extrapolated to; {} where all were followed."""
-    assumptions = []
-    if experiment.processes > 1:
-        assumptions += _shared_out(experiment.arguments, on_cuda=False)
-    totals = trace.high
-    if device.kind == "cpu":
-        totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
-        assumptions += unsure
-    told = _layers_told(depth, layers.few_layers(depth))
-    return Followed(trace, totals, tuple(assumptions), told, bool(depth))
+def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:
+    """An experiment's trace with what is assumed, and on a CPU with what operations hide."""
+    assumptions = _shared_out(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
+    if device.kind == "cuda":
+        from perf_helpers.estimate import cuda
+
+        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions()))
+    totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
+    return Followed(trace, totals, (*assumptions, *unsure))
 
 
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
@@ -275,13 +223,6 @@ def _shared_out(arguments: Arguments, on_cuda: bool) -> list[str]:
     if arguments.get("fsdp"):
         return [_OF_SHARDS] if on_cuda else [_OF_REPLICAS, _NOT_TAKEN_UP]
     return [_OF_REPLICAS]
-
-
-def _layers_told(depth: dict[str, int], few: Sequence[dict[str, int]]) -> str:
-    if not depth:
-        return "every layer followed"
-    followed = " and ".join(map(str, sorted({count for each in few for count in each.values()})))
-    return f"{followed} layers followed, of {', '.join(f'{count} {name}' for name, count in depth.items())}"
 
 
 def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
@@ -331,7 +272,7 @@ def memory_of(followed: Followed) -> Memory:
         breakdown=explain(_by_category(trace.live[peak]), int(totals[peak])),
         phases={label: sum(parts.values()) for label, parts in marks.items()},
         phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in marks.items()},
-        timeline=None if followed.is_extrapolated else _timeline(trace, totals),
+        timeline=_timeline(trace, totals),
         parameters=trace.parameters,
     )
 
@@ -351,48 +292,16 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 # ---- on CUDA
 
-_DEEPEST = max(max(each.values()) for each in deepening.shallow({"layers": 0}))  # of the shallow models
 
-
-def _on_cuda(experiment: Experiment, device: Device, every_layer: bool, known: Known, tell: Tell) -> Prediction:
-    """A training on CUDA: its births and deaths, those of few layers repeated where layers are alike, are replayed on
-    the allocator."""
-    from perf_helpers.estimate import cuda
-    from perf_helpers.lab import meters
-
-    plain = _plain(experiment, device)
-    as_a_whole = plain.function or plain.arguments.get("deepspeed")  # its buckets do not end where a layer does
-    depth = {} if every_layer or as_a_whole else _repeated(plain)
-    if max(depth.values(), default=0) <= _DEEPEST:
-        depth = {}
-    few = deepening.shallow(depth) if depth else [{}]
-    traces = _traces(
-        [plain.replace(task=plain.task.replace(config=each)) for each in few], device, known.caches[device.kind], tell
-    )
-    log, parameters = traces[0].log, traces[0].parameters
-    if depth:
-        log = deepening.deepened([trace.log for trace in traces], depth)
-        each = [trace.parameters - parameters for trace in traces[1:]]
-        grown = zip(depth.values(), each, strict=True)
-        parameters += sum((count - deepening.FEW) * more for count, more in grown) // (_DEEPEST - deepening.FEW)
-        if log is None or parameters != known.parameters_of(experiment.task):
-            return _on_cuda(experiment, device, True, known, tell)
-    assumptions = []
-    if experiment.processes > 1:
-        assumptions += _shared_out(plain.arguments, on_cuda=True)
-    if "segments" in device.parts:
-        found = replay.replayed(log, device.settings, device.memory_bytes)
-    else:
-        found = replay.summed(log, allocator.BLOCK_BYTES if "rounding" in device.parts else 1)
-    memory = found.memory()
-    context = allocator.context_bytes(device.compute_capability) if "context" in device.parts else None
+def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
+    """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
+    found = replay.replayed(trace.log, device.settings, device.memory_bytes)
+    memory, context = found.memory(), allocator.context_bytes(device.compute_capability)
     memory = replace(
         memory,
-        parameters=parameters,
-        timeline=None if depth else _timeline(traces[0], found.highest(traces[0].begins)),
+        parameters=trace.parameters,
+        timeline=_timeline(trace, found.highest(trace.begins)),
         context_bytes=context,
-        device_used_bytes=memory.reserved_bytes + context if memory.reserved_bytes and context else None,
+        device_used_bytes=memory.reserved_bytes + context if context else None,
     )
-    told = (*assumptions, *cuda.assumptions(device.parts))
-    kernels, layers_told = attention_kernels(traces[0]), _layers_told(depth, few)
-    return Prediction(memory, told, layers_told, meters.peak_rss_bytes(), found.is_too_large, log, kernels)
+    return memory, found.is_too_large

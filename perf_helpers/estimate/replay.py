@@ -7,7 +7,7 @@ import numpy as np
 
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory, rounded
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.deepening import Log
+from perf_helpers.estimate.event_log import Log
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, Phase, explain
 
 
@@ -17,7 +17,7 @@ class Replay:
 
     log: Log
     allocated: np.ndarray  # (events + 1,): in use before the first event and after each
-    reserved_peak: int | None  # from the first forward on; None where segments are left out
+    reserved_peak: int  # from the first forward on
     requested_peak: int  # from the first forward on, of the bytes as they were asked for
     is_too_large: bool = False  # for the card: these are the figures of one without limit
 
@@ -71,27 +71,13 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity)
     first = next((position for label, position in log.marks if label == "start"), 0)
-    allocated, emptied = np.zeros(len(log.events) + 1, dtype=np.int64), set(log.emptied)
+    allocated = []
     try:
-        for number, event in enumerate(log.events):
+        for number, _ in log.played(allocator):
             if number == first:
                 allocator.reset_peaks()
-            if number in emptied:
-                allocator.empty_cache()
-            if event >= 0:
-                size, label = log.blocks[event]
-                allocator.allocate(event, size, label.stream)
-            else:
-                allocator.free(~event)
-            allocated[number + 1] = allocator.allocated_bytes
+            allocated.append(allocator.allocated_bytes)
     except OutOfMemory:
         return replace(replayed(log, settings), is_too_large=True)
+    allocated = np.array([*allocated, allocator.allocated_bytes], dtype=np.int64)
     return Replay(log, allocated, allocator.peak_reserved_bytes, allocator.peak_requested_bytes)
-
-
-def summed(log: Log, block_bytes: int) -> Replay:
-    """The log without an allocator: its blocks, each a multiple of `block_bytes`, and nothing else."""
-    sizes = [-(-size // block_bytes) * block_bytes for size, _ in log.blocks]
-    changes = [sizes[event] if event >= 0 else -sizes[~event] for event in log.events]
-    live = np.concatenate([[0], np.cumsum(changes, dtype=np.int64)])
-    return Replay(log, live, None, int(live.max()))

@@ -49,7 +49,6 @@ class Part:
         "pool",
         "previous",
         "requested",
-        "since",
         "size",
     )
 
@@ -60,7 +59,6 @@ class Part:
         self.next: Part | None = None
         self.is_free = self.is_mapped = True  # not mapped: addresses without memory, in an expandable segment
         self.requested, self.key = 0, None
-        self.since = 0  # the pool's searches when it became free
 
     @property
     def is_whole(self) -> bool:
@@ -92,7 +90,7 @@ class Part:
 class Pool:
     """The free parts of small segments, or of large ones: BlockPool in torch."""
 
-    __slots__ = ("free", "is_small", "page", "searches", "segments", "unmapped")
+    __slots__ = ("free", "is_small", "page", "segments", "unmapped")
 
     def __init__(self, is_small: bool, page: int):
         self.is_small = is_small
@@ -100,11 +98,9 @@ class Pool:
         self.free: list[tuple[int, int, int, Part]] = []  # (bytes, segment's order, address, part), sorted
         self.unmapped: list[tuple[int, Part]] = []  # (address, part), sorted
         self.segments = 0  # their number, expandable ones not counted
-        self.searches = 0  # for a free part; counted only where garbage is collected
 
     def add(self, part: Part) -> None:
         """A free part can be found from now on."""
-        part.since = self.searches
         if part.is_mapped:
             bisect.insort(self.free, (part.size, part.order, part.address, part))
         else:

@@ -19,7 +19,7 @@ from typing import Any
 
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.deepening import Label, Log
+from perf_helpers.estimate.event_log import Label, Log
 from perf_helpers.texts import name_text
 
 _ESTIMATED = "estimated by perf-helpers: nothing was run"
@@ -68,18 +68,11 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
             trace.append({"action": name, "time_us": len(trace), **known})
 
     allocator = CachingAllocator(Settings.parse(settings), capacity, on_event=note)
-    lengths = [0]  # of the trace after so many events
+    lengths = []  # of the trace after so many events
     with contextlib.suppress(OutOfMemory):
-        for number, event in enumerate(log.events):
-            if number in log.emptied:
-                allocator.empty_cache()
-            block = event if event >= 0 else ~event
-            size, label = log.blocks[block]
-            if event >= 0:
-                allocator.allocate(block, size, label.stream)
-            else:
-                allocator.free(block)
+        for _, label in log.played(allocator):  # noqa: B007, `note` reads it
             lengths.append(len(trace))
+        lengths.append(len(trace))
     marks = [(name, lengths[position]) for name, position in log.marks if position < len(lengths)]
     return {
         "segments": _segments(allocator, log, frames, causes),

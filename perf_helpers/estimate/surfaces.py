@@ -48,7 +48,7 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 6  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 7  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
 _INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
 _SECONDS = 300.0  # that the traces of one surface may take

@@ -142,6 +142,9 @@ class Tracker(Watcher, TorchDispatchMode):
         self.granularity, self.device = granularity, device
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
         self._scaled: weakref.ref | None = None
+        self._given: set[int] | None = (
+            None  # the storages of the present operation's arguments; None: not yet looked at
+        )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -153,6 +156,7 @@ class Tracker(Watcher, TorchDispatchMode):
         self._see_number()
         if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
+        self._given = None
         result = self.execute(function, args, kwargs or {})
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
@@ -221,13 +225,13 @@ class Tracker(Watcher, TorchDispatchMode):
         storage = self._storage(tensor)
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
-        fresh = function is torch.ops.aten.lift_fresh.default or not any(
-            (own := self._storage(leaf)) is not None and own._cdata == storage._cdata
-            for value in (*args, *(kwargs or {}).values())
-            for leaf in (value if isinstance(value, list | tuple) else (value,))
-            if isinstance(leaf, torch.Tensor)
-        )
-        if fresh:  # else memory that is not the allocator's: numpy's, a mapped file's, another process's
+        if self._given is None:  # once for all results: an operation on a list of tensors makes as many
+            values = (*args, *(kwargs or {}).values())
+            leaves = (leaf for value in values for leaf in (value if isinstance(value, list | tuple) else (value,)))
+            own = (self._storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._given = {storage._cdata for storage in own if storage is not None}
+        if function is torch.ops.aten.lift_fresh.default or storage._cdata not in self._given:
+            # Else memory that is not the allocator's: numpy's, a mapped file's, another process's.
             self._follow(storage, self._category(function, args), name_of(function))
 
     def _category(self, function, args) -> str:

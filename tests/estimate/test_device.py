@@ -14,7 +14,7 @@ from perf_helpers.lab.runs import Category, Phase
 
 @pytest.fixture
 def tracker():
-    return DeviceTracker((8, 0), tuple(cuda.PARTS))
+    return DeviceTracker((8, 0))
 
 
 def sizes(tracker):
@@ -49,16 +49,8 @@ def test_a_tensor_counts_from_when_it_is_sent(tracker):
         assert len(tracker.log) == 6, "'cpu' in so many words is the host"
 
 
-def test_without_the_part_what_lies_on_the_host_counts_too():
-    tracker = DeviceTracker((8, 0), ())
-    with tracker, tracker.emulated():
-        batch = torch.arange(16)
-        assert sizes(tracker) == [128]
-    del batch
-
-
 def test_in_a_loop_of_ones_own_what_is_made_is_on_the_device():
-    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS), is_function=True)
+    tracker = DeviceTracker((8, 0), is_function=True)
     with tracker, tracker.emulated():
         made = torch.randn(4, 8)
         positions = torch.arange(3)
@@ -82,7 +74,7 @@ def paged(tell):
     """Sizes of the states that a paged optimizer of bitsandbytes makes on the device, large and small weight."""
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
-    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS))
+    tracker = DeviceTracker((8, 0))
     optimizer = SimpleNamespace(is_paged=True, _cpu_paged_warned=True)
     with tracker, tracker.emulated(paged=True):
         tracker.is_there = True
@@ -99,7 +91,7 @@ def test_large_states_of_a_paged_optimizer_lie_elsewhere():
 
 def of_gradients(function, tell=None):
     """Bytes of the blocks that are made and given back from the forward of a function on, on fake tensors."""
-    tracker = DeviceTracker((8, 0), tuple(cuda.PARTS))
+    tracker = DeviceTracker((8, 0))
     with cuda.emulated(), tracker, tracker.emulated():
         tracker.is_there = True
         with tracker.fake:

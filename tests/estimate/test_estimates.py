@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
-from perf_helpers.estimate import allocator, estimate, estimates_so_far
+from perf_helpers.estimate import allocator, estimate, estimates, estimates_so_far
 from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -31,7 +31,7 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
     )
     assert found.memory.parameters == TINY.parameters()
     assert set(found.memory.phases) == {"forward", "backward", "step"}
-    assert found.traced == "every layer followed" and found.seconds > 0
+    assert found.seconds > 0
     assert found.own_bytes < 2**30
     json.dumps(found.to_dict())
 
@@ -43,7 +43,6 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"optim": "adamw_torch_fsued"}, "Did you mean 'adamw_torch_fused'"),
         ({"per_device_train_batch_size": 0}, "at least 1"),
         ({"device": "gpu"}, "choose 'cpu' or 'cuda'"),
-        ({"device": "cuda", "parts": ["attention", "magic"]}, "magic"),
         ({"torch_compile": True}, "compiled code keeps is its compiler's choice.*lab.train"),
         ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "ask without it"),
     ],
@@ -198,8 +197,9 @@ def test_a_clean_process_begins_with_what_earlier_ones_learnt(calls):
     assert calls == [[], [b"one"], [b"one"], [b"one", b"two"]]
 
 
-def test_beyond_its_bound_the_oldest_is_forgotten(calls):
-    knowledge = Knowledge(most_bytes=10)
+def test_beyond_its_bound_the_oldest_is_forgotten(calls, monkeypatch):
+    monkeypatch.setattr(estimates, "_MOST_LEARNED_BYTES", 10)
+    knowledge = Knowledge()
     for question in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11, b""):
         knowledge.ask(None, question, model="m", timeout=1)
     assert calls[3] == [b"2222", b"3333"] and calls[4] == []

@@ -22,6 +22,7 @@ def trace(*operations, phase=Phase.FORWARD):
         marks={},
         parameters=0,
         last_step=(0, len(operations)),
+        begins=np.arange(len(operations) + 1),
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from perf_helpers.estimate import kernels
-from perf_helpers.estimate.cuda import PARTS
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
 
@@ -17,7 +16,7 @@ def asked(names, capability, tell=None):
     """What each case asks for as it is followed, {name: events}; to be called in a clean process."""
     found = {}
     for name in names:
-        tracker = DeviceTracker(capability, tuple(PARTS))
+        tracker = DeviceTracker(capability)
         tracker.is_there = True
         with tracker, torch.no_grad():
             run = (kernel_cases.RUNS | kernel_cases.DRAWN)[name]()
@@ -42,18 +41,8 @@ def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(followed, seen, name):
     assert followed[name] == seen[name]
 
 
-def test_without_scratch_only_results_are_made():
-    tracker = DeviceTracker((8, 0), ())
-    tracker.is_there = True
-    with tracker, torch.no_grad():
-        run = kernel_cases.RUNS["sum of rows"]()
-        first = len(tracker.log)
-        made = run()  # noqa: F841
-        assert [sign * block.bytes for block, sign in tracker.log[first:]] == [3072]
-
-
 def test_the_first_product_of_each_thread_brings_a_workspace():
-    tracker = DeviceTracker((8, 0), tuple(PARTS))
+    tracker = DeviceTracker((8, 0))
     tracker.is_there = True
     with tracker, torch.no_grad():
         square = torch.zeros(64, 64)

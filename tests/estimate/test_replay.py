@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from perf_helpers.estimate import replay
-from perf_helpers.estimate.deepening import Label, Log
+from perf_helpers.estimate.event_log import Label, Log
 
 MIB = 1 << 20
 WEIGHT = Label("aten.empty.memory_format", "weights", "setup", "")
@@ -39,7 +39,6 @@ def test_the_unsplit_rest_of_a_block_is_allocated():
     # 30 MiB are free; a block of 29.5 takes them whole, for less than 1 MiB would be left.
     log = Log([(30 * MIB, WEIGHT), (59 * MIB // 2, ACTIVATION)], [0, ~0, 1], [("start", 2)])
     assert replay.replayed(log).memory().peak_bytes == 30 * MIB
-    assert replay.summed(log, 512).memory().peak_bytes == 59 * MIB // 2
 
 
 def test_a_card_that_is_too_small_is_told_with_the_figures_of_a_large_one():
@@ -63,7 +62,7 @@ def test_settings_are_torchs():
 
 
 def test_the_highest_during_each_operation():
-    assert (replay.summed(LOG, 1).highest(np.array([3, 5, 8])) // MIB).tolist() == [16, 16]
+    assert (replay.replayed(LOG).highest(np.array([3, 5, 8])) // MIB).tolist() == [16, 16]
 
 
 def test_nothing_at_all_is_no_error():

@@ -33,8 +33,4 @@ def test_allocated_is_what_torchs_allocator_says(capability, tmp_path):
     assert len(found) == 4
     for row in found:
         assert row["estimated"]["allocated"] == row["rehearsed"]["allocated"], (row["architecture"], row["arguments"])
-        assert row["extrapolated"]["allocated"] == row["rehearsed"]["allocated"], (
-            row["architecture"],
-            row["arguments"],
-        )
         assert row["estimated"]["reserved"] == pytest.approx(row["rehearsed"]["reserved"], rel=0.03)

@@ -91,7 +91,7 @@ def events_of_both(random_trace, performed, text, seeds):
 
     torch.empty(1, device="cuda")
     torch.cuda.empty_cache()
-    capacity, card_bytes = torch.cuda.mem_get_info()
+    capacity, _ = torch.cuda.mem_get_info()
     settings, found = Settings.parse(text), []
     for seed in seeds:
         torch.cuda.memory._record_memory_history(context=None, clear_history=True)
@@ -100,8 +100,8 @@ def events_of_both(random_trace, performed, text, seeds):
         def tell(action, place, size, told=told):
             told.append((action, size, place if action == "oom" else None))
 
-        double = CachingAllocator(settings, capacity, card_bytes, on_event=tell)
-        for event in random_trace(seed, int(settings.per_process_memory_fraction * capacity)):
+        double = CachingAllocator(settings, capacity, on_event=tell)
+        for event in random_trace(seed, capacity):
             performed(torch, live, event)
             if event is None:
                 double.empty_cache()
