@@ -415,7 +415,7 @@ def test_a_lesson_says_since_when(monkeypatch):
     claims.reset()
     decision = claims.check(MEMORY, 0.5)
     assert dict(decision.rows())["since"] == told and told in repr(decision) and told in decision._repr_html_()
-    assert "since" not in dict(claims.check("accumulation-cost", 0.9).rows())
+    assert "since" not in dict(claims.check("accumulation-cost", 0.9, predicted=(0.8, 1.0)).rows())
     claims.reset()
 
 
