@@ -20,7 +20,7 @@ help:
 	@echo "make course    run every lesson, then build/course/index.html tells what held on this machine"
 	@echo "make lab       JupyterLab on the lessons"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
-	@echo "make check     ruff, structure, generated files up to date: seconds"
+	@echo "make check     ruff, structure, sizes, generated files up to date: seconds"
 	@echo "make test      check, then the tests and every lesson"
 	@echo "make test-all  test, its slow tests, levels, wheel, and the core of rehearse: what CI runs"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
@@ -48,6 +48,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
+	$(BIN)/python tests/size.py
 	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
 # What measures time runs by itself. In the browser lessons only have to run: small ones, two at once. A stage that fails does not

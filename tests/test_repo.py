@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import size
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -589,3 +590,18 @@ def test_a_wrong_question_in_the_readme_is_seen():
 def test_the_scoreboard_and_the_recorded_figures_are_up_to_date():
     done = subprocess.run([sys.executable, "results/build.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---- sizes
+
+
+def test_every_part_is_within_its_budget_and_one_that_is_not_is_named(tmp_path, monkeypatch):
+    assert size.problems(size.sizes()) == []
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "nouns.py").write_text("a = 1\nb = 2\n")
+    found = []
+    for lines, files in ((2, 1), (1, 1), (2, 0)):
+        monkeypatch.setattr(size, "BUDGETS", (("room", ["room/*.py"], lines, files),))
+        found += size.problems(size.sizes(tmp_path))
+    assert found == ["room: 2 lines, 1 at most", "room: 1 files, 0 at most"]
+    assert size.problems([("moved away", 0, 1, 0, 1)]) == ["moved away: nothing to count"]
