@@ -9,9 +9,9 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # The room in which a public name lives; plots and widgets are at home here.
-_ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "links": "lab"}
-_ROOMS |= {"roofline": "lab", "stopwatch": "lab", "cluster": "lab", "deployments": "lab", "sweep": "lab"}
-_ROOMS |= {"extras": "lab", "claims": "course", "journal": "course"}
+_ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "slow_link": "lab"}
+_ROOMS |= {"roofline": "lab", "stopwatch": "lab", "dask_executor": "lab", "dask_clusters": "lab", "sweep": "lab"}
+_ROOMS |= {"optional_packages": "lab", "claims": "course", "learner_log": "course"}
 _ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
 __all__ = sorted([*_ROOMS, "plots", "widgets"])
 

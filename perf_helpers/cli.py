@@ -239,11 +239,11 @@ def compare(
 
     Exit code 0: the same or better; 1: worse; 2: could not be compared.
     """
-    from perf_helpers.course import changes, report
+    from perf_helpers.course import regressions, report
     from perf_helpers.lab.store import write_whole
 
     axes = _axes(fail_on)
-    found = changes.compare(old, new)
+    found = regressions.compare(old, new)
     if html:
         write_whole(html, report.changes_page(found.to_dict()))
     if junit:
@@ -278,14 +278,14 @@ def sweep(
 
     Exit code 0: every row trained; 1: one did not; 2: could not run. What is in the folder already is not run again.
     """
-    from perf_helpers.lab import deployments, plans
+    from perf_helpers.lab import dask_clusters, plans
     from perf_helpers.lab import sweep as module
 
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
     plan = plans.Plan.read(file)
-    with deployments.connected(scheduler, workers, wait, tell) as executor:
+    with dask_clusters.connected(scheduler, workers, wait, tell) as executor:
         found = module.run(Lab(out=out, executor=executor), plan, tell=tell)
     _print(found.to_dict() if json_output else [repr(found)])
     return int(not found.ok)
@@ -373,7 +373,7 @@ def _function(text: str) -> Callable[[Task], Any]:
 
 def _axes(text: str) -> list[str]:
     """What "memory,speed" names."""
-    from perf_helpers.course.changes import AXES
+    from perf_helpers.course.regressions import AXES
 
     axes = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := set(axes) - {*AXES}:

@@ -32,9 +32,9 @@ import matrix_page
 from tables import MIB, mebibytes, share, table, versions
 
 from perf_helpers import plots
-from perf_helpers.course.changes import Noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import SINCE, Verdict, load
+from perf_helpers.course.regressions import Noise
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
@@ -339,7 +339,7 @@ def _nights() -> str:
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
     rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
-    told = f"A step of each of a few recipes (`perf_helpers.lab.paces`), night by night. {about}."
+    told = f"A step of each of a few recipes (`perf_helpers.lab.step_times`), night by night. {about}."
     head = ["pairs of nights", "all, half beside a busy neighbour", "both quiet"]
     return "\n\n".join([claims, told, table(head, rows)])
 

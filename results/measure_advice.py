@@ -25,7 +25,7 @@ from architectures import ARCHITECTURES
 from measure_cuda import CAPABILITIES, rehearsed
 
 from perf_helpers.advise import advise
-from perf_helpers.advise.choices import ACCUMULATION_STEPS, MICRO_BATCH
+from perf_helpers.advise.candidate_recipes import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab, Task, hardware
 from perf_helpers.lab.arguments import Arguments

@@ -46,7 +46,7 @@ def main() -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    from perf_helpers.course.engine import Manager
+    from perf_helpers.course.papermill_engine import Manager
 
     options = measuring.options(__doc__, rounds=5, seconds=20.0)
     source = CELL.format(out="build/monitor", seconds=options.seconds, rounds=options.rounds)

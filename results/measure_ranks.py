@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 import measuring
 
-from perf_helpers import Task, extras
+from perf_helpers import Task, optional_packages
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware
 from perf_helpers.lab.runs import Run
@@ -96,7 +96,7 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
 
 def main() -> None:
     options, rows = measuring.options(__doc__), []
-    if why := extras.offer("deepspeed"):
+    if why := optional_packages.offer("deepspeed"):
         raise SystemExit(why)
     for name, task, arguments in SETUPS:
         for ranks in RANKS:

@@ -10,7 +10,7 @@ import browser
 import nbformat
 import pytest
 
-from perf_helpers.course import course, execution
+from perf_helpers.course import course, lesson_process
 from perf_helpers.lab.profiles import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +80,7 @@ def faults(notebook):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     errors = [output.evalue for cell in cells for output in cell.outputs if output.output_type == "error"]
     never = [cell.source for cell in cells if cell.execution_count is None]
-    return errors + execution.widget_errors(notebook) + never
+    return errors + lesson_process.widget_errors(notebook) + never
 
 
 # The beginnings of widgets that are wider than their cell.
@@ -95,7 +95,7 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
     executed = notebook.saved()
     assert faults(executed) == []
     assert {run.profile for run in server.runs.read()[earlier:]} == {TINY.name}, "it ran at the smallest sizes"
-    assert executed.metadata.widgets[execution.WIDGETS]["state"], "the state of its widgets was kept"
+    assert executed.metadata.widgets[lesson_process.WIDGETS]["state"], "the state of its widgets was kept"
     wide = (
         "() => [...document.querySelectorAll('.jp-OutputArea-output')].filter(x => x.scrollWidth > x.clientWidth + 2)"
     )
@@ -225,7 +225,7 @@ def test_run_all_twice_leaves_nothing_twice(studio):
     executed = studio.saved()
     assert faults(executed) == []
     assert "threads: []" in executed.cells[THREADS].outputs[0].text
-    assert len(executed.metadata.widgets[execution.WIDGETS]["state"]) > 0
+    assert len(executed.metadata.widgets[lesson_process.WIDGETS]["state"]) > 0
 
 
 # Texts of less than 12 px, which are 9 pt.

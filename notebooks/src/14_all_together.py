@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from IPython.display import Markdown, display
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, journal, plots, roofline, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, learner_log, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.runs import CPU, WALL, Ratio
@@ -272,8 +272,8 @@ for name, (options, is_here) in rungs_of_speed.items():
 # %%
 def in_turns(task):
     from perf_helpers.lab.arguments import Arguments
+    from perf_helpers.lab.interleaving import take
     from perf_helpers.lab.training import Experiment, pickled
-    from perf_helpers.lab.turns import take
 
     players = []
     for recipe in (*racing.values(), start):
@@ -538,7 +538,7 @@ advice and advice.recipes and lab.foresee(verify, advice, lab)
 # How far off were you, from the first lesson to this one? (Only guesses committed before the measurement count.)
 
 # %%
-guesses = journal.history(journal.of(lab).read())
+guesses = learner_log.history(learner_log.of(lab).read())
 if guesses:
     order = list(range(1, len(guesses) + 1))
     errors = {"your guesses": [100 * guess.error for guess in guesses]}
@@ -656,7 +656,7 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # stand on another machine. Before you run it: who will train how many rows?
 
 # %%
-from perf_helpers import deployments, sweep
+from perf_helpers import dask_clusters, sweep
 
 grid = {
     "task": {"model": "bert-tiny", "seq_len": 64},
@@ -666,7 +666,7 @@ grid = {
 try:
     if lab.machine.rehearsed:
         raise ValueError("a rehearsal has no workers")
-    with deployments.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
+    with dask_clusters.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
         found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
     there = found.runs[0]

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, links, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, plots, slow_link, widgets
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="15_dp_and_ddp")
@@ -215,10 +215,10 @@ TWO_HOSTS = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson 
 TOLD = """AMD EPYC, 2 cores, torch 2.13.0, 2026-11-23:
 {"rank": 0, "gradient norms": [0.6855310201644897, 0.5424984097480774, 0.562623918056488], "a weight": -0.0005694843712262809}
 {"rank": 1, "gradient norms": [0.6855310201644897, 0.5424984097480774, 0.562623918056488], "a weight": -0.0005694843712262809}"""
-if links.missing():
-    print(f"This machine {links.missing()}. What two hosts printed elsewhere:\n{TOLD}")
+if slow_link.missing():
+    print(f"This machine {slow_link.missing()}. What two hosts printed elsewhere:\n{TOLD}")
 else:
-    with tempfile.TemporaryDirectory() as folder, links.link() as cable, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, slow_link.link() as cable, contextlib.ExitStack() as stack:
         path, started = Path(folder, "script.py"), []
         path.write_text(SCRIPT)
         there = here | {"GLOO_SOCKET_IFNAME": cable.device, "RES_OPTIONS": "timeout:1 attempts:1"}  # no name server
@@ -319,8 +319,8 @@ def watch(task, bucket_bytes, link=None):
     return [[0, end - begin], *([moment - begin for moment in times] for _, times in sorted(buckets.times.items()))]
 
 
-missing = links.missing()
-with contextlib.nullcontext() if missing else links.link(400) as link:
+missing = slow_link.missing()
+with contextlib.nullcontext() if missing else slow_link.link(400) as link:
     watched = {}
     for name, size in {"one bucket": 1e12, "buckets of 2 MB": 2e6}.items():
         experiment = partial(watch, bucket_bytes=size, link=link)
@@ -368,13 +368,13 @@ def loop(task, samples, wrap=DDP, link=None, environment=(), turns=5):
     if ranks > 1:
         dist.init_process_group("nccl" if on_gpus else "gloo")
     model = wrap(model) if ranks > 1 or wrap is not DDP else model
-    optimizer, before = torch.optim.AdamW(model.parameters()), links.bytes_sent() or 0
+    optimizer, before = torch.optim.AdamW(model.parameters()), slow_link.bytes_sent() or 0
     steps = turns + lab.profile.warmup_steps
     for _ in range(steps):
         model(**batch).loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"sent in a step": ((links.bytes_sent() or 0) - before) / steps}
+    return {"sent in a step": ((slow_link.bytes_sent() or 0) - before) / steps}
 
 
 timed = lab.task if gpus2 else task
@@ -426,7 +426,7 @@ with contextlib.ExitStack() as stack:
     for speed in () if missing else ("fast", "slow"):
         if speed == "slow":
             rate = max(40, round(32 * large.parameters() / (20 * over["fast", "DDP"].step_seconds) / 1e6))  # Mbit/s
-        cable = stack.enter_context(links.link(rate))
+        cable = stack.enter_context(slow_link.link(rate))
         for name, (model, wrap) in recipes.items():
             each = partial(loop, samples=2, wrap=wrap, link=cable, turns=4)
             over[speed, name] = lab.run(each, f"{name}, {speed} cable", task=model, processes=2, measure=("time",))

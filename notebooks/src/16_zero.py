@@ -28,11 +28,11 @@ from IPython.display import display
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, extras, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, optional_packages, plots, widgets
 from perf_helpers.advise import parallelism
 from perf_helpers.estimate import estimate
 
-no_deepspeed = extras.offer("deepspeed")
+no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 2000}
 sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}

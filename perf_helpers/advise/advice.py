@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.advise import further
-from perf_helpers.advise.choices import Candidate, Choices, native_precisions
-from perf_helpers.advise.remedies import Change, remedies
+from perf_helpers.advise import side_notes
+from perf_helpers.advise.alternatives import Change, remedies
+from perf_helpers.advise.candidate_recipes import Candidate, Choices, native_precisions
+from perf_helpers.advise.measured_speedups import Evidence, Ranking
 from perf_helpers.advise.search import RecipeSearch
-from perf_helpers.advise.speeds import Evidence, Ranking
 from perf_helpers.estimate import DEFAULT_CAPABILITY, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
@@ -227,7 +227,9 @@ def advise(
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
         changes = remedies(search, smallest) if smallest else ()
-        beside = further.notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
+        beside = (
+            side_notes.notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
+        )
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate.family)]
     return Advice(
         task=task,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.advise.choices import Candidate, Choices, Family
-from perf_helpers.advise.speeds import Ranking
+from perf_helpers.advise.candidate_recipes import Candidate, Choices, Family
+from perf_helpers.advise.measured_speedups import Ranking
 from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.processes import seconds_left
 from perf_helpers.lab.task import Task

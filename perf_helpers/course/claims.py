@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perf_helpers.course import journal
+from perf_helpers.course import learner_log
 from perf_helpers.course.ledger import (
     GPU_PROFILES,
     LESSONS_WITHOUT_CLAIMS,
@@ -265,7 +265,7 @@ def finish(lab: "Lab") -> None:
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
     display(Scoreboard(title, made, problems))
     if not rehearsed:  # the journal is the learner's, of what was measured
-        journal.finished(lab, {decision.id: decision.verdict for decision in made})
+        learner_log.finished(lab, {decision.id: decision.verdict for decision in made})
     if lab.out:
         content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
         content |= {"versions": dict(lab.versions), "date": date, "claims": rows}

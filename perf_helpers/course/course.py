@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.changes import AXES, compare, worse_of
-from perf_helpers.course.execution import code_of, run_lesson, say
 from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.lesson_process import code_of, run_lesson, say
+from perf_helpers.course.regressions import AXES, compare, worse_of
 from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA, claim_row, failures, load_results, problems
-from perf_helpers.lab import hardware, paces
+from perf_helpers.lab import hardware, step_times
 from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
@@ -120,7 +120,7 @@ def paces_of(profile: str) -> dict[str, Any] | None:
         return None
     say("[speed] a step of each of a few recipes, for comparisons with other days ...")
     task = Task("bert-tiny", seq_len=128) if machine.kind == "cpu" else choose_profile(profile).task
-    return paces.measure(task.replace(dataset_size=64), say)
+    return step_times.measure(task.replace(dataset_size=64), say)
 
 
 def find_lessons(

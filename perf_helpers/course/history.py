@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from perf_helpers.course.changes import differences, identity_text, keyed
+from perf_helpers.course.regressions import differences, identity_text, keyed
 from perf_helpers.course.report import template
 from perf_helpers.course.results import load_results
 from perf_helpers.course.speed_changes import fastest

@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
-from perf_helpers.course.changes import AXES, worse_of
 from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.regressions import AXES, worse_of
 from perf_helpers.course.results import failures, load_results, measured_text, to_send
 from perf_helpers.lab.store import write_whole
 from perf_helpers.texts import number_text

@@ -1,4 +1,4 @@
-"""The pace of recipes then and now (`perf_helpers.lab.paces`): which steps became slower, beyond the noise of both.
+"""The pace of recipes then and now (`lab/step_times.py`): which steps became slower, beyond the noise of both.
 
 A night's noise is how far the two fastest processes of a recipe lie apart, in the mean of its recipes. A recipe, and
 all of them together, have moved where they differ by more than FAR times the noise of both nights beyond LEAST: so much

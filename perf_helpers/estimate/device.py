@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels
+from perf_helpers.estimate.fake_deepspeed import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
-from perf_helpers.estimate.zero import DeviceName
 from perf_helpers.lab.runs import Category, Phase
 from perf_helpers.lab.tracker import Block, name_of
 

@@ -13,9 +13,9 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.estimate import layouts, reductions
+from perf_helpers.estimate import memory_formats, reduction_scratch
 from perf_helpers.estimate.allocator import workspace_bytes
-from perf_helpers.estimate.layouts import contiguous
+from perf_helpers.estimate.memory_formats import contiguous
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -36,7 +36,7 @@ class Kernels:
 
     def __init__(self, capability: tuple[int, int]):
         self.workspace_bytes = workspace_bytes(capability)
-        self._processors = reductions.processors(capability)
+        self._processors = reduction_scratch.processors(capability)
         newest = capability >= (9, 0)
         # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
@@ -70,7 +70,7 @@ class Kernels:
         wider = bytes_each or (max(4, made.element_size()) if made.dtype.is_floating_point else made.element_size())
         casts = not bytes_each and tensor.dtype not in HALF and tensor.dtype is not made.dtype
         copy = [tensor.numel() * made.element_size()] if casts else []
-        return copy + reductions.scratch_bytes(tensor.shape, tensor.stride(), dims, self._processors, wider)
+        return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._processors, wider)
 
     # ---- attention
 
@@ -160,7 +160,9 @@ class Kernels:
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
         """Smallest and largest at once, and whether they are inside."""
-        shared = reductions.scratch_bytes(index.shape, index.stride(), range(index.dim()), self._processors, 2 * WORD)
+        shared = reduction_scratch.scratch_bytes(
+            index.shape, index.stride(), range(index.dim()), self._processors, 2 * WORD
+        )
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
     def _sort(self, made, tensor, *_, **__):
@@ -224,7 +226,7 @@ class Kernels:
         return [*steps, *made]
 
     def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
-        layout = layouts.of_convolution(tensor, weight)
+        layout = memory_formats.of_convolution(tensor, weight)
         return [*contiguous(tensor, layout), *made, *contiguous(weight, layout)]
 
     def _convolution_backward(
@@ -232,7 +234,7 @@ class Kernels:
     ):
         """Gradients of the images, the weights and the bias; torch's own kernel makes that of the weights first
         (native/Convolution.cpp: convolution_backward)."""
-        layout = layouts.of_convolution(tensor, weight)
+        layout = memory_formats.of_convolution(tensor, weight)
         rest = iter(made)
         images, weights, bias = (next(rest) if each else None for each in wanted)
         copies = contiguous(gradient, layout)
@@ -240,7 +242,7 @@ class Kernels:
         if wanted[1] and not whole:
             copies += contiguous(tensor, layout)
         of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
-        if not transposed and layouts.is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
+        if not transposed and memory_formats.is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
             steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
         else:
             turned = contiguous(weight, layout) if wanted[0] else []
@@ -249,7 +251,7 @@ class Kernels:
         if bias is None:
             return steps
         dims = [0, *range(2, gradient.dim())]
-        shared = reductions.scratch_bytes(gradient.shape, gradient.stride(), dims, self._processors)
+        shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, self._processors)
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator, replay
+from perf_helpers.estimate import allocator, allocator_replay
 from perf_helpers.estimate.event_log import Log
-from perf_helpers.estimate.operations import Trace
+from perf_helpers.estimate.trace_records import Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
@@ -28,7 +28,7 @@ from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, explain
 from perf_helpers.lab.training import Experiment
 
 if TYPE_CHECKING:
-    from perf_helpers.estimate.probe import Probe
+    from perf_helpers.estimate.operator_workspaces import Probe
     from perf_helpers.estimate.trace import OperationCache
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
@@ -86,7 +86,7 @@ class Known(contextlib.AbstractContextManager):
 
     def __init__(self, learned: Sequence[bytes] = ()):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
-        from perf_helpers.estimate.probe import Probe
+        from perf_helpers.estimate.operator_workspaces import Probe
         from perf_helpers.estimate.trace import OperationCache
 
         self.caches = {"cpu": OperationCache(), "cuda": OperationCache()}  # what operations make, by the device
@@ -231,7 +231,7 @@ def _with_hidden(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
     Operations with one signature hide the same, so each kind is asked for once; those that run when most is alive come
     first, for time to ask is limited.
     """
-    from perf_helpers.estimate.probe import assumptions
+    from perf_helpers.estimate.operator_workspaces import assumptions
 
     numbers: dict[tuple, int] = {}  # of the kinds
     kind = np.array([numbers.setdefault(each.signature, len(numbers)) for each in trace.operations])
@@ -295,7 +295,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
-    found = replay.replayed(trace.log, device.settings, device.memory_bytes)
+    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes)
     memory, context = found.memory(), allocator.context_bytes(device.compute_capability)
     memory = replace(
         memory,

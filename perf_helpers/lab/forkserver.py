@@ -32,7 +32,7 @@ from unittest.mock import patch
 
 import cloudpickle
 
-from perf_helpers.lab import extras, hardware, outcomes, whereabouts
+from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -93,7 +93,9 @@ class ForkServer:
         libraries that did not find it: it is replaced, and its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
-            if HAS_FORK and not (is_ours and self._process.poll() is None and self._offered == extras.OFFERED):
+            if HAS_FORK and not (
+                is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
+            ):
                 if is_ours and not self._forked:
                     self._socket.close()  # by which it ends
                 self._begin()
@@ -113,7 +115,7 @@ class ForkServer:
         )
         theirs.close()
         self._socket, self._owner, self._forked = ours, os.getpid(), set()
-        self._offered = [*extras.OFFERED]
+        self._offered = [*optional_packages.OFFERED]
         atexit.register(self._end, self._process, ours, self._owner)
 
     @staticmethod
@@ -234,7 +236,7 @@ class CleanProcess:
 
     def whereabouts(self) -> str:
         """Where its ranks are just now, in words; empty where it has none, or none answers."""
-        return whereabouts.described(whereabouts.ask(self.folder, self.pid)) if self.pid else ""
+        return stack_dumps.described(stack_dumps.ask(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:
         """End the process and everything it started, and remove its folder. Only ids of our own are signalled."""

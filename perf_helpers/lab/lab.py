@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perf_helpers import plots
-from perf_helpers.lab import doctor, hardware, places, processes, progress, worker
+from perf_helpers.lab import doctor, executors, hardware, processes, progress, worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
@@ -62,7 +62,7 @@ class Lab:
         executor: Executor | None = None,
         timeout: float | None = None,
     ):
-        self.machine, self.versions = places.seen_by(executor)
+        self.machine, self.versions = executors.seen_by(executor)
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson
@@ -284,7 +284,7 @@ class Lab:
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
         """What is known of the experiment after each of the meters, until one of them fails."""
         if self.executor and not self.machine.rehearsed:  # one place for all meters
-            yield self._perform(places.measure, experiment, measure, timeout)
+            yield self._perform(executors.measure, experiment, measure, timeout)
             return
         quiet = self._is_unwatched or measure == ("none",)  # without a meter there are no steps to tell
         known = Outcome()
@@ -346,7 +346,7 @@ class Lab:
             return function(*arguments)
         if self.machine.rehearsed:  # its place is known
             return self.executor.submit(function, *arguments).result()
-        return places.outcome_of(places.submit(self.executor, function, *arguments))
+        return executors.outcome_of(executors.submit(self.executor, function, *arguments))
 
     def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:
         """The ratio of speeds that decides and, on a CPU, the one by the wall's clock."""

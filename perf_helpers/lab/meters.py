@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.accounts import MARK, Account, events, replayed, replayed_by_tensors
+from perf_helpers.lab.allocator_trace import MARK, Account, events, replayed, replayed_by_tensors
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
 from perf_helpers.lab.tracker import Tracker, Watcher, watched
 

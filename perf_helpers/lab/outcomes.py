@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.lab import whereabouts
+from perf_helpers.lab import stack_dumps
 from perf_helpers.lab.runs import Memory, Timing
 from perf_helpers.unknown import NeedsValues
 
@@ -107,7 +107,7 @@ def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
-    own = next((frame for frame in reversed(frames) if not whereabouts.is_library(frame.filename)), None)
+    own = next((frame for frame in reversed(frames) if not stack_dumps.is_library(frame.filename)), None)
     if own:
         return f" (line {own.lineno} of {own.name})"
     return f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from perf_helpers.lab import hardware, outcomes, turns, worker
+from perf_helpers.lab import hardware, interleaving, outcomes, worker
 from perf_helpers.lab.forkserver import SERVER, CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -159,7 +159,7 @@ class _Early(Exception):
 
     def __init__(self, which: int, outcome: Outcome):
         if outcome.ok:
-            outcome = turns.TOO_SHORT
+            outcome = interleaving.TOO_SHORT
         self.outcome = Outcome(outcome.status, f"the {('first', 'second')[which]} one: {outcome.message}")
 
 
@@ -187,7 +187,7 @@ def side_by_side(
     """
     deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
     three = (first, second, first)
-    job = functools.partial(turns.take, three, count, steps_per_turn)
+    job = functools.partial(interleaving.take, three, count, steps_per_turn)
     for begun in range(0, processes, at_once):
         with contextlib.ExitStack() as stack:
             those = range(begun, min(begun + at_once, processes))

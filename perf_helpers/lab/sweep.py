@@ -8,8 +8,8 @@ from os import PathLike
 from typing import Any
 
 from perf_helpers import plots
-from perf_helpers.lab import places
-from perf_helpers.lab.cluster import TELLING
+from perf_helpers.lab import executors
+from perf_helpers.lab.dask_executor import TELLING
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.plans import Plan
@@ -117,15 +117,15 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
     timeout = plan.timeout or lab.timeout
     if lab.executor is None:
         for number, experiment in experiments.items():
-            yield number, places.measure(experiment, plan.measure, timeout)
+            yield number, executors.measure(experiment, plan.measure, timeout)
         return
     asked = (plan.measure, timeout)
     futures = {
-        places.submit(lab.executor, places.measure, each, *asked): number for number, each in experiments.items()
+        executors.submit(lab.executor, executors.measure, each, *asked): number for number, each in experiments.items()
     }
     try:
         for future in as_completed(futures):
-            yield futures[future], places.outcome_of(future)
+            yield futures[future], executors.outcome_of(future)
     finally:  # interrupted, or no workers can be had: what nobody waits for is ended
         for future in futures:
             future.cancel()

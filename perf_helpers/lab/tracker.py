@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from perf_helpers.lab import shards
+from perf_helpers.lab import fsdp_hooks
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
@@ -248,7 +248,7 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def _storage(self, tensor: torch.Tensor):
         try:
-            storage = shards.local(tensor).untyped_storage()
+            storage = fsdp_hooks.local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
         return storage if storage.device.type == self.device else None
@@ -399,7 +399,7 @@ def watched(tracker: Watcher):
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(tracker, TorchDispatchMode):
-                stack.enter_context(shards.noticed(tracker))
+                stack.enter_context(fsdp_hooks.noticed(tracker))
                 stack.enter_context(tracker)
             yield parameters
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.lab import extras
+from perf_helpers.lab import optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
@@ -69,7 +69,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
         arguments = arguments.replace(max_steps=steps)
     if arguments.get("deepspeed"):  # one process has no launcher that says so, and DeepSpeed would ask MPI
-        if why := extras.missing("deepspeed"):
+        if why := optional_packages.missing("deepspeed"):
             raise Invalid(why)
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():

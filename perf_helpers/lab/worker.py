@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from perf_helpers.lab import forkserver, hardware, outcomes, whereabouts
+from perf_helpers.lab import forkserver, hardware, outcomes, stack_dumps
 from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.runs import Timing
 from perf_helpers.lab.stopwatch import NO_TIME
@@ -234,7 +234,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     forkserver.die_with_parent()
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handler, in Python, would wait for a collective
-    whereabouts.tell(forkserver.own_folder or folder, rank)
+    stack_dumps.tell(forkserver.own_folder or folder, rank)
     torch.distributed.set_debug_level_from_env()  # torch looked when it was imported, in another environment
     tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")

@@ -11,6 +11,6 @@ makes: it runs as it is written. Kernels of Triton that torch itself launches ar
 """
 
 from perf_helpers.rehearsal.cards import CARDS, Card, card
-from perf_helpers.rehearsal.stage import Rehearsal, command, rehearse, run
+from perf_helpers.rehearsal.rehearsal_process import Rehearsal, command, rehearse, run
 
 __all__ = ["CARDS", "Card", "Rehearsal", "card", "command", "rehearse", "run"]

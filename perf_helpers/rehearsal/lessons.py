@@ -12,8 +12,8 @@ from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results, problems
 from perf_helpers.rehearsal import build
 from perf_helpers.rehearsal.cards import Card, card
-from perf_helpers.rehearsal.notebook import TOLD
-from perf_helpers.rehearsal.stage import command
+from perf_helpers.rehearsal.cell_guard import TOLD
+from perf_helpers.rehearsal.rehearsal_process import command
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a learner clicks on: guesses, questions, exercises, explorers and the monitor, each thin over plain functions.
 
 Covers what is shown in a notebook and what a learner answers. Not covered: pictures that only show
-(`perf_helpers.plots`) and what is kept of the answers (`perf_helpers.course.journal`).
+(`perf_helpers.plots`) and what is kept of the answers (`perf_helpers.course.learner_log`).
 """
 
 from perf_helpers.widgets.controls import explore

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from perf_helpers import plots
-from perf_helpers.course import journal
+from perf_helpers.course import learner_log
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.lab.runs import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
-from perf_helpers.widgets.feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
+from perf_helpers.widgets.answer_feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
 from perf_helpers.widgets.frame import ROW, guarded, place
 
 __all__ = ["Feedback", "board", "challenge", "check", "hint", "not_attempted", "not_measured", "prove", "question"]
@@ -49,9 +49,9 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
     if right not in options:
         raise ValueError(f"right={right!r}: it must be one of the options, {', '.join(map(repr, options))}")
     answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
-    chosen = journal.choice(journal.of(lab).read(), lab.lesson, key)
+    chosen = learner_log.choice(learner_log.of(lab).read(), lab.lesson, key)
     if chosen is None:
-        journal.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
+        learner_log.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
 
     letters = dict(zip(answers, string.ascii_lowercase, strict=False))
     head = f"<div style='line-height:1.4'><b>Question</b>: {prose_html(text)}</div>"
@@ -65,7 +65,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     def choose(option: str, _) -> None:
         show(option)
-        journal.keep(lab, "question", key, choice=option, right=option == right)
+        learner_log.keep(lab, "question", key, choice=option, right=option == right)
 
     for option, letter in letters.items():  # buttons rather than radio buttons, where moving by the arrow keys chooses
         buttons.append(ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"}))
@@ -141,7 +141,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
     """Keep an outcome in the journal: the learner's only, and only one that was decided."""
     if not _is_author.get() and content.get("status") != "not measured":
-        journal.keep(lab, kind, key, **content)
+        learner_log.keep(lab, kind, key, **content)
 
 
 class Hints:
@@ -285,7 +285,7 @@ def _measured_feedback(
 def board(lab: Lab, key: str) -> plots.Table:
     """Own results of a challenge, best first: only those that met the target, of this lesson, kept on this machine."""
     rows = []
-    for rank, entry in enumerate(journal.board(journal.of(lab).read(), lab.lesson, key), start=1):
+    for rank, entry in enumerate(learner_log.board(learner_log.of(lab).read(), lab.lesson, key), start=1):
         result = entry.content
         speed = "not measured" if result["speed"] is None else f"{result['speed']:.2f} x"
         recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())

@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping
 
 from perf_helpers import plots
-from perf_helpers.course import journal
+from perf_helpers.course import learner_log
 from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
-from perf_helpers.widgets import feedback as feedbacks
+from perf_helpers.widgets import answer_feedback as feedbacks
 from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
@@ -49,7 +49,7 @@ def predict(
     state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
 
     def commit(_):
-        journal.keep(lab, "guess", key, guess=float(field.value), unit=unit)
+        learner_log.keep(lab, "guess", key, guess=float(field.value), unit=unit)
         state.value = _state_html(lab, key, unit)
 
     button.on_click(guarded(commit, output))
@@ -82,11 +82,11 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     if measured is None or not math.isfinite(measured):
         return feedbacks.score(counted, None)
     measured = float(measured)
-    journal.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
+    learner_log.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
     feedback = feedbacks.score(counted, measured, unit)
     text = feedback.text
     if estimate is not None:
-        text += f". The estimate said {number_text(estimate, unit)}: {journal.off(estimate, measured):.0%} off"
+        text += f". The estimate said {number_text(estimate, unit)}: {learner_log.off(estimate, measured):.0%} off"
     if kept != counted:
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
@@ -96,8 +96,8 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
     """The latest guess, and the latest that counts: they differ where the measurement was out before the former."""
-    entries = journal.of(lab).read()
-    return journal.guess(entries, lab.lesson, key), journal.counted_guess(entries, lab.lesson, key)
+    entries = learner_log.of(lab).read()
+    return learner_log.guess(entries, lab.lesson, key), learner_log.counted_guess(entries, lab.lesson, key)
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:

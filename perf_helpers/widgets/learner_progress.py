@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf_helpers import plots
-from perf_helpers.course import journal
+from perf_helpers.course import learner_log
 from perf_helpers.lab import Lab
 
 
@@ -14,7 +14,7 @@ def progress(lab: Lab, lessons: Sequence[str] | None = None) -> plots.Table:
     Args:
         lessons: their names; None: those of the notebooks in the working folder, and any other that the journal knows.
     """
-    known = journal.progress(journal.of(lab).read())
+    known = learner_log.progress(learner_log.of(lab).read())
     if lessons is None:
         here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
         lessons = sorted(here | {name for name in known if name})
@@ -22,7 +22,7 @@ def progress(lab: Lab, lessons: Sequence[str] | None = None) -> plots.Table:
     return plots.Table(["lesson", "state", "claims decided", "guesses", "exercises right", "questions"], rows)
 
 
-def _cells(lesson: journal.Progress | None) -> list[str]:
+def _cells(lesson: learner_log.Progress | None) -> list[str]:
     """All cells of a lesson's row but its name; None: the journal knows nothing of it."""
     if lesson is None:
         return ["not begun", "", "", "", ""]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers import plots
-from perf_helpers.estimate import MemoryEstimate, allocator, estimate, surfaces
+from perf_helpers.estimate import MemoryEstimate, allocator, estimate, peak_model
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text
-from perf_helpers.widgets import drawings
+from perf_helpers.widgets import svg_drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def memory(lab: Lab, task: Task | None = None, *, device: str | None = None, mic
         ValueError: the model cannot be followed on fake tensors.
     """
     task = task or lab.task
-    size = surfaces.nearest(surfaces.MICRO_BATCHES, micro_batch or lab.profile.micro_batch)
-    first = estimate(task, device=device or lab.machine.kind, **surfaces.Choice().arguments(size))
+    size = peak_model.nearest(peak_model.MICRO_BATCHES, micro_batch or lab.profile.micro_batch)
+    first = estimate(task, device=device or lab.machine.kind, **peak_model.Choice().arguments(size))
     explorer, title = _MemoryExplorer(lab, task, first, size), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
     place(("memory explorer", lab.lesson), explorer.parts, static, repr(first), at_end=explorer.close)
@@ -57,8 +57,8 @@ class _MemoryExplorer:
         self._task, self._machine, self._folder = task, lab.machine, Path(lab.store.path).with_name("fits")
         capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
         self._options = {"compute_capability": capability} if capability else {}
-        self._models: dict[tuple, surfaces.Surfaces] = {}  # by model, device and vocabulary
-        self._prepared: set[surfaces.Surfaces] = set()  # those whose lengths are known
+        self._models: dict[tuple, peak_model.Surfaces] = {}  # by model, device and vocabulary
+        self._prepared: set[peak_model.Surfaces] = set()  # those whose lengths are known
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
         self._error: str | None = None  # why the point cannot be answered
@@ -68,7 +68,7 @@ class _MemoryExplorer:
         self._callback = observe(self._controls.values(), self._moved, self._output)
         grid = ipywidgets.Box(list(self._controls.values()), layout=ROW)
         self.parts = [grid, self._picture, self._note, self._progress, self._output]
-        self._show(surfaces.Answer.traced(first.memory, first.attention))
+        self._show(peak_model.Answer.traced(first.memory, first.attention))
         self._tell("Move a control: the recipes around it are then traced, for some seconds.")
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class _MemoryExplorer:
 
     def _moved(self, change) -> None:
         if change["owner"] is self._controls["device"]:
-            self._controls["precision"].options = surfaces.precisions(change["new"])
+            self._controls["precision"].options = peak_model.precisions(change["new"])
         self._error = None
         self._draw()
         self._wake.set()
@@ -86,7 +86,7 @@ class _MemoryExplorer:
             self._thread = threading.Thread(target=self._work, name="memory explorer", daemon=True)
             self._thread.start()
 
-    def _point(self) -> tuple[surfaces.Surfaces, tuple[surfaces.Choice, int, int | None]]:
+    def _point(self) -> tuple[peak_model.Surfaces, tuple[peak_model.Choice, int, int | None]]:
         """Where the controls stand: what is known of the model on that device, and the recipe, the micro-batch and the
         length (in tokens; None for images)."""
         value = {name: control.value for name, control in self._controls.items()}
@@ -97,10 +97,10 @@ class _MemoryExplorer:
                 task = self._task if model == self._task.model else Task(model)
                 with contextlib.suppress(ValueError):  # no such model: `prepare` says so
                     task = task.with_padded_vocabulary(multiple)
-                self._models[which] = surfaces.Surfaces(task, device, folder=self._folder, **self._options)
+                self._models[which] = peak_model.Surfaces(task, device, folder=self._folder, **self._options)
         known = self._models[which]
         is_image = known in self._prepared and not known.lengths
-        return known, (surfaces.Choice(**value), micro_batch, None if is_image else seq_len)
+        return known, (peak_model.Choice(**value), micro_batch, None if is_image else seq_len)
 
     # ---- the thread
 
@@ -143,13 +143,13 @@ class _MemoryExplorer:
         self._draw()
         return True
 
-    def _prepare(self, known: surfaces.Surfaces) -> None:
+    def _prepare(self, known: peak_model.Surfaces) -> None:
         """Find out what lengths the model can take, and offer them."""
         known.prepare()
         slider = self._controls["seq_len"]
         self._prepared.add(known)
         if known.lengths and tuple(slider.options) != known.lengths:
-            wanted = surfaces.nearest(known.lengths, slider.value)
+            wanted = peak_model.nearest(known.lengths, slider.value)
             slider.unobserve(self._callback, names="value")  # it is not moved by the learner
             slider.options, slider.value = known.lengths, wanted
             slider.observe(self._callback, names="value")
@@ -178,12 +178,12 @@ class _MemoryExplorer:
     def _tell(self, progress: str) -> None:
         self._progress.value = f"<div style='font-size:12px;line-height:1.4'>{progress}</div>"
 
-    def _show(self, answer: surfaces.Answer) -> None:
+    def _show(self, answer: peak_model.Answer) -> None:
         device, machine = self._controls["device"].value, self._machine
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = drawings.bar(parts, drawings.CARDS | own)
+        self._picture.value = self._drawn = svg_drawings.bar(parts, svg_drawings.CARDS | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
@@ -197,28 +197,28 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, 
         return kind(description=description, style={"description_width": "7.5em"}, layout=layout, **options)
 
     length = first.task.get("seq_len") or task.length() if task.family() != "vision" else None
-    lengths = surfaces.LENGTHS if length in surfaces.LENGTHS else sorted({*surfaces.LENGTHS, length or 32})
+    lengths = peak_model.LENGTHS if length in peak_model.LENGTHS else sorted({*peak_model.LENGTHS, length or 32})
     models = {"options": sorted({task.model, *PRESETS}), "placeholder": "a preset, a config.json, a name on the Hub"}
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
     return {
         "model": field(ipywidgets.Combobox, "model", value=task.model, continuous_update=False, **models),
         "device": field(menu, "on", options=[("a GPU", "cuda"), ("a CPU", "cpu")], value=first.device),
-        "micro_batch": field(slider, "micro-batch", options=surfaces.MICRO_BATCHES, value=micro_batch),
+        "micro_batch": field(slider, "micro-batch", options=peak_model.MICRO_BATCHES, value=micro_batch),
         "seq_len": field(slider, "length", options=lengths, value=length or 32, disabled=length is None),
-        "precision": field(menu, "precision", options=surfaces.precisions(first.device), value="fp32"),
+        "precision": field(menu, "precision", options=peak_model.precisions(first.device), value="fp32"),
         "checkpointing": field(menu, "checkpointing", options=[("none", False), ("every layer", True)]),
-        "accumulation": field(slider, "accumulation", options=surfaces.ACCUMULATION, value=1),
-        "optimizer": field(menu, "optimizer", options=list(surfaces.OPTIMIZERS)),
-        "attention": field(menu, "attention", options=list(surfaces.ATTENTION)),
+        "accumulation": field(slider, "accumulation", options=peak_model.ACCUMULATION, value=1),
+        "optimizer": field(menu, "optimizer", options=list(peak_model.OPTIMIZERS)),
+        "attention": field(menu, "attention", options=list(peak_model.ATTENTION)),
         "vocabulary": field(menu, "vocabulary", options=[("as it is", 1), ("padded to 8", 8), ("padded to 64", 64)]),
     }
 
 
-def _verdict(answer: surfaces.Answer, parts: dict[str, int], own: dict[str, int]) -> str:
+def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, int]) -> str:
     """What is needed, where the peak is, and on which cards and on which of the learner's `own` devices it fits."""
     needed = sum(parts.values())
     where = html.escape(f"in {answer.phase}, at {answer.operation}")
-    smallest = next((name for name, size in drawings.CARDS.items() if size >= needed), None)
+    smallest = next((name for name, size in svg_drawings.CARDS.items() if size >= needed), None)
     text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is {where}. "
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():

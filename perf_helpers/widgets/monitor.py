@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from perf_helpers import plots
 from perf_helpers.lab import hardware
 from perf_helpers.texts import bytes_unit, seconds_text
-from perf_helpers.widgets import drawings, readings
+from perf_helpers.widgets import svg_drawings, system_stats
 from perf_helpers.widgets.frame import PLACES, view
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ class Monitor:
         self.name = (self.gpu.name or "NVIDIA GPU") if self.gpu else machine.name
         if gpus and not self.gpu:
             self.name = f"the host, since NVML gives nothing about the GPU ({machine.nvml_reason})"
-        self.figures = readings.GPU_FIGURES if self.gpu else readings.HOST_FIGURES  # label and unit of each field read
+        self.figures = (
+            system_stats.GPU_FIGURES if self.gpu else system_stats.HOST_FIGURES
+        )  # label and unit of each field read
         self._fields = GPU_PANELS if self.gpu else HOST_PANELS  # those that are drawn, by the panel's title
         self.interval_seconds, self.history = interval_seconds, history
-        self.samples: tuple[readings.Sample, ...] = ()  # the latest; replaced as a whole: readers need no lock
+        self.samples: tuple[system_stats.Sample, ...] = ()  # the latest; replaced as a whole: readers need no lock
         self.count = 0  # of all samples
         self.cpu_seconds = 0.0  # processor time of the thread so far, drawing included
         self.elapsed_seconds = 0.0
@@ -142,12 +144,12 @@ class Monitor:
         for field, (label, unit) in self.figures.items():
             least, total, count, most = self._totals.get(field, (None, None, 1, None))
             mean = None if total is None else total / count
-            rows.append([label, *(readings.figure_text(value, unit) for value in (least, mean, most))])
+            rows.append([label, *(system_stats.figure_text(value, unit) for value in (least, mean, most))])
         where = f"{self.name}: {self.count} samples in {seconds_text(self.elapsed_seconds)}"
         held = ", ".join(f"{reason} in {n / self.count:.0%}" for reason, n in self._reasons.most_common())
         return plots.Table(["figure", "min", "mean", "max"], rows, where + (f"; clocks: {held}" if held else ""))
 
-    def panels(self) -> list[drawings.Panel]:
+    def panels(self) -> list[svg_drawings.Panel]:
         """What is drawn: memory, and utilisation, over the latest samples."""
         span = self.samples[0].time_seconds, self.samples[-1].time_seconds + 0.01
         panels = []
@@ -160,7 +162,7 @@ class Monitor:
                 values = [(sample.time_seconds, getattr(sample, field)) for sample in self.samples]
                 if points := [(seconds, value / scale) for seconds, value in values if value is not None]:
                     lines[self.figures[field][0]] = points
-            panels.append(drawings.Panel(title, unit, lines, span))
+            panels.append(svg_drawings.Panel(title, unit, lines, span))
         return panels
 
     def picture(self) -> "Figure":
@@ -169,7 +171,7 @@ class Monitor:
 
         figure = Figure(figsize=(7, 2.6), dpi=110, layout="constrained")
         for ax, panel in zip(figure.subplots(1, 2), self.panels(), strict=True):
-            styles = zip(panel.lines.items(), drawings.DASHES, plots.SERIES, strict=False)
+            styles = zip(panel.lines.items(), svg_drawings.DASHES, plots.SERIES, strict=False)
             for (label, points), dashes, colour in styles:
                 ax.plot(*zip(*points, strict=True), linestyle=(0, dashes) if dashes else "-", color=colour, label=label)
             if len(panel.lines) > 1:
@@ -185,13 +187,13 @@ class Monitor:
         """The panels as SVG, and the latest of all other figures in words."""
         latest, shown = self.samples[-1], {field for fields in self._fields.values() for field in fields}
         now = [
-            f"{label} {readings.figure_text(getattr(latest, field), unit)}"
+            f"{label} {system_stats.figure_text(getattr(latest, field), unit)}"
             for field, (label, unit) in self.figures.items()
             if field not in shown and getattr(latest, field) is not None
         ]
         if latest.clock_reasons:
             now.append(f"clocks: {', '.join(latest.clock_reasons)}")
-        pictures = "".join(map(drawings.panel, self.panels()))
+        pictures = "".join(map(svg_drawings.panel, self.panels()))
         return (
             f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{pictures}</div>"
             f"<div style='font-size:13px;line-height:1.4'>{html.escape(' · '.join([self.name, *now]))}</div>"
@@ -214,17 +216,17 @@ class Monitor:
     def _work(self) -> None:
         """The thread: one sample at once, one at the end, and those between."""
         try:
-            with readings.reader(self.gpu) as read:
+            with system_stats.reader(self.gpu) as read:
                 start, last = time.monotonic(), False
                 while not last:
                     last = self._stop.is_set()
-                    self._add(readings.Sample(time.monotonic() - start, **read()))
+                    self._add(system_stats.Sample(time.monotonic() - start, **read()))
                     self.cpu_seconds, self.elapsed_seconds = time.thread_time(), time.monotonic() - start
                     self._stop.wait(max(self.interval_seconds, self.cpu_seconds / SHARE - self.elapsed_seconds))
         except Exception as error:
             self._error = error
 
-    def _add(self, sample: readings.Sample) -> None:
+    def _add(self, sample: system_stats.Sample) -> None:
         for field in self.figures:
             if (value := getattr(sample, field)) is not None:
                 least, total, count, most = self._totals.get(field, (value, 0, 0, value))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perf_helpers import Task, hardware
-from perf_helpers.advise import advise, speeds
+from perf_helpers.advise import advise, measured_speedups
 from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.runs import Memory, Run, Timing
 
@@ -62,7 +62,7 @@ def followed(monkeypatch):
         return synthetic(task, **options)
 
     monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
-    monkeypatch.setattr(speeds, "RECORDED", Path("nowhere"))
+    monkeypatch.setattr(measured_speedups, "RECORDED", Path("nowhere"))
     return asked
 
 

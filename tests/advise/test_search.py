@@ -6,7 +6,7 @@ import random
 import pytest
 
 from perf_helpers.advise import search
-from perf_helpers.estimate import replay
+from perf_helpers.estimate import allocator_replay
 from perf_helpers.estimate.event_log import Label, Log
 
 MB = 10**6
@@ -85,9 +85,9 @@ def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
                 events.append(len(blocks))
                 blocks.append((round(2 ** rng.uniform(5, 25)), label))
         log = Log(blocks, events, [("start", rng.randrange(len(events)))])
-        free = replay.replayed(log).reserved_peak
+        free = allocator_replay.replayed(log).reserved_peak
         card = rng.randrange(free // 2, free + 2**22)
-        found = replay.replayed(log, capacity=card)
+        found = allocator_replay.replayed(log, capacity=card)
         assert found.is_too_large == (found.reserved_peak > card)
         outcomes.add((found.is_too_large, found.reserved_peak < free))
     assert outcomes == {(True, False), (False, False), (False, True)}, "some fit because the cache is given back"

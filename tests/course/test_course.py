@@ -7,7 +7,7 @@ import psutil
 import pytest
 from toys import STATUS, decision, results, write_lesson
 
-from perf_helpers.course import course, execution
+from perf_helpers.course import course, lesson_process
 
 
 def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judg
 
 def marker_of(process):
     try:
-        return process.environ().get(execution.MARKER, "")
+        return process.environ().get(lesson_process.MARKER, "")
     except (psutil.Error, OSError):
         return ""
 

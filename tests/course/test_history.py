@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from test_changes import MEMORY, a_run, moved_by
+from test_regressions import MEMORY, a_run, moved_by
 from toys import decision, results
 
 from perf_helpers.course import history

@@ -5,7 +5,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from test_changes import MEMORY, a_run, moved_by
+from test_regressions import MEMORY, a_run, moved_by
 from test_speed_changes import paces, times
 from toys import decision, finish, results, write_lesson
 

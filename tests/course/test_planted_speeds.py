@@ -10,7 +10,7 @@ import sys
 import pytest
 from nights import night, sabotaged
 
-from perf_helpers.course.changes import compare
+from perf_helpers.course.regressions import compare
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from perf_helpers.lab import outcomes, whereabouts
+from perf_helpers.lab import outcomes, stack_dumps
 
 
 def alive(pid):
@@ -193,11 +193,11 @@ def test_a_port_of_ones_own_that_is_taken_is_told(provoke):
 
 def test_a_rank_that_gives_no_answer_is_left_out_and_no_other_process_is_signalled(tmp_path, monkeypatch):
     signalled = []
-    monkeypatch.setattr(whereabouts.os, "kill", lambda *arguments: signalled.append(arguments))
+    monkeypatch.setattr(stack_dumps.os, "kill", lambda *arguments: signalled.append(arguments))
     (tmp_path / "0.stack").write_text(f"{os.getpid()} 1\n")
-    assert whereabouts.ask(str(tmp_path), session=os.getsid(0) + 1, seconds=0.1) == {} and signalled == []
-    assert whereabouts.ask(str(tmp_path), session=os.getsid(0), seconds=0.1) == {} and len(signalled) == 1
-    assert whereabouts.described({}) == ""
+    assert stack_dumps.ask(str(tmp_path), session=os.getsid(0) + 1, seconds=0.1) == {} and signalled == []
+    assert stack_dumps.ask(str(tmp_path), session=os.getsid(0), seconds=0.1) == {} and len(signalled) == 1
+    assert stack_dumps.described({}) == ""
 
 
 def test_an_outcome_that_gloo_did_not_end_keeps_its_message():

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from machines import GOOD, H200
-from test_cluster import gone, spans
+from test_dask_executor import gone, spans
 
-from perf_helpers.lab import deployments, hardware, places, sweep
-from perf_helpers.lab.cluster import Workers
+from perf_helpers.lab import dask_clusters, executors, hardware, sweep
+from perf_helpers.lab.dask_executor import Workers
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.plans import Plan
@@ -40,7 +40,7 @@ def quick(monkeypatch):
             before(experiment.name)
             return Outcome(memory=Memory(1, "counted"))
 
-        monkeypatch.setattr(places, "measure", measure)
+        monkeypatch.setattr(executors, "measure", measure)
 
     return replace
 
@@ -95,7 +95,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, quick, monkeypatch)
 
 def test_what_failed_is_tried_again_and_what_the_libraries_refuse_is_a_row_that_failed(tmp_path, monkeypatch):
     statuses = iter(["crashed", "invalid", "ok", "ok"])
-    monkeypatch.setattr(places, "measure", lambda *_: Outcome(next(statuses), "why", Memory(1, "counted")))
+    monkeypatch.setattr(executors, "measure", lambda *_: Outcome(next(statuses), "why", Memory(1, "counted")))
     plan = {"task": TASK, "measure": "memory", "grid": {"optim": ["sgd", "adafactor"]}}
     first = sweep.run(Lab("cpu", out=tmp_path), plan)
     assert [run.status for run in first.runs] == ["crashed", "refused"]
@@ -112,9 +112,9 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
             raise KeyboardInterrupt
 
     def measured():
-        from perf_helpers.lab import cluster, forkserver
+        from perf_helpers.lab import dask_executor, forkserver
 
-        return [*cluster._attended], [*forkserver.SERVER.measuring]
+        return [*dask_executor._attended], [*forkserver.SERVER.measuring]
 
     with Workers(client) as executor:
         with pytest.raises(KeyboardInterrupt):
@@ -154,11 +154,13 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
 def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = []
-    with deployments.connected(tell=told.append) as executor:
+    with dask_clusters.connected(tell=told.append) as executor:
         assert executor is None
-    assert told == ["one training after another, in this process; on several workers with Dask: " + deployments.INSTALL]
+    assert told == [
+        "one training after another, in this process; on several workers with Dask: " + dask_clusters.INSTALL
+    ]
     for asked in ({"workers": 2}, {"scheduler": "tcp://127.0.0.1:9"}):
-        with pytest.raises(ValueError, match="need Dask: pip install"), deployments.connected(**asked):
+        with pytest.raises(ValueError, match="need Dask: pip install"), dask_clusters.connected(**asked):
             pass
 
 
@@ -173,8 +175,8 @@ def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(mo
 )
 def test_a_cluster_that_cannot_be_had_is_one_line(monkeypatch, asked, words):
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
-    monkeypatch.setattr(deployments, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(ValueError) as refused, deployments.connected(**asked):
+    monkeypatch.setattr(dask_clusters, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(ValueError) as refused, dask_clusters.connected(**asked):
         pass
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -211,13 +213,13 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
     distributed = SimpleNamespace(SpecCluster=Cluster, Nanny=None, Scheduler=None)
     for count in (None, 1):
-        with deployments._own_cluster(distributed, count):
+        with dask_clusters._own_cluster(distributed, count):
             pass
     every, one = made
     assert [options["env"]["CUDA_VISIBLE_DEVICES"] for options in every] == wanted and len(one) == 1
     assert all(options["resources"] == {"device": 1} and options["nthreads"] == 1 for options in every)
     with pytest.raises(ValueError, match="workers=3: each has a GPU, and there are 2"):
-        deployments._own_cluster(distributed, 3).__enter__()
+        dask_clusters._own_cluster(distributed, 3).__enter__()
 
 
 # ------------------------------------------------------------------------------------------------------- the command

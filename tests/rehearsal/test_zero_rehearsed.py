@@ -6,12 +6,12 @@ import pytest
 
 from perf_helpers import Task
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import extras
+from perf_helpers.lab import optional_packages
 from perf_helpers.rehearsal import build, rehearse
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
-if extras.missing("deepspeed") and not [*extras.FOLDER.glob("deepspeed-*/deepspeed")]:
+if optional_packages.missing("deepspeed") and not [*optional_packages.FOLDER.glob("deepspeed-*/deepspeed")]:
     pytest.skip("no DeepSpeed: make build/deepspeed", allow_module_level=True)
 
 GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2001})
@@ -20,8 +20,8 @@ GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4,
 @pytest.fixture(autouse=True)
 def offered(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(extras, "OFFERED", [])
-    assert extras.offer("deepspeed") is None
+    monkeypatch.setattr(optional_packages, "OFFERED", [])
+    assert optional_packages.offer("deepspeed") is None
 
 
 def zero(stage, **more):

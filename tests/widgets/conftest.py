@@ -14,7 +14,7 @@ from watched import FIGURES, GPU, threads
 from perf_helpers import hardware
 from perf_helpers.lab.profiles import PROFILES
 from perf_helpers.lab.store import Store
-from perf_helpers.widgets import readings
+from perf_helpers.widgets import system_stats
 from perf_helpers.widgets.frame import PLACES
 
 
@@ -95,7 +95,7 @@ def script(monkeypatch):
                 raise left.pop(0)
             return left.pop(0)
 
-        monkeypatch.setattr(readings, "reader", lambda gpu: nullcontext(look))
+        monkeypatch.setattr(system_stats, "reader", lambda gpu: nullcontext(look))
         return done
 
     return install

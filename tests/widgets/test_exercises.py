@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf_helpers import Lab, Task, exercises, journal
+from perf_helpers import Lab, Task, exercises, learner_log
 from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run
 from perf_helpers.lab.store import Store
 from perf_helpers.unknown import Unknown
@@ -47,7 +47,7 @@ def vanilla(lab):
 
 
 def kept(lab, kind):
-    return [entry.content for entry in journal.of(lab).read() if entry.kind == kind]
+    return [entry.content for entry in learner_log.of(lab).read() if entry.kind == kind]
 
 
 def judge(answer):
@@ -301,7 +301,7 @@ def test_a_challenge_that_makes_no_sense_is_refused(lab, vanilla, target, words)
 
 def test_a_challenges_solution_is_not_on_the_learners_board(lab, vanilla):
     exercises.prove(lambda answer: attempt(lab, vanilla, answer), solution=SMALL, mistake=VANILLA)
-    assert journal.of(lab).read() == []
+    assert learner_log.of(lab).read() == []
 
 
 def test_the_board_ranks_own_results(lab, vanilla):
@@ -324,5 +324,5 @@ def test_a_recipe_is_trained_in_a_clean_process(tmp_path):
     refused = challenge(VANILLA | {"lr_scheduler_type": "steep"})
     assert refused.status == "wrong" and "steep" in refused.text
     assert exercises.prove(challenge, solution=light, mistake=heavy).status == "right"
-    assert journal.board(journal.of(lab).read(), LESSON, "small") == []
+    assert learner_log.board(learner_log.of(lab).read(), LESSON, "small") == []
     assert challenge(light).status == "right" and len(exercises.board(lab, "small").rows) == 1

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from kernel import VIEW, alive, commit
 
-from perf_helpers import exercises, journal, widgets
+from perf_helpers import exercises, learner_log, widgets
 from perf_helpers.course import course
 from perf_helpers.widgets.frame import PLACES, Places, place
 
@@ -57,7 +57,7 @@ def test_keys_do_not_close_each_other(lab, shown):
     exercises.question(lab, "why", "Why?", {"x": "no", "y": "yes"}, right="y")
     assert len(alive()) > 2 * one
     commit(shown[:1], 40)
-    assert journal.guess(journal.of(lab).read(), lab.lesson, "why") == 40
+    assert learner_log.guess(learner_log.of(lab).read(), lab.lesson, "why") == 40
 
 
 # ---- callbacks

@@ -7,7 +7,7 @@ import ipywidgets
 import pytest
 from kernel import alive, commit, latest, state
 
-from perf_helpers import journal, widgets
+from perf_helpers import learner_log, widgets
 from perf_helpers.unknown import Unknown
 from perf_helpers.widgets.frame import PLACES
 
@@ -26,9 +26,9 @@ def test_slider_and_field_are_bound_and_only_the_button_commits(lab, shown):
     assert field.value == 40
     field.value = 62
     assert slider.value == 62
-    assert journal.of(lab).read() == [] and "No guess yet" in state(shown)
+    assert learner_log.of(lab).read() == [] and "No guess yet" in state(shown)
     latest(shown, ipywidgets.Button)[0].click()
-    assert journal.guess(journal.of(lab).read(), LESSON, "peak") == 62
+    assert learner_log.guess(learner_log.of(lab).read(), LESSON, "peak") == 62
     assert "62 %" in state(shown)
 
 
@@ -55,7 +55,7 @@ def test_a_committed_guess_is_scored_and_drawn_beside_the_estimate_and_the_measu
     assert feedback.status == "guess"
     assert "you said 40 %, measured 60 %: 33% off. The estimate said 70 %: 17% off" in feedback.text
     assert pictured(feedback) == "your guess 40 %; the estimate 70 %; measured 60 %"
-    (scored,) = journal.history(journal.of(lab).read())
+    (scored,) = learner_log.history(learner_log.of(lab).read())
     assert (scored.guess, scored.measured, scored.estimate, scored.unit) == (40, 60, 70, "%")
 
 
@@ -96,7 +96,7 @@ def test_without_a_guess_the_lesson_goes_on_and_says_so(lab, shown):
     feedback = widgets.revealed(lab, "peak", 60, estimate=54)
     assert feedback.status == "no guess" and "measured 60 %" in feedback.text and "10% off" in feedback.text
     assert pictured(feedback) == "the estimate 54 %; measured 60 %"
-    assert journal.progress(journal.of(lab).read())[LESSON].errors == {"peak": None}
+    assert learner_log.progress(learner_log.of(lab).read())[LESSON].errors == {"peak": None}
 
 
 @pytest.mark.parametrize("measured", [None, float("nan")])
@@ -117,7 +117,7 @@ def test_a_guess_after_the_fact_is_kept_but_not_scored(lab, shown):
     feedback = widgets.revealed(lab, "peak", 60)
     assert feedback.status == "no guess" and "60 % came after the fact" in feedback.text
     assert pictured(feedback) == "measured 60 %"
-    assert journal.history(journal.of(lab).read()) == []
+    assert learner_log.history(learner_log.of(lab).read()) == []
 
 
 def test_a_second_guess_after_the_fact_leaves_the_first_one_scored(lab, shown):

@@ -12,7 +12,7 @@ from explored import TASK
 from kernel import alive, box, control, inside, text
 
 from perf_helpers import explorers
-from perf_helpers.estimate import surfaces
+from perf_helpers.estimate import peak_model
 from perf_helpers.lab.store import Store
 
 
@@ -27,9 +27,9 @@ def wait(condition):
 def learnt(tmp_path_factory):
     """A folder in which the plain recipe of the task is known."""
     folder = tmp_path_factory.mktemp("home")
-    found = surfaces.Surfaces(TASK, "cpu", folder=folder / "fits")
+    found = peak_model.Surfaces(TASK, "cpu", folder=folder / "fits")
     found.prepare()
-    found.learn(surfaces.Choice())
+    found.learn(peak_model.Choice())
     return folder
 
 
@@ -75,12 +75,12 @@ def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab,
     assert "Attention takes the" in text(shown)
     asked = []
 
-    class Asked(surfaces.Surfaces):
+    class Asked(peak_model.Surfaces):
         def __init__(self, task, *arguments, **options):
             asked.append(task)
             super().__init__(task, *arguments, **options)
 
-    monkeypatch.setattr(surfaces, "Surfaces", Asked)
+    monkeypatch.setattr(peak_model, "Surfaces", Asked)
     control(shown, "vocabulary").value = 64
     wait(lambda: asked)
     assert asked[0].build_config().vocab_size % 64 == 0 and TASK.build_config().vocab_size % 64
@@ -112,7 +112,7 @@ def test_an_error_in_the_thread_is_shown(lab, shown, monkeypatch):
     def broken(_):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(surfaces.Surfaces, "prepare", broken)
+    monkeypatch.setattr(peak_model.Surfaces, "prepare", broken)
     control(shown, "model").value = "gpt2"
     (output,) = inside(box(shown), ipywidgets.Output)
     wait(lambda: output.outputs)

@@ -18,7 +18,7 @@ from watched import FIGURES, GPU, threads
 
 from perf_helpers import hardware, monitor
 from perf_helpers.plots import SERIES
-from perf_helpers.widgets import readings
+from perf_helpers.widgets import system_stats
 
 pytestmark = pytest.mark.usefixtures("bare")
 
@@ -100,7 +100,7 @@ def test_the_blocks_own_exception_comes_first(script):
 
 def test_a_driver_that_never_answers_does_not_hold_the_cell(monkeypatch):
     answer = threading.Event()
-    monkeypatch.setattr(readings, "reader", lambda gpu: nullcontext(lambda: answer.wait() and {}))
+    monkeypatch.setattr(system_stats, "reader", lambda gpu: nullcontext(lambda: answer.wait() and {}))
     monkeypatch.setattr(monitor, "CLOSE_SECONDS", 0.01)
     watching = monitor.Monitor()
     with pytest.raises(RuntimeError, match="nvidia-smi"):
@@ -252,7 +252,7 @@ def cells():
     import nbformat
     from nbclient import NotebookClient
 
-    from perf_helpers.course.engine import Manager
+    from perf_helpers.course.papermill_engine import Manager
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ import ipywidgets
 import pytest
 from kernel import alive, latest, state
 
-from perf_helpers import exercises, journal
+from perf_helpers import exercises, learner_log
 
 LESSON = "05_gradient_accumulation"
 
@@ -24,12 +24,12 @@ def test_a_choice_shows_its_explanation_and_is_kept(lab, shown):
     assert "✗ wrong" in state(shown) and "steps &lt; once" in state(shown) and "a) it <code>frees" in state(shown)
     second.click()
     assert "✓ right" in state(shown) and "steps" not in state(shown)
-    answers = [entry.content for entry in journal.of(lab).read() if entry.content["choice"]]
+    answers = [entry.content for entry in learner_log.of(lab).read() if entry.content["choice"]]
     assert [(answer["choice"], answer["right"]) for answer in answers] == [
         ("it `frees` them", False),
         ("it keeps them", True),
     ]
-    assert journal.progress(journal.of(lab).read())[LESSON].questions == {"why": False}
+    assert learner_log.progress(learner_log.of(lab).read())[LESSON].questions == {"why": False}
 
 
 def test_a_question_run_again_shows_the_kept_answer_and_one_widget(lab, shown):

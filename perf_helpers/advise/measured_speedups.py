@@ -1,0 +1,241 @@
+"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, by the guides; and the
+order of recipes that they make."""
+
+import datetime
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perf_helpers.advise.candidate_recipes import (
+    ACCUMULATION_STEPS,
+    MICRO_BATCH,
+    PRECISIONS,
+    Candidate,
+    Choices,
+    Family,
+    respelt,
+)
+from perf_helpers.course.ledger import load
+from perf_helpers.course.results import decided_anew, recorded
+from perf_helpers.lab.arguments import COMPILING, Arguments
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.lab import NOISE_FLOOR
+from perf_helpers.lab.runs import Ratio, Run
+from perf_helpers.lab.task import Task
+from perf_helpers.lab.techniques import Technique
+from perf_helpers.unknown import is_measured
+
+RECORDED = Path(__file__).resolve().parents[2] / "results"
+_TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
+_PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
+_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor
+_SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """How much faster something makes a training than the plain choice does."""
+
+    name: str  # of the technique, or what was done else
+    ratio: Ratio | None  # of samples per second; None: nobody measured it
+    source: str  # who says so
+
+    @property
+    def told(self) -> float:
+        """The ratio to reckon with: 1 where it is unknown, or too small to tell because its interval holds 1."""
+        return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"{self.name}: {self.source}"
+        small = "" if self.told != 1 else ", too small to tell"
+        return f"{self.name}: {self.ratio}{small}, {self.source}"
+
+
+class Evidence:
+    """The factors of techniques and of smaller micro-batches, for a task on a machine's CPU or GPU, or on a GPU of some
+    compute capability elsewhere. Of the runs those of this machine count, first those of the task's model."""
+
+    def __init__(self, machine: Machine, kind: str, capability: tuple[int, int], task: Task, runs: Sequence[Run]):
+        self._kind, self._task, self._name = kind, task, machine.name
+        here = machine.kind == kind
+        counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
+        self._runs = [(run, _telling(run.arguments)) for run in counted]
+        self._recorded = nearest_recorded(machine if here else None, kind, capability)
+
+    def of_technique(self, technique: Technique) -> Factor:
+        """A technique against the plain choice."""
+
+        def has_it(given: dict[str, Any]) -> bool | None:
+            values = {name: given[name] for name in technique.arguments if name in given}
+            return values == technique.arguments if values in ({}, technique.arguments) else None
+
+        measured = self._of_runs(technique.name, technique.arguments, has_it)
+        return measured or self._published(technique.name, technique.claims.get(self._kind))
+
+    def of_micro_batch(self, size: int, largest: int) -> Factor:
+        """A micro-batch against larger ones at the same effective batch: known for sizes that were measured only."""
+
+        def has_it(given: dict[str, Any]) -> bool | None:
+            batch = given.get(MICRO_BATCH, 8)
+            return batch == size if batch >= size else None
+
+        name = f"micro-batch of {size} against more"
+        if factor := self._of_runs(name, (MICRO_BATCH, ACCUMULATION_STEPS), has_it):
+            return factor
+        if size == 1 and largest >= 4:
+            return self._published(name, "accumulation-cost")
+        return Factor("a smaller micro-batch, with accumulation", None, "not measured here")
+
+    def of_compiling(self) -> tuple[Factor, float] | None:
+        """How torch.compile changed the speed of runs on this machine, and the most that it changed a peak (a ratio);
+        None where no runs with and without it have both figures."""
+
+        def has_it(given: dict[str, Any]) -> bool:
+            return Arguments(given).compiles
+
+        pairs = self._pairs(COMPILING, has_it)
+        # With a breakdown it was measured under hooks, by an older version: uncompiled.
+        true = [pair for pair in pairs if all(run.memory for run in pair) and pair[0].memory.breakdown is None]
+        peaks = [run.peak_bytes / partner.peak_bytes for run, partner in true]
+        if not peaks:
+            return None
+        name = "torch.compile"
+        return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
+
+    def _of_runs(
+        self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
+    ) -> Factor | None:
+        """The median ratio of pairs of runs, see `_pairs`; None where there are too few to tell it from noise."""
+        return self._of_pairs(name, self._pairs(arguments, has_it))
+
+    def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
+        if len(pairs) < _PAIRS[self._kind]:
+            return None
+        # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
+        ratios = [run.samples_per_second / partner.samples_per_second for run, partner in pairs]
+        value, floor = statistics.median(ratios), NOISE_FLOOR[self._kind]
+        ratio = Ratio(value, min(*ratios, value / floor), max(*ratios, value * floor), tuple(ratios))
+        return Factor(name, ratio, f"{len(ratios)} pairs of runs on this machine, {self._name}")
+
+    def _pairs(
+        self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
+    ) -> list[tuple[Run, Run]]:
+        """Pairs of runs, with it and without, that differ in nothing but these arguments; of the task's model if there
+        are any.
+
+        The partner of a run with it is the run without it that is nearest in time. `has_it` says which a run is, by its
+        arguments: with it, without it, or neither.
+        """
+        groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # of runs that agree in all else: without it, with it
+        for run, given in self._runs:
+            if (with_it := has_it(given)) is not None:
+                rest = repr(sorted(item for item in given.items() if item[0] not in arguments))
+                sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
+                groups.setdefault((*sizes, run.processes, rest), ([], []))[with_it].append(run)
+        pairs: dict[str, list[tuple[Run, Run]]] = {}  # by model
+        for (model, *_), (without, having) in groups.items():
+            for run in having if without else ():
+                partner = min(without, key=lambda other: _apart(run, other))
+                if _apart(run, partner) < _TOGETHER_SECONDS:
+                    pairs.setdefault(model, []).append((run, partner))
+        return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
+
+    def _published(self, name: str, claim: str | None) -> Factor:
+        """What the nearest recorded machine measured of a claim, else what the guides say of it, if they say it of a
+        GPU and name which."""
+        for found in decided_anew(self._recorded["claims"]) if self._recorded else ():
+            if found["id"] == claim and found["value"] is not None:
+                low, high = found.get("interval") or (found["value"], found["value"])
+                machine, date = self._recorded["machine"]["name"], self._recorded["date"][:10]
+                source = f"recorded on {machine}, lesson {found['lesson'][:2]}, {date}"
+                return Factor(name, Ratio(found["value"], low, high), source)
+        guide = load()[claim].guide if claim and self._kind == "cuda" else None
+        if guide and guide.value and guide.hardware:
+            ratio = Ratio(guide.value, guide.value / _WITHOUT_INTERVAL, guide.value * _WITHOUT_INTERVAL)
+            source = f"not measured here: {claim} of the {guide.source}, {guide.hardware}, taken as sure to a tenth"
+            return Factor(name, ratio, source)
+        return Factor(name, None, "not measured here")
+
+
+class Ranking:
+    """The order of recipes. Speed is the product of the factors of a recipe's techniques and of its micro-batch; plain
+    choices, and what all recipes share, make no difference and have no factor."""
+
+    def __init__(self, choices: Choices, evidence: Evidence):
+        used = set(itertools.chain(*choices.families)).difference(set.intersection(*map(set, choices.families)))
+        *smaller, largest = choices.micro_batches
+        self._factors: dict[Technique | int, Factor] = {  # by technique, or by samples of a micro-batch
+            **{technique: evidence.of_technique(technique) for technique in used if technique.cost},
+            **{size: evidence.of_micro_batch(size, largest) for size in smaller},
+        }
+
+    def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
+        """What recipes are sorted by: measured first, then faster, then cheaper, then a larger micro-batch."""
+        unknown, costs = self.unknown(candidate.family), len(_costs(candidate.family))
+        return unknown, -self.speed(candidate), costs, -candidate.micro_batch
+
+    def unknown(self, family: Family) -> int:
+        """How many of a family's techniques have a speed that nobody measured."""
+        return sum(self._factors[each].ratio is None for each in family if each in self._factors)
+
+    def speed(self, candidate: Candidate) -> float:
+        """The product of the factors that can be told from 1."""
+        return math.prod(factor.told for factor in self.factors(candidate))
+
+    def factors(self, candidate: Candidate) -> list[Factor]:
+        """What makes a recipe faster or slower than the others."""
+        return [self._factors[each] for each in (*candidate.family, candidate.micro_batch) if each in self._factors]
+
+    def only_adds_costs(self, family: Family, other: Family) -> bool:
+        """Whether a family has the costs of one that ranks before it and more, so that only a larger micro-batch could
+        speak for it. A precision of unknown speed speaks for itself: it may be the faster one."""
+        comparable = PRECISIONS & {*family} == PRECISIONS & {*other} or not self.unknown(family)
+        return comparable and _costs(family) > _costs(other)
+
+
+def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
+    """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
+    is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
+    """
+
+    def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:
+        other = Machine.from_dict(results["machine"])
+        major, minor = other.gpus[0].capability if kind == "cuda" else capability
+        apart = abs(10 * (major - capability[0]) + minor - capability[1])
+        same = (machine.name == other.name, machine.cpu_model == other.cpu_model) if machine else (False, False)
+        return same[0], -apart, same[1], results["date"]
+
+    candidates = [results for results in recorded(RECORDED).values() if results["machine"]["kind"] == kind]
+    return max(candidates, key=likeness, default=None)
+
+
+def _counts(run: Run) -> bool:
+    """Whether a run's speed says something: of the Trainer, timed over some steps. A function's speed is its own."""
+    return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
+
+
+def _apart(run: Run, other: Run) -> float:
+    """Seconds between two runs."""
+    one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
+    return abs(one - another)
+
+
+def _telling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a run that bear on its speed, defaults left out, and its effective batch."""
+    given = respelt(Arguments(arguments))
+    telling = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
+    if str(telling.get("optim", "")).startswith("adamw_torch"):
+        del telling["optim"]
+    if telling.get(ACCUMULATION_STEPS) == 1:
+        del telling[ACCUMULATION_STEPS]
+    return telling | {"effective batch": Arguments(arguments).samples_per_step()}
+
+
+def _costs(family: Family) -> set[str]:
+    """The techniques of a family that cost something: time, precision or convergence."""
+    return {technique.name for technique in family if technique.cost}

@@ -1,0 +1,233 @@
+"""One lesson, executed in a process of its own and judged by what it left.
+
+Notable: the process is marked in its environment, and what it starts inherits the mark. So all of it can be found and
+ended, also what outlived a killed kernel. papermill's word is not trusted: a killed kernel leaves cells that never ran
+marked as completed, and an error in a widget's callback leaves the notebook green. So each executed notebook is read
+again, and a lesson is ok only if every cell ran, nothing raised, and its results are there, complete and its own.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Verdict
+
+PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
+LONG_SECONDS = 60  # a cell that runs so long is told
+WATCH_SECONDS = 10  # how often it is looked for
+MARKER = "PERF_HELPERS_COURSE"  # environment variable, with a value of its own for each executed lesson
+WIDGETS = "application/vnd.jupyter.widget-state+json"
+
+Cell = dict[str, Any]  # as nbformat has it
+
+
+class Judgement(NamedTuple):
+    """What became of a lesson."""
+
+    status: str  # "ok", "failed", "crashed" or "timed out"
+    message: str  # what went wrong, and where; empty if it is ok
+    record: dict[str, Any]  # the lesson's own JSON if it is complete and its own, also where it then failed; else {}
+
+
+def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: float) -> Judgement:
+    """Execute the lesson at `source` into the folder `out`, for `timeout` seconds at most, and judge it."""
+    import nbformat
+
+    for suffix in (".ipynb", ".json", ".html"):
+        (out / f"{source.stem}{suffix}").unlink(missing_ok=True)
+    try:
+        missing = PARAMETERS - _parameters(nbformat.read(source, as_version=4))
+    except Exception as error:  # nbformat raises its own, json's and attribute errors for a file that is no notebook
+        return Judgement("failed", f"{source} is not a notebook: {error}", {})
+    if missing := ", ".join(sorted(missing)):
+        return Judgement("failed", f"no cell tagged parameters sets {missing}: it would run with its own", {})
+    target = out / source.name
+    command = [sys.executable, "-m", "perf_helpers.course.papermill_engine", source, target]
+    command += ["--cwd", source.parent, "--no-progress-bar"]
+    command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
+    command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
+    command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
+    code = _execute([str(part) for part in command], target.with_suffix(".log"), timeout, _Watch(target))
+    return judge(source.stem, out, code, timeout)
+
+
+def code_of(source: Path) -> str | None:
+    """A short digest of a lesson's code: where it is another one, its functions measure something else. None for what
+    is no notebook."""
+    try:
+        cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+        code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    except (OSError, ValueError, LookupError):
+        return None
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:12]
+
+
+def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:
+    """Judge an executed lesson by what it left in its folder: <name>.ipynb, <name>.json and <name>.log.
+
+    `code` is papermill's exit code; None if it was killed after `timeout` seconds.
+    """
+    record, trouble = _record(name, folder / f"{name}.json")
+    try:
+        notebook = json.loads((folder / f"{name}.ipynb").read_text(encoding="utf-8"))
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
+    except (OSError, ValueError, LookupError):  # not there, or cut off
+        notebook, cells = None, []
+    if code is None:
+        where = _first_line(cell) if (cell := _running(cells)) else "no cell"
+        return Judgement("timed out", f"killed after {timeout:g} s in: {where}", record)
+    if notebook is None:
+        return Judgement("crashed", f"no executed notebook (exit code {code}); {_last_line(folder, name)}", record)
+    for cell in cells:
+        if errors := _errors(cell["outputs"]):
+            trace = "\n".join(line for output in cell["outputs"] for line in output.get("traceback", ()))
+            line = re.search(r"Cell In\[\d+\](, line \d+)", re.sub(r"\x1b\[[0-9;]*m", "", trace))
+            where = f"In [{cell['execution_count']}]" + (line[1] if line else "")
+            return Judgement("failed", f"{where}: {errors[0]}", record)
+    never = [_first_line(cell) for cell in cells if cell["execution_count"] is None]
+    if code or never:
+        what = f"the kernel died (exit code {code}), {len(never)} of {len(cells)} cells never ran"
+        what += f", the first: {never[0]}" if never else f"; {_last_line(folder, name)}"
+        return Judgement("crashed", what, record)
+    if errors := widget_errors(notebook):
+        trouble = f"in a widget: {errors[0]}"
+    return Judgement("failed" if trouble else "ok", trouble, record)
+
+
+def widget_errors(notebook: dict[str, Any]) -> list[str]:
+    """What the callbacks of an executed notebook's widgets raised, from the state that is kept in it."""
+    widgets = notebook["metadata"].get("widgets", {}).get(WIDGETS, {}).get("state", {}).values()
+    return [error for widget in widgets for error in _errors(widget.get("state", {}).get("outputs", ()))]
+
+
+def _parameters(notebook) -> set[str]:
+    """The names that the one cell tagged parameters assigns: papermill ignores a misspelt one and exits 0."""
+    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    try:
+        nodes = ast.walk(ast.parse(cells[0].source)) if len(cells) == 1 else ()
+    except SyntaxError:
+        nodes = ()
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+class _Watch:
+    """Says which cell of a lesson has been running for long: papermill writes the notebook when a cell begins.
+
+    Called now and then; a cell is told once, and again whenever the time it has run has doubled.
+    """
+
+    def __init__(self, target: Path):
+        self._target, self._cell, self._since, self._next = target, None, 0.0, LONG_SECONDS
+
+    def __call__(self) -> None:
+        try:
+            cell = _running(json.loads(self._target.read_text(encoding="utf-8"))["cells"])
+        except (OSError, ValueError, LookupError):  # not there yet, or half written
+            return
+        now = time.monotonic()
+        if cell and cell["id"] != self._cell:
+            self._cell, self._since, self._next = cell["id"], now, LONG_SECONDS
+        elif cell and now - self._since >= self._next:
+            self._next = 2 * (now - self._since)
+            say(f"        for {now - self._since:.0f} s now in: {_first_line(cell)}")
+
+
+def say(text: str) -> None:
+    """Tell how far the course is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], None]) -> int | None:
+    """Run a command for at most `timeout` seconds, what it prints goes into `log`; nothing that it started survives it.
+
+    `watch` is called every few seconds meanwhile. Returns the exit code, None if it was killed.
+    """
+    marker = f"{os.getpid()}-{secrets.token_hex(8)}"
+    # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
+    environment = {**os.environ, MARKER: marker, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    code = None
+    with log.open("wb") as stream, ExitStack() as at_the_end:
+        if threading.current_thread() is threading.main_thread():
+            # A SIGTERM (a cancelled CI job) interrupts as Ctrl-C does: the lesson under way is ended, not orphaned.
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            at_the_end.callback(signal.signal, signal.SIGTERM, before)
+        process = subprocess.Popen(command, stdout=stream, env=environment, **options)
+        try:
+            end = time.monotonic() + timeout
+            while code is None and (left := end - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(left, WATCH_SECONDS))
+                watch()
+        finally:
+            _end(marker, grace_seconds=0 if code is None else 3)
+            process.wait()
+    return code
+
+
+def _end(marker: str, grace_seconds: float) -> None:
+    """Kill every process that carries the marker, whoever its parent is now; first let it end by itself."""
+    import psutil
+
+    def marked(process: psutil.Process) -> bool:
+        with suppress(psutil.Error, OSError):
+            return process.environ().get(MARKER) == marker
+        return False
+
+    for _ in range(5):  # one that was forked meanwhile is found in the next round
+        if not (processes := [process for process in psutil.process_iter() if marked(process)]):
+            return
+        _, alive = psutil.wait_procs(processes, timeout=grace_seconds)
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=2)
+        grace_seconds = 0
+
+
+def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
+    """The lesson's own JSON, and why it cannot be used ({} then) or decides nothing; "" where all is well."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)  # "NaN": a diverged loss, not unknown
+        complete, lesson, runs = record["complete"], record["lesson"], record["runs"]
+        decided = [claim["id"] for claim in record["claims"] if claim["verdict"] != Verdict.NOT_TESTABLE]
+    except FileNotFoundError:
+        return {}, f"it wrote no {path.name}: its last cell is claims.finish(lab)"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return {}, f"{path.name} is damaged ({type(error).__name__}: {error})"
+    if not complete or lesson != name or not isinstance(runs, list):
+        return {}, f"{path.name} is {f'that of {lesson}' if complete else 'not complete'}: in the lesson, Lab({name!r})"
+    # A rehearsal decides by memory alone, and some lessons have no such claim.
+    excused = name[:2] in LESSONS_WITHOUT_CLAIMS or record.get("machine", {}).get("rehearsed")
+    return record, "" if decided or excused else "it decided no claim"
+
+
+def _running(cells: list[Cell]) -> Cell | None:
+    """The cell that was running when papermill last wrote the notebook; it does when a cell begins."""
+    return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
+
+
+def _first_line(cell: Cell) -> str:
+    return "".join(cell["source"]).strip().splitlines()[0]
+
+
+def _last_line(folder: Path, name: str) -> str:
+    log = folder / f"{name}.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+    return f"{log.name}: {lines[-1].strip() if lines else 'empty'}"
+
+
+def _errors(outputs: list[dict]) -> list[str]:
+    return [f"{o.get('ename')}: {o.get('evalue')}" for o in outputs if o.get("output_type") == "error"]

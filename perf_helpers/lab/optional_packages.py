@@ -1,0 +1,41 @@
+"""Packages that only some lessons use and that the others are better off without: where they are, and what is missing.
+
+DeepSpeed is one: where it is installed, accelerate imports it in each training of the Trainer. So `make` puts it into
+a folder of its own, and the lesson that wants it says so.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+OFFERED: list[Path] = []  # folders that were, for processes that start anew
+FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each package and Python, made by the Makefile
+
+
+def offer(package: str, folder: Path | None = None) -> str | None:
+    """Let this process, and the clean processes of a lab that it makes afterwards, import a package from its folder.
+
+    One that is installed as any other is left as it is. The libraries that a lab's processes share look for their
+    extras when they are imported, so these are imported anew.
+
+    Args:
+        package: as it is imported, e.g. "deepspeed".
+        folder: that has it; None: that of this project for this Python.
+
+    Returns:
+        What is missing, in words, as `claims.check(missing=)` takes it; None where the package can be imported.
+    """
+    folder = folder or FOLDER / "{}-{}.{}".format(package, *sys.version_info)
+    if importlib.util.find_spec(package) is None and (folder / package).is_dir():
+        sys.path.append(str(folder))  # at the end: what is installed comes first
+        OFFERED.append(folder)
+        importlib.invalidate_caches()
+    return missing(package)
+
+
+def missing(package: str) -> str | None:
+    """What is missing, in words; None where the package can be imported."""
+    if importlib.util.find_spec(package):
+        return None
+    how = f'make build/{package}, and optional_packages.offer("{package}"); or pip install setuptools wheel '
+    return f"needs {package} ({how}&& pip install --no-build-isolation {package})"

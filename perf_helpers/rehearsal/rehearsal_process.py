@@ -1,0 +1,182 @@
+"""Where rehearsals happen: a process of its own, with torch's CUDA build and the stand-in for the device."""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from perf_helpers.estimate.snapshot import place
+from perf_helpers.lab import Lab, Task, hardware, optional_packages
+from perf_helpers.lab.runs import Run
+from perf_helpers.rehearsal import build
+from perf_helpers.rehearsal.cards import Card, card
+
+
+def rehearse(
+    what: Task | Callable[[Task], Any],
+    *,
+    on: Card | str | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    device_memory: int | float | str | None = None,
+    task: Task | None = None,
+    processes: int = 1,
+    inference: bool = False,
+    snapshot: str | os.PathLike | None = None,
+    timeout: float = 600,
+    **arguments,
+) -> Run:
+    """What a training takes on a card that is not here: allocated, reserved, the breakdown, or torch's own error.
+
+    Args:
+        what: the task to train with transformers' Trainer, or a function that takes `task`.
+        on: a card or its name; or say `compute_capability` and `device_memory`, in bytes or as "16GB".
+        processes: ranks, each on a device of its own.
+        inference: forward passes without gradients.
+        snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
+        timeout: seconds.
+        arguments: training arguments, as `Lab.train` takes them.
+
+    Returns:
+        A run as the lab's, with memory and without time; `status` is "out of memory" where it does not fit, and
+        `message` torch's words.
+
+    Raises:
+        ValueError: unknown or wrong arguments.
+        RuntimeError: no rehearsal is possible here; with what is missing.
+    """
+    chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
+    with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
+        lab = Lab("gpu", executor=stage, timeout=timeout)
+        if not isinstance(what, Task):
+            return lab.run(what, task=task, measure="memory", processes=processes)
+        if inference:
+            return lab.infer(str(what), task=what, **arguments)
+        return lab.train(str(what), task=what, measure="memory", processes=processes, **arguments)
+
+
+def run(words: list[str], on: Card) -> int:
+    """Run a command where it meets the card; its exit code. "python" is the one that rehearses.
+
+    Raises:
+        ValueError: no command, or one that is not found.
+        RuntimeError: no rehearsal is possible here; with what is missing.
+    """
+    if not words:
+        raise ValueError("name a command after --, e.g. python train.py")
+    with command(on) as (python, environment):
+        if words[0] in ("python", "python3"):
+            words = [str(python), *words[1:]]
+        try:
+            return subprocess.run(words, env=environment).returncode
+        except FileNotFoundError as error:
+            raise ValueError(f"no command {words[0]!r}") from error
+
+
+@contextlib.contextmanager
+def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
+    """The Python that rehearses and the environment in which any program meets the card, for as long as this is open.
+
+    Raises:
+        RuntimeError: no rehearsal is possible here; with what is missing.
+    """
+    python = build.set_up()
+    library = build.library(python)
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
+        startup = Path(folder, "profile_default", "startup", "rehearsal.py")
+        startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
+        startup.write_text("from perf_helpers.rehearsal import cell_guard\ncell_guard.install(get_ipython())\n")
+        inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
+        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.OFFERED], "PATH": tools}
+        paths = {
+            name: os.pathsep.join(filter(None, [*map(str, folders), os.environ.get(name)]))
+            for name, folders in first.items()
+        }
+        variables = {
+            "LD_PRELOAD": str(library / "librehearsal.so"),
+            "IPYTHONDIR": folder,
+            "CUDA_MODULE_LOADING": "LAZY",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
+        }
+        kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
+        yield python, kept | paths | variables | on.variables(str(Path(folder, "ledger")))
+
+
+class Rehearsal(ThreadPoolExecutor):
+    """Performs what it is given on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
+
+    Use as a context manager, or `shutdown` it: the process behind it ends with it, and with this process.
+
+    Args:
+        on: the card.
+        snapshot: a file to which torch writes what its allocator did, for the viewer of its memory snapshots, whenever
+            an experiment's memory has been rehearsed, also where there was no room. Of several ranks it is the first's.
+
+    Raises:
+        ValueError: no file can be made there.
+        RuntimeError: no rehearsal is possible here; with what is missing.
+    """
+
+    def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
+        variables = {"REHEARSAL_SNAPSHOT": str(place(snapshot))} if snapshot is not None else {}
+        super().__init__(1)  # one request at a time
+        self._open = contextlib.ExitStack()
+        python, environment = self._open.enter_context(command(on))
+        self._channel, theirs = Pipe()
+        with theirs:
+            code = f"from perf_helpers.rehearsal import rehearsal_process; rehearsal_process.serve({theirs.fileno()})"
+            # Its standard output is the caller's standard error: what is printed there is no result.
+            files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
+            self._process = subprocess.Popen([python, "-c", code], env=environment | variables, **files)
+
+    def submit(self, function: Callable, /, *arguments, **options) -> Future:
+        return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))
+
+    def machine(self) -> hardware.Machine:
+        """The machine that experiments see."""
+        return self.submit(hardware.describe).result()
+
+    def versions(self) -> dict[str, str | None]:
+        """The packages that experiments run with."""
+        return self.submit(hardware.versions).result()
+
+    def _ask(self, request: bytes) -> Any:
+        try:
+            self._channel.send_bytes(request)
+            answer = self._channel.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
+        failed, value = pickle.loads(answer)
+        if failed:
+            raise value
+        return value
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process.kill()  # if it has not ended by itself
+        self._process.wait()
+        self._open.close()
+
+
+def serve(descriptor: int) -> None:
+    """The other side of `Rehearsal`: answers its requests until the channel closes."""
+    with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
+        while True:
+            request = channel.recv_bytes()
+            try:
+                function, arguments, options = pickle.loads(request)
+                answer = cloudpickle.dumps((False, function(*arguments, **options)))
+            except Exception as error:
+                answer = cloudpickle.dumps((True, error))
+            channel.send_bytes(answer)

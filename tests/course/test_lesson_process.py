@@ -1,0 +1,75 @@
+"""A lesson leaves no process behind, and is ok only if all of it ran and its results are its own."""
+
+import json
+
+import nbformat
+import psutil
+import pytest
+from toys import decision
+
+from perf_helpers.course import lesson_process
+from perf_helpers.course.lesson_process import judge
+
+
+def test_a_killed_lesson_names_the_cell_it_hung_in(tmp_path):
+    cell = nbformat.v4.new_code_cell("loop()  # for ever", metadata={"papermill": {"status": "running"}})
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "a.ipynb")
+    status, message, _ = judge("a", tmp_path, None, 60)
+    assert (status, message) == ("timed out", "killed after 60 s in: loop()  # for ever")
+
+
+RECORD = {"lesson": "a", "complete": True, "claims": [decision("x")], "runs": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps(RECORD), ""),
+        (json.dumps(RECORD | {"complete": False}), "not complete"),
+        (json.dumps(RECORD | {"lesson": "09_other"}), "that of 09_other"),
+        (json.dumps(RECORD)[:-40], "damaged"),
+        ("[]", "damaged"),
+    ],
+)
+def test_only_complete_results_of_the_lesson_itself_count(tmp_path, text, words):
+    cell = nbformat.v4.new_code_cell("1", execution_count=1)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "a.ipynb")
+    (tmp_path / "a.json").write_text(text)
+    status, message, kept = judge("a", tmp_path, 0)
+    assert words in message and status == ("failed" if words else "ok") and bool(kept) == (not words)
+
+
+def test_a_lesson_without_claims_of_its_own_need_not_decide_one(tmp_path):
+    for name, status in (("20_inference", "ok"), ("21_other", "failed")):
+        nbformat.write(nbformat.v4.new_notebook(), tmp_path / f"{name}.ipynb")
+        (tmp_path / f"{name}.json").write_text(json.dumps(RECORD | {"lesson": name, "claims": []}))
+        assert judge(name, tmp_path, 0).status == status
+
+
+def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys, copied):
+    target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
+    monkeypatch.setattr(lesson_process, "time", copied(lesson_process.time, monotonic=lambda: next(clock)))
+    watch = lesson_process._Watch(target)
+
+    def running(identity):
+        states = {"a": "completed", identity: "running"}
+        cells = [
+            {"id": key, "source": f"{key} = 1\nmore", "metadata": {"papermill": {"status": state}}}
+            for key, state in states.items()
+        ]
+        target.write_text(json.dumps({"cells": cells}))
+
+    running("slow")
+    for _ in range(5):  # after 0, 30, 60, 100 and 125 s
+        watch()
+    running("next")
+    watch()
+    target.write_text("{")  # half written
+    watch()
+    told = capsys.readouterr().err.split("\n")
+    assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
+
+
+def test_a_child_that_outlives_the_killed_kernel_is_ended(ran):
+    pid = int((ran[1] / "orphan.pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

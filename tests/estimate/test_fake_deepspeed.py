@@ -1,0 +1,99 @@
+"""DeepSpeed's ZeRO: one rank followed on fake tensors, against what the lab measures of both."""
+
+import subprocess
+import sys
+
+import pytest
+
+from perf_helpers import Task
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Lab, optional_packages
+
+TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 5})
+no_deepspeed = optional_packages.missing("deepspeed") and not [*optional_packages.FOLDER.glob("deepspeed-*/deepspeed")]
+needs_deepspeed = pytest.mark.skipif(bool(no_deepspeed), reason="no DeepSpeed: make build/deepspeed")
+
+
+def zero(stage, **more):
+    buckets = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+    own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    config = {"zero_optimization": {"stage": stage, **buckets, **more}, "train_micro_batch_size_per_gpu": "auto"}
+    return {"deepspeed": config | own | {"gradient_accumulation_steps": "auto"}, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(optional_packages, "OFFERED", [])
+    assert optional_packages.offer("deepspeed") is None
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("stage", "recipe"),
+    [
+        (2, {"processes": 2, "gradient_accumulation_steps": 3}),
+        (3, {"processes": 2}),
+    ],
+    ids=str,
+)
+def test_a_rank_takes_on_a_cpu_what_is_measured(offered, tmp_path, stage, recipe):
+    recipe = zero(stage) | recipe
+    lab = Lab("cpu", out=tmp_path, lesson="tests")
+    run = lab.train("DeepSpeed", task=TASK, measure="memory", use_cpu=True, **recipe)
+    assert run.ok, run.message
+    assert estimate(TASK, device="cpu", **recipe).peak_bytes == run.peak_bytes
+
+
+@needs_deepspeed
+def test_one_process_needs_no_launcher(offered, tmp_path):
+    recipe = zero(2) | {"processes": 1}
+    lab = Lab("cpu", out=tmp_path, lesson="tests")
+    run = lab.train("DeepSpeed, alone", task=TASK, measure="memory", use_cpu=True, **recipe)
+    assert run.ok, run.message
+    assert estimate(TASK, device="cpu", **recipe).peak_bytes == run.peak_bytes
+
+
+@needs_deepspeed
+def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
+    parameters = TASK.parameters()
+    for stage, weights, states in ((0, 4, 8), (1, 4 + 4 / 4, 8 / 4), (3, 4 / 4, 8 / 4)):
+        told = estimate(TASK, device="cuda", processes=4, **zero(stage, stage3_param_persistence_threshold=0))
+        after = told.memory.phase_breakdowns["backward"]
+        assert after["weights"] / parameters == pytest.approx(weights, rel=0.05), stage
+        assert after["optimizer_states"] / parameters == pytest.approx(states, rel=0.05), stage
+        assert any("DeepSpeed" in text for text in told.assumptions)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):
+    with pytest.raises(ValueError, match=f"{name}: .*rehearse it"):
+        estimate(TASK, device="cuda", processes=2, **zero(3, **{name: {"device": "cpu"}}))
+
+
+WITHOUT = """
+import sys
+from perf_helpers import Task
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Lab
+
+recipe = {"processes": 2, "deepspeed": {"zero_optimization": {"stage": 1}}}
+if __name__ == "__main__":
+    for ask in (estimate, lambda task, **recipe: Lab("cpu").train("", task=task, use_cpu=True, **recipe)):
+        try:
+            ask(Task("bert-tiny", seq_len=16), **recipe)
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_without_deepspeed_one_is_told_how_to_get_it(tmp_path):
+    """In a process of its own: that of the tests may have been offered it."""
+    if not optional_packages.missing("deepspeed"):
+        pytest.skip("DeepSpeed is installed")
+    script = tmp_path / "without.py"
+    script.write_text(WITHOUT)
+    said = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert said.count("needs deepspeed (make build/deepspeed") == 2, said

@@ -1,0 +1,149 @@
+"""The explorer's quick answers against the estimate: between the points that were traced, and for other optimizers."""
+
+import json
+
+import pytest
+
+from perf_helpers.estimate import estimate
+from perf_helpers.estimate.peak_model import Answer, Choice, Surfaces, precisions
+from perf_helpers.lab import processes
+from perf_helpers.lab.task import Task
+
+TASKS = {
+    "bert-tiny": Task("bert-tiny"),
+    "gpt2": Task("gpt2", config={"n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 500, "n_positions": 256}),
+    "vit": Task(
+        "vit-base", config={"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64}
+    ),
+}
+CHOICES = [
+    Choice(),
+    Choice("bf16", True, 4, "8-bit Adam", "eager"),
+    Choice("bf16 weights", False, 2, "Adafactor"),
+    Choice(accumulation=8, optimizer="SGD"),
+]
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Function (task, device) -> its surfaces, which learn as they are asked."""
+    found = {}
+
+    def of(name, device="cpu"):
+        if (name, device) not in found:
+            found[name, device] = Surfaces(TASKS[name], device)
+            found[name, device].prepare()
+        return found[name, device]
+
+    return of
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_between_the_traces_the_answer_is_the_estimate(known, name, choice):
+    found = known(name)
+    found.learn(choice)
+    assert found.refusal(choice) is None and found.is_known(choice)
+    for micro_batch, length in ((8, 128), (16, 64)):
+        length = length if found.lengths else None
+        quick = found.answer(choice, micro_batch, length)
+        assert quick.how == "interpolated"
+        task = TASKS[name].replace(seq_len=length, dataset_size=4 * micro_batch * choice.accumulation)
+        said = estimate(task, device="cpu", **choice.arguments(micro_batch)).memory
+        assert quick.peak_bytes == pytest.approx(said.peak_bytes, rel=1e-3)
+        for category, size in said.breakdown.items():
+            assert quick.breakdown[category] == pytest.approx(size, abs=2e-3 * said.peak_bytes), category
+        assert quick.operation == said.peak_operation and quick.phase == said.peak_phase
+
+
+def test_on_a_gpu_too(known):
+    found, choice = known("bert-tiny", "cuda"), Choice("fp16", False, 2, "AdamW")
+    found.learn(choice)
+    quick = found.answer(choice, 4, 128)
+    exact = found.trace(choice, 4, 128)
+    assert (quick.how, exact.how) == ("interpolated", "traced")
+    assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
+
+
+def test_a_point_that_was_traced_is_told_as_traced(known):
+    found = known("bert-tiny")
+    found.learn(Choice())
+    assert found.answer(Choice(), 2, 32).how == "traced"
+    assert found.answer(Choice(), 4, 64).how == "interpolated"
+    found.trace(Choice(), 4, 64)
+    assert found.answer(Choice(), 4, 64).how == "traced"
+
+
+def test_what_is_known_is_there_in_the_next_session_and_starts_no_process(tmp_path, monkeypatch):
+    first = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    first.prepare()
+    first.learn(Choice())
+    answer = first.answer(Choice(), 8, 128)
+    monkeypatch.setattr(processes, "call", None)
+    second = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    assert second.is_known(Choice()) and second.answer(Choice(), 8, 128) == answer
+    assert not Surfaces(TASKS["gpt2"], folder=tmp_path).is_known(Choice()), "another model is not known by it"
+    assert not Surfaces(TASKS["bert-tiny"], "cuda", folder=tmp_path).is_known(Choice())
+    (file,) = tmp_path.iterdir()
+    file.write_text(json.dumps({"surfaces": 3}))
+    assert not Surfaces(TASKS["bert-tiny"], folder=tmp_path).is_known(Choice()), (
+        "a damaged file is one that is not there"
+    )
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path, monkeypatch):
+    """As one was written on 2026-11-22: an operation of the passes and one of the update, 8 columns each."""
+    first = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    first._save()
+    (file,) = tmp_path.iterdir()
+    zeros = [[0.0] * 8] * 2
+    surface = {"phases": ["backward", "step"], "operations": ["aten.mm.default", "aten._fused_adamw_.default"]}
+    surface |= {"updates": [False, True], "states": 40, "points": [[1, 32], [256, 512]]}
+    surface |= {"coefficients": [[[5.0] * 7 + [36.0], [1.0] * 8], *[zeros] * 5], "after_backward": [[0.0] * 8] * 6}
+    surface |= {"hidden": [[100, 200], [0, 0]]}
+    exact = {"breakdown": {"weights": 3, "inside_operations": 1}, "phase": "step", "operation": "x", "how": "traced"}
+    content = {"surfaces": [[["passes", "fp32", False, False, "sdpa"], surface]]}
+    content["exact"] = [[["fp32", False, False, "sdpa", 1, "AdamW", 2, 32], exact]]
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(processes, "call", None)
+    read = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
+    assert read.answer(Choice(), 2, 32) == Answer(**exact)
+    found = read.answer(Choice(), 128, 512)
+    assert (found.peak_bytes, found.operation, found.how) == (35 + 200, "aten.mm.default", "interpolated")
+
+
+def test_what_cannot_be_followed_is_told(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99}))
+    found = Surfaces(Task(str(path)))
+    found.prepare()
+    found.learn(Choice())
+    assert "sdpa" in found.refusal(Choice()) or "scaled_dot_product_attention" in found.refusal(Choice())
+    assert found.is_known(Choice()) and found.answer(Choice(), 4, 64) is None
+
+
+def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
+    found = Surfaces(TASKS["bert-tiny"])
+    first = Choice("bf16", True)
+    order = list(found.choices(first))
+    assert order[0] == first and len(order) == len(set(order)) == 3 * 2 * 2 * 5 * 2
+    assert {choice.kind for choice in order[:4]} == {first.kind}, "another optimizer is nearer than another pass"
+    assert precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
+
+
+@pytest.mark.parametrize("positions, lengths", [(20, (20,)), (70, (32, 64))])
+def test_a_model_of_few_positions_is_fitted_too(positions, lengths):
+    config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": positions}
+    found = Surfaces(Task("gpt2", config=config))
+    found.prepare()
+    assert found.lengths == lengths
+    found.learn(Choice())
+    quick = found.answer(Choice(), 4, lengths[0])
+    assert quick.how == "interpolated" and quick.peak_bytes == found.trace(Choice(), 4, lengths[0]).peak_bytes
+
+
+def test_lengths_are_those_that_the_model_can_take(known):
+    assert known("gpt2").lengths == (32, 64, 128, 256)
+    assert known("vit").lengths == ()
+    with pytest.raises(ValueError, match="no preset"):
+        Surfaces(Task("bert-tinny")).prepare()

@@ -1,0 +1,239 @@
+"""Dask's workers: one call at a time a device, a killed worker's once more elsewhere, nothing left behind."""
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from machines import TINY
+
+from perf_helpers.lab import executors
+from perf_helpers.lab.dask_executor import Workers
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.training import Experiment
+
+
+def gone(pid):
+    """Whether a process ends, or is a zombie that nobody collects here. Waits for it, up to the test's own limit."""
+    while psutil.pid_exists(pid):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return True
+
+
+def spans(attempts):
+    """By worker, in order: when each call began and ended there."""
+    found = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt["began"]):
+        found.setdefault(attempt["address"], []).append((attempt["began"], attempt["ended"]))
+    return found
+
+
+def test_workers_work_at_once_and_never_two_on_one_device(client):
+    def nap():
+        time.sleep(0.4)
+        return Outcome()
+
+    # Each worker has two threads, and two clients ask: only the resource keeps calls apart.
+    with Workers(client) as first, Workers(client) as second:
+        futures = [executors.submit(executor, nap) for executor in (first, second) * 3]
+        outcomes = [executors.outcome_of(future) for future in futures]
+    by_worker = spans(outcome.attempts[0] for outcome in outcomes)
+    assert len(by_worker) == 2 and all(map(bool, by_worker.values()))
+    for calls in by_worker.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(calls)), calls
+    here, there = by_worker.values()
+    assert any(a[0] < b[1] and b[0] < a[1] for a in here for b in there), "at no moment did both work"
+
+
+def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_nothing(client, tmp_path):
+    mark, release = tmp_path / "began", tmp_path / "release"
+
+    def busy():
+        while not release.exists():
+            time.sleep(0.05)
+
+    def experiment(_):
+        if mark.exists():
+            return "the second time"
+        draft = mark.with_suffix(".tmp")
+        draft.write_text(f"{os.getpid()} {os.getppid()}")
+        draft.rename(mark)
+        time.sleep(1000)
+
+    told, runs = [], []
+    with Workers(client, tell=told.append) as executor:
+        lab = Lab("cpu", out=tmp_path, executor=executor)
+        executor.submit(busy)
+        thread = threading.Thread(target=lambda: runs.append(lab.run(experiment, "once", measure=("none",))))
+        thread.start()
+        while not mark.exists():
+            time.sleep(0.05)
+        clean, server = map(int, mark.read_text().split())
+        before = set(client.nthreads())
+        os.kill(psutil.Process(server).ppid(), signal.SIGKILL)  # the worker
+        while not set(client.nthreads()) - before or len(executor.seen()) < 2:
+            time.sleep(0.05)
+        thread.join(1)
+        assert thread.is_alive(), "the worker that was started in its place is not elsewhere"
+        release.touch()
+        thread.join()
+    assert gone(clean) and gone(server)
+    (run,) = runs
+    assert run.ok and run.value == "the second time"
+    killed, done = run.attempts
+    assert (killed["status"], done["status"]) == ("killed", "ok") and "was killed" in killed["message"]
+    assert killed["worker"] != done["worker"] and killed["address"] != done["address"]
+    assert [line for line in told if "once more elsewhere" in line and killed["address"] in line]
+    assert lab.store.read() == [run]
+
+
+def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
+    begun = tmp_path / "begun"
+
+    def deadly():
+        with begun.open("a") as file:
+            file.write("again\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Workers(client) as executor:
+        deadly_one = executors.submit(executor, deadly)
+        others = [executors.submit(executor, lambda n=n: Outcome(value=n)) for n in range(4)]
+        outcome = executors.outcome_of(deadly_one)
+        values = [executors.outcome_of(other).value for other in others]
+    assert outcome.status == "killed" and outcome.message.count("was killed") == 2, outcome
+    assert begun.read_text().splitlines() == ["again"] * 2
+    assert [attempt["status"] for attempt in outcome.attempts] == ["killed"] * 2
+    assert values == [0, 1, 2, 3]
+
+
+def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(client):
+    from dataclasses import replace
+
+    with Workers(client) as executor:
+        executor.machine()
+        address, worker = next(iter(executor._workers.items()))  # the one that gets the next call
+        executor._workers[address] = replace(worker, id="Worker-before")
+        outcome = executors.outcome_of(executors.submit(executor, Outcome))
+    assert outcome.ok and [attempt["status"] for attempt in outcome.attempts] == ["killed", "ok"]
+
+
+def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
+    endless = Experiment("endless", TINY, steps=10**6)
+
+    def attended():
+        from perf_helpers.lab import dask_executor, forkserver
+
+        return [*dask_executor._attended], [*forkserver.SERVER.measuring]
+
+    with Workers(client) as executor:
+        future = executors.submit(executor, executors.measure, endless, ("time",), 600)
+        while not (running := [pid for _, pids in client.run(attended).values() for pid in pids]):
+            time.sleep(0.1)
+        assert future.cancel()
+        assert all(map(gone, running))
+        assert executor.submit(lambda: "free again").result() == "free again"
+    while any(calls for calls, _ in client.run(attended).values()):
+        time.sleep(0.1)
+
+
+def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewhere, tmp_path):
+    told, one_elsewhere = [], min(client.nthreads())
+    elsewhere(one_elsewhere)
+    with Workers(client, tell=told.append) as executor:
+        outcomes = [executors.outcome_of(executors.submit(executor, Outcome)) for _ in range(2)]
+        while {outcome.place.address for outcome in outcomes} < set(client.nthreads()):
+            outcomes.append(executors.outcome_of(executors.submit(executor, lambda: time.sleep(0.1) or Outcome())))
+            futures = [executors.submit(executor, lambda: time.sleep(0.3) or Outcome()) for _ in range(2)]
+            outcomes += map(executors.outcome_of, futures)
+        lab = Lab("cpu", out=tmp_path, executor=executor)
+        runs = [lab.keep(Experiment("kept", TINY), outcome) for outcome in outcomes]
+    for run in runs:
+        there = run.attempts[-1]["address"] == one_elsewhere
+        assert (run.machine["name"] == "another machine") == there == (run.versions["torch"] == "1.0")
+    (line,) = [line for line in told if "not one set" in line]
+    assert "torch 1.0 (here" in line and "\n" not in line
+
+
+def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(client, tmp_path):
+    def look(_):
+        import torch
+
+        return [os.environ.get("OMP_NUM_THREADS"), os.environ.get("MALLOC_TRIM_THRESHOLD_"), torch.get_num_threads()]
+
+    told = []
+    with Workers(client, tell=told.append) as executor:
+        lab = Lab("cpu", out=tmp_path, executor=executor)
+        client.wait_for_workers(2)
+        while len(executor.seen()) < 2:
+            time.sleep(0.05)
+        run = lab.run(look, measure=("none",))
+    assert run.value == [None, None, max(1, lab.machine.cpu_cores // 2)], run
+    assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "speeds disturb each other" in line]
+
+
+def test_by_dasks_own_executor_equal_calls_are_two_experiments(client):
+    def chance():
+        import uuid
+
+        return Outcome(value=uuid.uuid4().hex)
+
+    futures = [executors.submit(client.get_executor(), chance) for _ in range(2)]
+    first, second = map(executors.outcome_of, futures)
+    assert first.value != second.value and first.attempts[0]["address"] in client.nthreads()
+
+
+@pytest.fixture
+def in_this_process():
+    """A function: a client of so many workers in this process; without the resource, unless it is told."""
+    distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
+    made = []
+
+    def make(count, **more):
+        more |= {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
+        made.append(distributed.LocalCluster(n_workers=count, threads_per_worker=1, processes=False, **more))
+        made.append(distributed.Client(made[-1], set_as_default=False))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+def test_workers_that_offer_no_device_are_refused_with_what_to_do(in_this_process):
+    with (
+        Workers(in_this_process(1)) as executor,
+        pytest.raises(ValueError, match=r'offers no resource .device.: start workers with --resources "device=1"'),
+    ):
+        executor.machine()
+    with pytest.raises(ValueError, match="offers no resource"):
+        executor.submit(print)
+
+
+def test_where_no_worker_comes_that_is_said(in_this_process):
+    with Workers(in_this_process(0), patience=0.3) as executor, pytest.raises(ValueError, match="no worker came"):
+        executor.submit(print).result()
+
+
+def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_path):
+    def long():
+        (tmp_path / "began").touch()
+        time.sleep(2)
+
+    client = in_this_process(1, resources={"device": 1})
+    with Workers(client) as executor:
+        future = executor.submit(long)
+        while not (tmp_path / "began").exists():
+            time.sleep(0.05)
+        client.cluster.close()
+        with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+            future.result()

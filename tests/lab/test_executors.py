@@ -1,0 +1,80 @@
+"""Where experiments are performed: the machine is that of the place, and whoever ends there is told."""
+
+import os
+import sys
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from machines import TINY
+
+from perf_helpers.lab import executors, hardware, processes
+from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.runs import Memory
+from perf_helpers.lab.training import Experiment
+
+
+def ended(error):
+    future = Future()
+    future.set_exception(error)
+    return future
+
+
+def test_an_executor_is_asked_what_experiments_see_there(monkeypatch):
+    with ThreadPoolExecutor(1) as executor:
+        monkeypatch.setattr(hardware, "versions", lambda: {"torch": "there"})
+        machine, versions = executors.seen_by(executor)
+    assert machine.cpu_cores and versions == {"torch": "there"}
+    told = SimpleNamespace(machine=lambda: "its machine", versions=lambda: "its versions")
+    assert executors.seen_by(told) == ("its machine", "its versions")
+
+
+def test_an_outcome_has_the_place_and_the_time_of_its_making():
+    with ThreadPoolExecutor(1) as executor:
+        outcome = executors.outcome_of(executors.submit(executor, lambda: Outcome(value=5)))
+    place = outcome.place
+    assert outcome.value == 5 and place.machine["cpu_cores"] and place.versions["torch"] and place.began <= place.ended
+    assert (place.worker, place.address, outcome.attempts) == ("", "", ()), "no worker of a cluster was here"
+
+
+class KilledWorker(Exception):
+    """As Dask's is called."""
+
+
+@pytest.mark.parametrize("error", [KilledWorker("gone. Look there"), BrokenExecutor("gone"), executors.Killed("gone")])
+def test_the_end_of_whoever_performed_it_is_the_outcome(error):
+    outcome = executors.outcome_of(ended(error))
+    assert (outcome.status, outcome.message) == ("killed", "gone")
+
+
+def test_any_other_exception_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        executors.outcome_of(ended(ZeroDivisionError()))
+
+
+def test_an_interrupted_wait_cancels_what_was_waited_for():
+    class Waited(Future):
+        def result(self, timeout=None):
+            raise KeyboardInterrupt
+
+    future = Waited()
+    with pytest.raises(KeyboardInterrupt):
+        executors.outcome_of(future)
+    assert future.cancelled()
+
+
+def test_after_a_meter_that_failed_no_other_is_tried(monkeypatch):
+    asked, memory = [], Memory(1, "counted")
+    monkeypatch.setattr(processes, "account", lambda *_: asked.append("memory") or Outcome(memory=memory))
+    monkeypatch.setattr(processes, "execute", lambda _, meter, __: asked.append(meter) or Outcome("crashed", "why"))
+    outcome = executors.measure(Experiment("any", TINY), ("memory", "time", "none"), 9)
+    assert asked == ["memory", "time"] and (outcome.status, outcome.memory) == ("crashed", memory)
+
+
+def test_what_dask_sets_for_its_own_tasks_is_undone_and_what_a_user_sets_stays(monkeypatch):
+    settings = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
+    monkeypatch.setitem(sys.modules, "dask.config", SimpleNamespace(get=lambda name, default: settings))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MKL_NUM_THREADS", "4")
+    executors.without_dasks_settings()
+    assert "OMP_NUM_THREADS" not in os.environ and os.environ["MKL_NUM_THREADS"] == "4"

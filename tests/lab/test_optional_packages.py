@@ -1,0 +1,49 @@
+"""Packages in folders of their own: found when they are offered, and told how to get where they are not there."""
+
+import sys
+
+import pytest
+
+from perf_helpers.lab import Lab, optional_packages
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "some_extra").mkdir()
+    (tmp_path / "some_extra" / "__init__.py").write_text("answer = 42\n")
+    return tmp_path
+
+
+def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(folder, tmp_path):
+    assert optional_packages.offer("some_extra", folder) is None
+    assert sys.path[-1] == str(folder), "what is installed comes first"
+
+    def ask(task):
+        import importlib
+
+        return importlib.import_module("some_extra").answer
+
+    run = Lab("cpu", out=tmp_path / "out", lesson="tests").run(ask, "asked", measure=("none",))
+    assert run.ok and run.value == 42, run.message
+
+
+def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(optional_packages, "OFFERED", [])
+    lab = Lab("cpu", out=tmp_path / "out", lesson="tests")
+    servers = [lab.run(lambda task: __import__("os").getppid(), "before", measure=("none",)).value for _ in range(2)]
+    assert optional_packages.offer("some_extra", folder) is None
+    servers.append(lab.run(lambda task: __import__("os").getppid(), "after", measure=("none",)).value)
+    assert servers[0] == servers[1] != servers[2], "they look for their extras when they are imported"
+
+
+def test_what_is_missing_is_told_with_how_to_get_it(tmp_path):
+    before = [*sys.path]
+    told = optional_packages.offer("no_such_package", tmp_path / "nowhere")
+    assert "no_such_package" in told and "make build/no_such_package" in told
+    assert sys.path == before
+
+
+def test_what_is_installed_is_left_as_it_is(folder):
+    before = [*sys.path]
+    assert optional_packages.offer("numpy", folder) is None and sys.path == before

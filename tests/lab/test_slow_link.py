@@ -1,0 +1,164 @@
+"""The slow link: it is there, it is slow, it joins two ranks, and it is gone afterwards, whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from perf_helpers import slow_link
+from perf_helpers.lab.lab import Lab
+
+needs_link = pytest.mark.skipif(slow_link.missing() is not None, reason=f"this machine {slow_link.missing()}")
+
+
+def within(link, host, *command):
+    """What a command prints on one of the two hosts."""
+    entered = ["nsenter", "--target", str(link.holders[host]), "--net", *command]
+    return subprocess.run(entered, capture_output=True, text=True, check=True).stdout
+
+
+def gone(pid):
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}/ns/net"):
+        if time.monotonic() > deadline:
+            return False
+        try:
+            os.readlink(f"/proc/{pid}/ns/net")
+        except OSError:  # a zombie has no namespace any more
+            return True
+        time.sleep(0.05)
+    return True
+
+
+@needs_link
+def test_either_end_is_shaped_and_the_machine_itself_is_untouched():
+    before = os.listdir("/sys/class/net")
+    with slow_link.link(200) as link, slow_link.link() as other:
+        for host in (0, 1):
+            assert "tbf" in within(link, host, "tc", "qdisc", "show", "dev", "link0")
+            assert "rate 200Mbit" in within(link, host, "tc", "qdisc", "show", "dev", "link0")
+            assert "tbf" not in within(other, host, "tc", "qdisc", "show", "dev", "link0")
+        assert os.listdir("/sys/class/net") == before
+    assert all(gone(pid) for pid in link.holders + other.holders)
+
+
+@needs_link
+def test_two_ranks_meet_over_the_link_and_their_bytes_are_counted(tmp_path):
+    lab = Lab("cpu", out=tmp_path, timeout=120)
+    with slow_link.link(400) as link:
+
+        def send(task):
+            import torch
+
+            link.join()
+            torch.distributed.init_process_group("gloo")
+            before = slow_link.bytes_sent()
+            payload = torch.full((1_000_000,), 1.0)
+            torch.distributed.all_reduce(payload)
+            torch.distributed.barrier()  # the other one is done: nothing waits in the socket any more
+            return [payload[0].item(), slow_link.bytes_sent() - before]
+
+        run = lab.run(send, measure=("none",), processes=2)
+    assert run.ok, run.message
+    for rank in run.ranks:
+        total, sent = rank["value"]
+        assert total == 2.0
+        assert 4e6 < sent < 4.8e6  # half a vector to scatter, half to gather, and headers
+
+
+@needs_link
+def test_an_error_inside_removes_the_link():
+    with pytest.raises(KeyboardInterrupt), slow_link.link(100) as link:
+        raise KeyboardInterrupt
+    assert all(gone(pid) for pid in link.holders)
+
+
+@needs_link
+def test_a_killed_program_leaves_nothing_behind():
+    code = """
+        from perf_helpers import slow_link
+        with slow_link.link(100) as link:
+            print(*link.holders, flush=True)
+            import time; time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        holders = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(holders) == 2
+        program.send_signal(signal.SIGKILL)
+    assert all(gone(pid) for pid in holders)
+
+
+@needs_link
+def test_a_command_runs_on_its_host_and_reaches_the_other():
+    with slow_link.link() as link:
+        listen = "import socket; s = socket.create_server(('', 4000)); print('up', flush=True); print(s.accept()[1][0])"
+        connect = f"import socket; socket.create_connection(('{link.addresses[0]}', 4000), 10)"
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(link.on(0, sys.executable, "-c", listen), **pipes) as first:
+            assert first.stdout.readline() == "up\n"
+            subprocess.run(link.on(1, sys.executable, "-c", connect), check=True)
+            assert first.communicate(timeout=60)[0].strip() == link.addresses[1]
+
+
+@needs_link
+@pytest.mark.parametrize("how", ["the end of the link", "a killed program"])
+def test_what_was_started_on_a_host_ends_with_the_link(how, tmp_path):
+    """Also what was started in a session of its own, as torchrun does with its ranks."""
+    code = f"""
+        import subprocess, sys, time
+        from perf_helpers import slow_link
+        rank = "import os, time; print(os.readlink('/proc/self'), flush=True); time.sleep(600)"
+        launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {{rank!r}}], start_new_session=True)"
+        with slow_link.link() as link:
+            started = subprocess.Popen(link.on(1, sys.executable, "-c", launcher))
+            {"time.sleep(600)" if how == "a killed program" else "sys.stdin.readline()"}
+    """
+    command, pipes = [sys.executable, "-c", textwrap.dedent(code)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as program:
+        rank = int(program.stdout.readline())
+        assert os.path.exists(f"/proc/{rank}/ns/net")
+        if how == "a killed program":
+            program.kill()
+        else:
+            program.stdin.close()
+        assert gone(rank)
+
+
+def test_what_is_missing_is_said_in_words(monkeypatch):
+    monkeypatch.setattr(slow_link.sys, "platform", "darwin")
+    with pytest.raises(slow_link.Unavailable, match="needs Linux"), slow_link.link():
+        pass
+    monkeypatch.setattr(slow_link.sys, "platform", "linux")
+    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000, raising=False)
+    with pytest.raises(slow_link.Unavailable, match="needs root"), slow_link.link():
+        pass
+    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 0, raising=False)
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: None if name == "tc" else name)
+    with pytest.raises(slow_link.Unavailable, match="needs the commands tc"), slow_link.link():
+        pass
+
+
+def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
+    """What a container without the right to make a namespace answers."""
+    fake = tmp_path / "unshare"
+    fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slow_link, "_lacking", lambda: None)
+    with pytest.raises(slow_link.Unavailable, match=r"unshare says: .*Operation not permitted"), slow_link.link():
+        pass
+
+
+@pytest.mark.parametrize("rate", [0, -1, True, "200", float("nan")])
+def test_a_speed_is_a_positive_number(rate):
+    with pytest.raises(ValueError, match="positive number"), slow_link.link(rate):
+        pass
+
+
+def test_bytes_of_a_device_that_is_not_there_are_unknown():
+    assert slow_link.bytes_sent("no-such-device") is None
