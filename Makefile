@@ -35,7 +35,7 @@ course: extras
 
 # Where a verdict is not as expected it stops before anything is kept: look first, then run the two lines by hand.
 record: course
-	$(BIN)/python results/build.py --record build/course
+	$(BIN)/python benchmarks/build.py --record build/course
 	$(BIN)/python notebooks/build.py
 
 lab: $(STAMP)
@@ -108,18 +108,18 @@ rehearse:
 	.venv-cuda/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
 ifeq ($(LESSONS),all)
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check torchao==0.18.0
-	.venv-cuda/bin/python results/measure_cuda.py --out build/cuda.json
-	.venv-cuda/bin/python results/measure_allocator.py --out build/allocator.json
+	.venv-cuda/bin/python benchmarks/measure_cuda.py --out build/cuda.json
+	.venv-cuda/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
 
-# Each set of results/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
+# Each set of benchmarks/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
 # hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.
 matrix: $(STAMP)
-	$(BIN)/python results/matrix.py --lessons $(LESSONS) $(ARGS); code=$$?; $(BIN)/python results/build.py && exit $$code
+	$(BIN)/python benchmarks/matrix.py --lessons $(LESSONS) $(ARGS); code=$$?; $(BIN)/python benchmarks/build.py && exit $$code
 
 # Exit code 3: rows are left, and the same command goes on. ARGS="--part ten" runs one part, ARGS=--tiny all of it on a CPU.
 gpu: $(STAMP)
-	$(BIN)/python results/measure_gpu.py $(ARGS)
+	$(BIN)/python benchmarks/measure_gpu.py $(ARGS)
 
 # The widgets are also tested under the version that Colab has.
 build/ipywidgets7: $(STAMP)

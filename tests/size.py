@@ -25,7 +25,7 @@ BUDGETS = (
     ("  estimate", ["perf_helpers/estimate/*.py"], 4_200, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 1_100, 12),
     ("  advise", ["perf_helpers/advise/*.py"], 1_530, 8),
-    ("what measures", ["results/*.py"], 6_350, 34),
+    ("benchmarks", ["benchmarks/*.py"], 6_350, 34),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 330, 1),
 )

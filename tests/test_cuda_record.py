@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-RESULTS = Path(__file__).parents[1] / "results"
-sys.path.append(str(RESULTS))
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
 import measure_cuda  # noqa: E402
 
-RECORD = json.loads((RESULTS / "cuda.json").read_text(encoding="utf-8"))
+RECORD = json.loads((ROOT / "results" / "cuda.json").read_text(encoding="utf-8"))
 ROWS = [row for row in RECORD["rows"] if "rehearsed" in row]
 
 

@@ -1,4 +1,4 @@
-"""results/measure_gpu.py: the GPU suite, at tiny sizes on a CPU and with a lab that only says what it is asked for."""
+"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only says what it is asked."""
 
 import importlib.util
 import json
@@ -19,8 +19,8 @@ from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.lab.store import Store
 
-RESULTS = Path(__file__).parents[1] / "results"
-sys.path.append(str(RESULTS))
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 
 import gpu_claims  # noqa: E402
 import gpu_page  # noqa: E402
@@ -155,7 +155,7 @@ def without_notebooks(tmp_path):
     folder = tmp_path / "blocked"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)
-    paths = [str(folder), str(RESULTS.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -163,7 +163,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     for name in ("papermill", "IPython.display"):
         tried = subprocess.run([sys.executable, "-c", f"import {name}"], env=without_notebooks, capture_output=True)
         assert b"is blocked" in tried.stderr, "the modules are not blocked: this test would say nothing"
-    command = [sys.executable, str(RESULTS / "measure_gpu.py"), "--tiny", "--part", "bf16", "--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "measure_gpu.py"), "--tiny", "--part", "bf16", "--out", str(tmp_path)]
     rows, report = tmp_path / "tiny.jsonl", tmp_path / "tiny.json"
 
     first = subprocess.Popen(command, env=without_notebooks, stderr=subprocess.DEVNULL)
@@ -442,7 +442,7 @@ def test_without_a_report_the_page_says_not_measured(build, tmp_path):
 def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
     (made := suite()).run("bf16")
     (tmp_path / "gpu.json").write_text(json.dumps(gpu_report.content(lines(made)) | change))
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=why):
         build.main(["--suite", str(tmp_path / "gpu.json")])
     assert not [*tmp_path.glob("*/gpu")]
@@ -466,7 +466,7 @@ def test_a_rehearsal_decides_by_memory_alone(suite):
 
 @pytest.fixture(scope="module")
 def build():
-    spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
+    spec = importlib.util.spec_from_file_location("build", BENCHMARKS / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

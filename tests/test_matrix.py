@@ -1,4 +1,4 @@
-"""results/matrix.py: which sets there are, how they are run, recorded and told.
+"""benchmarks/matrix.py: which sets there are, how they are run, recorded and told.
 
 Environments are made up here, but for one in which pip fails.
 """
@@ -308,7 +308,7 @@ def test_a_damaged_note_of_an_earlier_run_is_no_run(run, made):
 
 
 def test_the_tree_is_what_decides_what_is_measured(matrix, tmp_path):
-    decisive = ("pyproject.toml", "perf_helpers/lab/a.py", "notebooks/05_x.ipynb")
+    decisive = ("pyproject.toml", "perf_helpers/lab/a.py", "notebooks/05_x.ipynb", "benchmarks/matrix_rehearsal.py")
     for name in (*decisive, "perf_helpers/lab/__pycache__/a.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")

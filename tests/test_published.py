@@ -1,4 +1,4 @@
-"""results/published.*: the comparison with published measurements is made of its facts, and as close as it is said."""
+"""benchmarks/published.py: the comparison with published measurements is made of its facts, as close as it is said."""
 
 import importlib.util
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-RESULTS = Path(__file__).parents[1] / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def published():
-    spec = importlib.util.spec_from_file_location("published", RESULTS / "published.py")
+    spec = importlib.util.spec_from_file_location("published", BENCHMARKS / "published.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["published"] = module  # dataclasses look for it there
     spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
-"""results/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known.
+"""benchmarks/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known.
 
-results/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
+benchmarks/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
 """
 
 import dataclasses
@@ -23,14 +23,15 @@ from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import CARDS
 
 TASK = Task("bert-tiny", seq_len=32)
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results"
 TIMES = {"timing", "step_seconds", "samples_per_second", "all_seconds", "seconds", "losses"}
 
 
 def script(name, monkeypatch=None):
     if monkeypatch:
-        monkeypatch.syspath_prepend(RESULTS)  # for what the scripts share
-    spec = importlib.util.spec_from_file_location(name, RESULTS / f"{name}.py")
+        monkeypatch.syspath_prepend(BENCHMARKS)  # for what the scripts share
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -106,10 +107,10 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
 @pytest.fixture
 def copied(build, tmp_path, monkeypatch):
     """The pages that are made or have made blocks, in a folder of their own."""
-    places = {name: tmp_path / path.relative_to(RESULTS.parent) for name, path in build.PLACES.items()}
+    places = {name: tmp_path / path.relative_to(ROOT) for name, path in build.PLACES.items()}
     for path in {*places.values(), tmp_path / "results/README.md"}:
         path.parent.mkdir(exist_ok=True)
-        path.write_text((RESULTS.parent / path.relative_to(tmp_path)).read_text())
+        path.write_text((ROOT / path.relative_to(tmp_path)).read_text())
     monkeypatch.setattr(build, "PLACES", places)
     monkeypatch.setattr(build, "PAGE", tmp_path / "results/README.md")
     monkeypatch.setattr(build, "picture", lambda data: None)
@@ -123,20 +124,21 @@ def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, copied, 
     within = made.rfind("<!-- end of ") if "<!-- end of " in made else len(made)
     (copied / stale).write_text(f"{made[:within]}**refuted**\n{made[within:]}")
     assert build.main(["--check"]) == 1
-    assert capsys.readouterr().err == f"{stale} is stale; run python results/build.py\n"
+    assert capsys.readouterr().err == f"{stale} is stale; run python benchmarks/build.py\n"
     assert build.main([]) == 0 and (copied / stale).read_text() == made
 
 
 def test_a_page_that_lost_a_marker_is_named(build, copied):
     page = copied / "docs/rehearsal.md"
     page.write_text(page.read_text().replace("<!-- end of rehearsed -->", ""))
-    with pytest.raises(ValueError, match=r"rehearsal.md has 0 places for <!-- rehearsed: made by results/build.py -->"):
+    told = r"rehearsal.md has 0 places for <!-- rehearsed: made by benchmarks/build.py -->"
+    with pytest.raises(ValueError, match=told):
         build.main(["--check"])
 
 
 def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():
-    done = subprocess.run(["make", "-n", "record"], cwd=RESULTS.parent, capture_output=True, text=True)
-    told = ["perf-helpers course --out build/course", "results/build.py --record build/course", "notebooks/build.py"]
+    done = subprocess.run(["make", "-n", "record"], cwd=ROOT, capture_output=True, text=True)
+    told = ["perf-helpers course --out build/course", "benchmarks/build.py --record build/course", "notebooks/build.py"]
     places = [done.stdout.find(line) for line in told]
     assert done.returncode == 0 and -1 not in places and places == sorted(places), done.stdout
 
@@ -153,7 +155,7 @@ def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
 
 def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
     recorded = json.loads((RESULTS / "overhead.json").read_text())
-    told = (RESULTS.parent / "docs" / "trust.md").read_text()
+    told = (ROOT / "docs" / "trust.md").read_text()
     assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told
     assert recorded["interval"][0] <= recorded["ratio"] <= recorded["interval"][1]
 
@@ -228,7 +230,7 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     kept = tmp_path / "rehearsed" / "a100-80-gb" / "2026-11-22.json"
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps(rehearsal()))
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
     monkeypatch.setattr(measured_speedups, "RECORDED", tmp_path)
     assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
     assert measured_speedups.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
@@ -245,7 +247,7 @@ def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
 def test_a_run_of_some_lessons_is_not_recorded(build, monkeypatch, tmp_path):
     """It would take the place of the machine's newest whole run, with the claims of all other lessons."""
     course(tmp_path / "results.json", rehearsed=False)
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"lacks .*05_gradient_accumulation"):
         build.record(tmp_path)
     assert [*tmp_path.iterdir()] == [tmp_path / "results.json"]
@@ -253,7 +255,7 @@ def test_a_run_of_some_lessons_is_not_recorded(build, monkeypatch, tmp_path):
 
 def test_what_does_not_say_that_it_was_rehearsed_is_no_rehearsal(build, monkeypatch, tmp_path):
     course(tmp_path / "rehearsed" / "a100" / "2026-11-22.json", rehearsed=False)
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match="is no rehearsal"):
         build.rehearsals()
 

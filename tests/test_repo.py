@@ -173,7 +173,7 @@ def test_every_import_is_a_declared_dependency():
     problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
     for folder in ("tests", "notebooks"):
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
-            near = [*(ROOT / folder).rglob("*.py"), *(ROOT / "results").glob("*.py")]
+            near = [*(ROOT / folder).rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
             siblings = {other.stem: ["pytest"] for other in near}
             problems[f"{folder}/{path.name}"] = undeclared(path.read_text(), every, {**owners, **siblings})
     assert {where: names for where, names in problems.items() if names} == {}
@@ -588,7 +588,7 @@ def test_a_wrong_question_in_the_readme_is_seen():
 
 
 def test_the_scoreboard_and_the_recorded_figures_are_up_to_date():
-    done = subprocess.run([sys.executable, "results/build.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "benchmarks/build.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

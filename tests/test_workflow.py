@@ -1,4 +1,4 @@
-"""The night: results/nightly.sh by cron, .github/workflows/nightly.yml on a public CI service.
+"""The night: benchmarks/nightly.sh by cron, .github/workflows/nightly.yml on a public CI service.
 
 Their commands are checked against the Makefile and the command line, and their shell is run, with a `make` and a
 `perf-helpers` that only note what they were asked for.
@@ -21,7 +21,7 @@ from perf_helpers import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "nightly.yml"
-SCRIPT = ROOT / "results" / "nightly.sh"
+SCRIPT = ROOT / "benchmarks" / "nightly.sh"
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> {calls}
 [ "$(basename "$0") $1" = "perf-helpers course" ] || exit 0
@@ -117,15 +117,15 @@ class Box:
 
     def __init__(self, folder):
         self.folder, self.calls, self.silent = folder, folder / "calls", folder / "silent"
-        (folder / "results").mkdir()
+        (folder / "benchmarks").mkdir()
         (folder / ".venv" / "bin").mkdir(parents=True)
-        (folder / "results" / "nightly.sh").write_bytes(SCRIPT.read_bytes())
+        (folder / "benchmarks" / "nightly.sh").write_bytes(SCRIPT.read_bytes())
         stub = STUB.format(calls=self.calls, silent=self.silent, code=folder / "code")
         for path in (folder / ".venv" / "bin" / "perf-helpers", folder / "bin" / "make"):
             path.parent.mkdir(exist_ok=True)
             path.write_text(stub)
             path.chmod(0o755)
-        (folder / "results" / "nightly.sh").chmod(0o755)
+        (folder / "benchmarks" / "nightly.sh").chmod(0o755)
         # Nights of one second are told apart by a clock that is made up.
         clock = folder / "bin" / "date"
         clock.write_text(
@@ -141,7 +141,7 @@ class Box:
     def night(self, *words, code=0):
         (self.folder / "code").write_text(str(code))
         self.calls.unlink(missing_ok=True)
-        done = self.shell(f"results/nightly.sh {shlex.join(words)}")
+        done = self.shell(f"benchmarks/nightly.sh {shlex.join(words)}")
         asked = self.calls.read_text().splitlines() if self.calls.exists() else []
         return done, next((line for line in asked if line.startswith("perf-helpers course")), None)
 

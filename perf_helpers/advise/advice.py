@@ -30,7 +30,7 @@ from perf_helpers.texts import bytes_text, parse_bytes, whole_number
 
 # What is kept for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
 # out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
-# (results/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
+# (benchmarks/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
 CONTEXT_BYTES = 530 * 2**20
 _CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
 

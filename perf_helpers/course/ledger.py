@@ -19,7 +19,7 @@ from perf_helpers.lab.profiles import PROFILES
 from perf_helpers.texts import number_text
 
 LEDGER = Path(__file__).with_name("claims.toml")
-SINCE = Path(__file__).with_name("since.json")  # made by results/build.py from the library matrix
+SINCE = Path(__file__).with_name("since.json")  # made by benchmarks/build.py from the library matrix
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")

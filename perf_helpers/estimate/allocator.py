@@ -61,7 +61,7 @@ class CachingAllocator:
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
-    `results/measure_allocator.py` compares every count and every block with torch's own.
+    `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
     Of free blocks of one size torch 2.13 takes the one in the oldest segment, then the one at the lowest address, so
     where the driver puts segments does not matter; before pull request 183591 the address alone decided. Here each lies

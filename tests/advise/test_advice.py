@@ -17,7 +17,7 @@ from perf_helpers.lab.store import Store
 from perf_helpers.rehearsal import build
 
 MB = 10**6
-RESULTS = Path(__file__).resolve().parents[2] / "results"
+ROOT = Path(__file__).resolve().parents[2]
 cpu_only = pytest.mark.skipif(hardware.describe().kind != "cpu", reason="it trains on a CPU")
 
 
@@ -99,7 +99,7 @@ def test_what_is_advised_for_a_gpu_takes_as_much_in_a_rehearsal(task, lab):
 
 
 def test_what_is_kept_for_the_context_is_what_published_messages_tell():
-    messages = tomllib.loads((RESULTS / "contexts.toml").read_text(encoding="utf-8"))["message"]
+    messages = tomllib.loads((ROOT / "benchmarks" / "contexts.toml").read_text(encoding="utf-8"))["message"]
     alone = [each for each in messages if "besides" not in each]
     taken = [(each["in_use_gib"] - each["allocated_gib"]) * 1024 - each["reserved_mib"] for each in alone]
     enough = sum(mebibytes <= CONTEXT_BYTES / 2**20 for mebibytes in taken)
@@ -110,7 +110,7 @@ def test_what_is_kept_for_the_context_is_what_published_messages_tell():
 
 
 def test_recorded_advice_kept_its_word_in_nearly_all_pairs_of_model_and_card():
-    record = json.loads((RESULTS / "advice.json").read_text(encoding="utf-8"))
+    record = json.loads((ROOT / "results" / "advice.json").read_text(encoding="utf-8"))
     decided = [row for row in record["rows"] if "left_out" not in row]
     for row in decided:
         assert row["best"]["micro_batch"] < row["next"]["micro_batch"] <= row["effective_batch"]

@@ -1,6 +1,6 @@
 """The caching allocator's segments against those counted by hand, and the workspaces and contexts that are known.
 
-Against torch's own it is held in rehearsals: `results/measure_allocator.py`, whose record is checked here.
+Against torch's own it is held in rehearsals: `benchmarks/measure_allocator.py`, whose record is checked here.
 """
 
 import itertools

@@ -9,11 +9,11 @@ import pytest
 
 @pytest.fixture(scope="module")
 def measure():
-    """results/measure_allocator.py."""
-    results = Path(__file__).parents[2] / "results"
-    sys.path.insert(0, str(results))  # for what the measuring scripts share
-    spec = importlib.util.spec_from_file_location("measure_allocator", results / "measure_allocator.py")
+    """benchmarks/measure_allocator.py."""
+    scripts = Path(__file__).parents[2] / "benchmarks"
+    sys.path.insert(0, str(scripts))  # for what the measuring scripts share
+    spec = importlib.util.spec_from_file_location("measure_allocator", scripts / "measure_allocator.py")
     sys.modules["measure_allocator"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    sys.path.remove(str(results))
+    sys.path.remove(str(scripts))

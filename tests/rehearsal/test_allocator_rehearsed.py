@@ -1,5 +1,5 @@
 """The double of torch's caching allocator against the allocator itself, in rehearsals: some of what
-results/measure_allocator.py compares."""
+benchmarks/measure_allocator.py compares."""
 
 import sys
 

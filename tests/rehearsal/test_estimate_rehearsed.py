@@ -12,7 +12,7 @@ from perf_helpers.rehearsal import Rehearsal, build, card
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
 
-sys.path.append(str(Path(__file__).parents[2] / "results"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import measure_cuda
 
 cloudpickle.register_pickle_by_value(measure_cuda)

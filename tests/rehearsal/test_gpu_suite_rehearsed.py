@@ -11,7 +11,7 @@ from perf_helpers.rehearsal import build
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
 
-sys.path.append(str(Path(__file__).parents[2] / "results"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_page
 import measure_gpu
 

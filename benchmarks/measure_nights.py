@@ -1,7 +1,7 @@
 """How far a comparison of two nights can be trusted: the same code against itself, and steps that were made slower.
 
-    python results/measure_nights.py [--usual 20] [--slower 5] [--out results/nights.json]
-    python results/measure_nights.py --usual 0 --out results/nights.json      count anew, with the rule of today
+    python benchmarks/measure_nights.py [--usual 20] [--slower 5] [--out results/nights.json]
+    python benchmarks/measure_nights.py --usual 0 --out results/nights.json      count anew, with the rule of today
 
 A night times a step of each of a few recipes, as `perf-helpers course` does. The same code is timed many times, every
 other time beside a busy neighbour (a process that multiplies matrices on all cores but one); each night is held

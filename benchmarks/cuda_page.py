@@ -2,19 +2,19 @@
 
 import json
 import re
-from pathlib import Path
 
+from measuring import RESULTS
 from tables import MIB, share, table, versions
 
-HERE = Path(__file__).parent
-PUBLISHED = HERE / "published.json"  # by results/published.py
-RANKS = HERE / "ranks.json"  # by results/measure_ranks.py
-CUDA_TOOLS = HERE / "cuda_tools.json"  # by results/measure_cuda_tools.py
+PUBLISHED = RESULTS / "published.json"  # by benchmarks/published.py
+RANKS = RESULTS / "ranks.json"  # by benchmarks/measure_ranks.py
+CUDA_TOOLS = RESULTS / "cuda_tools.json"  # by benchmarks/measure_cuda_tools.py
 
 
 def nearness() -> str:
     """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
-    report, lists = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("cuda", "allocator"))
+    records = ("cuda", "allocator")
+    report, lists = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in records)
     kept = [row for row in report["rows"] if "rehearsed" in row]
     architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
     found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # followed in part, once
@@ -33,7 +33,7 @@ def nearness() -> str:
 
 
 def _equal_or_off(found: dict) -> str:
-    """How near allocated and reserved bytes are, of a summary by results/measure_cuda.py."""
+    """How near allocated and reserved bytes are, of a summary by benchmarks/measure_cuda.py."""
     if not found["allocated_worst"] + found["reserved_worst"]:
         return "allocated and reserved **equal to the byte in all**"
     return (
@@ -124,6 +124,7 @@ def published() -> str:
     notes = {(row["name"].rsplit(": ", 1)[0], row["reason"]) for row in report["table"] if row["reason"]}
     head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
     about = f"{report['what']}. {versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
-    told = "Sources, versions and set-ups stand in [published.toml](published.toml). In brackets, not like for like:"
+    facts = "[published.toml](../benchmarks/published.toml)"
+    told = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
     parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
     return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])

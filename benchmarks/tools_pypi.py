@@ -1,6 +1,6 @@
 """Tools of PyPI that claim to tell the memory of a training on a GPU: how each is asked, and what it cannot say.
 
-    PYTHON results/tools_pypi.py TOOL QUESTIONS.json      # as results/measure_cuda_tools.py does, which asks them all
+    PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py does, which asks them all
 
 PYTHON is that of an environment which has the tool: nothing of this project is imported but `tools`. A tool is asked as
 its documentation says. Where that wants the Hub, the training's config.json and its count of parameters play the Hub's

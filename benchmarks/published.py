@@ -1,9 +1,9 @@
 """Holds the estimate against figures that others measured on real GPUs, row by row.
 
-python results/published.py                        predict every row of published.toml, write published.json
-python results/published.py --only Liger           only the sets with that word in their name; the rest is kept
-python results/published.py --rehearse             and run each row on torch's own CUDA allocator (make wheel first)
-python results/build.py                            the table in results/README.md
+python benchmarks/published.py                        predict every row of published.toml, write published.json
+python benchmarks/published.py --only Liger           only the sets with that word in their name; the rest is kept
+python benchmarks/published.py --rehearse             and run each row on torch's own CUDA allocator (make wheel first)
+python benchmarks/build.py                            the table in results/README.md
 
 published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and by which training or rebuilt
 loop (published_loops.py, published_changes.py) the row is predicted. Rows are kept whether they flatter or not.
@@ -34,6 +34,7 @@ sys.path.insert(0, str(HERE))
 import published_changes  # noqa: E402
 import published_loops  # noqa: E402
 import published_trainings  # noqa: E402
+from measuring import RESULTS  # noqa: E402
 
 from perf_helpers.estimate import estimate  # noqa: E402
 from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402
@@ -42,7 +43,7 @@ from perf_helpers.lab.store import write_whole  # noqa: E402
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal  # noqa: E402
 
 FACTS = HERE / "published.toml"
-RESULT = HERE / "published.json"
+RESULT = RESULTS / "published.json"
 MIB = 2**20
 NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which ignores it
 QUANTITIES = {"max allocated": "peak_bytes", "reserved": "reserved_bytes"}

@@ -1,6 +1,6 @@
 """How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
 
-    python results/measure_speed.py [--itself 200] [--times 20] [--out results/speed.json]
+    python benchmarks/measure_speed.py [--itself 200] [--times 20] [--out results/speed.json]
 
 A recipe compared with itself has no effect: how often is one called (1 outside the interval)? And how do the claims
 about speed that a CPU decides come out, each of 20 times, with the recipes and sizes of their lessons? Half of the

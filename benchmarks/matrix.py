@@ -1,10 +1,10 @@
 """The library matrix: the course under the oldest and the newest libraries that pyproject.toml admits, and two between.
 
-python results/matrix.py                        every set of matrix.toml, all lessons, then results/matrix.json
-python results/matrix.py --lessons 05,06        a part of the course
-python results/matrix.py --sets oldest newest   those only: another day the others, and the record has all of them
-python results/matrix.py --again oldest         also if nothing changed since it ran
-python results/build.py                         the page, and what lessons say of versions, from the record
+python benchmarks/matrix.py                        every set of matrix.toml, all lessons, then results/matrix.json
+python benchmarks/matrix.py --lessons 05,06        a part of the course
+python benchmarks/matrix.py --sets oldest newest   those only: another day the others, and the record has all of them
+python benchmarks/matrix.py --again oldest         also if nothing changed since it ran
+python benchmarks/build.py                         the page, and what lessons say of versions, from the record
 
 Each set has a folder in build/matrix: `environment`, made by venv and pip (5 GB where torch is its CUDA build);
 `course/<lesson>`, as `perf-helpers course` leaves it; `rehearsal.json` by matrix_rehearsal.py. All run the same source
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from measuring import RESULTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -40,10 +41,10 @@ from perf_helpers.lab.store import write_whole
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS = HERE / "matrix.toml"
-RECORD = HERE / "matrix.json"
+RECORD = RESULTS / "matrix.json"
 BUILD = ROOT / "build" / "matrix"
 # What decides what is measured; where it differs, what a set ran is not of this tree.
-SOURCES = ("pyproject.toml", "perf_helpers/**/*", "notebooks/*.ipynb", "results/matrix_rehearsal.py")
+SOURCES = ("pyproject.toml", "perf_helpers/**/*", "notebooks/*.ipynb", "benchmarks/matrix_rehearsal.py")
 KEPT_OF_MEMORY = ("peak_bytes", "reserved_bytes", "peak_phase", "peak_operation", "breakdown")
 PROFILE = "cpu"
 

@@ -1,4 +1,4 @@
-"""What published trainings did otherwise than today's libraries do, for results/published.py.
+"""What published trainings did otherwise than today's libraries do, for benchmarks/published.py.
 
 A row of published.toml names the changes that its set-up needs; each is made to the model, between its construction and
 the Trainer's first step, by `of`. Rules of older versions are among them, each with the version that ended it.

@@ -1,10 +1,12 @@
-"""What the measuring scripts share: their options, and how a report is told and kept."""
+"""What the scripts share: where records are kept, their options, and how a report is told and kept."""
 
 import argparse
 import json
 from pathlib import Path
 
 from perf_helpers.lab.store import write_whole
+
+RESULTS = Path(__file__).parents[1] / "results"  # records, and the page made of them
 
 
 def options(description: str, **defaults: float) -> argparse.Namespace:

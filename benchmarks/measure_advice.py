@@ -1,8 +1,8 @@
 """Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
 `perf_helpers.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
 
-    .venv-cuda/bin/python results/measure_advice.py [--count 42] [--seed 1] [--out results/advice.json]
-    .venv-cuda/bin/python results/measure_advice.py --only NUMBER ...
+    .venv-cuda/bin/python benchmarks/measure_advice.py [--count 42] [--seed 1] [--out results/advice.json]
+    .venv-cuda/bin/python benchmarks/measure_advice.py --only NUMBER ...
 
 Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. The memory
 of the former, and the effective batch, are chosen so that the memory ends somewhere within the batch. A pair that is
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from architectures import ARCHITECTURES
 from measure_cuda import CAPABILITIES, rehearsed
+from measuring import RESULTS
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.candidate_recipes import ACCUMULATION_STEPS, MICRO_BATCH
@@ -206,7 +207,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--count", type=int, default=42, help="pairs that are decided")
     parser.add_argument("--seed", type=int, default=1, help="of the set")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of pairs; nothing is written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("advice.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "advice.json")
     options = parser.parse_args(arguments)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """One rank of several on GPUs that are not here: torch's own allocator, the estimate, and the formulas of ZeRO.
 
-    python results/measure_ranks.py [--out results/ranks.json]
+    python benchmarks/measure_ranks.py [--out results/ranks.json]
 
 Each set-up is rehearsed with two and with four A100, a process for each device, collectives answered and not computed.
 Beside what the fullest rank allocated at most stands the estimate, which follows one rank; beside its weights,

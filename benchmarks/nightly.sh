@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One night on a machine of your own: the course, strictly, held against the night before. By cron, at 03:17:
 #
-#     17 3 * * *  /path/to/this/repository/results/nightly.sh
+#     17 3 * * *  /path/to/this/repository/benchmarks/nightly.sh
 #
 # It says nothing and exits with 0 where nothing is worse. Else it prints the end of its log, which cron mails, and exits with
 # 1 (worse, an unexpected verdict, a lesson that failed) or 2 (it could not run, or the night before is still running).

@@ -1,4 +1,4 @@
-"""Layers of published measurements, rebuilt from the descriptions of their set-ups, for results/published.py.
+"""Layers of published measurements, rebuilt from the descriptions of their set-ups, for benchmarks/published.py.
 
 Each takes a task, which it ignores, and the sizes of a row of published.toml; it runs wherever the process runs, be it
 measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live when.

@@ -1,6 +1,6 @@
 """What the live monitor costs: the lab works with it and without it, in turns, in a Jupyter kernel of its own.
 
-    python results/measure_monitor.py [--rounds 5] [--seconds 20] [--out results/monitor.json]
+    python benchmarks/measure_monitor.py [--rounds 5] [--seconds 20] [--out results/monitor.json]
 
 Shares are processor time per second on the wall: of the monitor's thread, drawing included, and of the whole kernel
 with the monitor less that without it, which also has what the kernel spends on sending the pictures. Both hold on a

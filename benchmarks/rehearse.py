@@ -1,8 +1,8 @@
 """Rehearses the guides' table on other cards, and keeps what torch's own allocator says of memory.
 
-python results/rehearse.py                            the ten rows on an A100, an H100 and a T4
-python results/rehearse.py --course build/rehearsal   and the memory claims of a rehearsed course
-python results/build.py                               the tables of it in docs/rehearsal.md and results/README.md
+python benchmarks/rehearse.py                            the ten rows on an A100, an H100 and a T4
+python benchmarks/rehearse.py --course build/rehearsal   and the memory claims of a rehearsed course
+python benchmarks/build.py                               the tables of it in docs/rehearsal.md and results/README.md
 
 One file a card, results/rehearsed/<card>/<date>.json: below the folder in which measured runs are looked for, and of
 another shape. Bytes are exact, there is no time. The set-up is the guides': bert-large, 512 sequences of 512 tokens.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cloudpickle
 import recipes
+from measuring import RESULTS
 
 from perf_helpers import hardware
 from perf_helpers.course import ledger
@@ -28,7 +29,7 @@ from perf_helpers.lab.task import Task
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 from perf_helpers.rehearsal.lessons import MACHINES
 
-HERE = Path(__file__).parent / "rehearsed"
+REHEARSED = RESULTS / "rehearsed"
 cloudpickle.register_pickle_by_value(recipes)  # a clean process does not know this folder
 WANTED = ("a100", "h100", "t4")
 TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
@@ -65,7 +66,7 @@ def record(card: Card, course: Path | None = None) -> Path:
         "rows": rows,
         "course": course and decided(course, card),
     }
-    target = HERE / card.name.lower().replace(" ", "-") / f"{content['date'][:10]}.json"
+    target = REHEARSED / card.name.lower().replace(" ", "-") / f"{content['date'][:10]}.json"
     write_whole(target, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return target
 

@@ -1,10 +1,10 @@
 """Keeps recorded course runs, and makes from them their pictures, results/README.md and tables of the written pages.
 
-python results/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python results/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
-python results/build.py --estimates              hold the estimate against the recorded GPU runs, then build
-python results/build.py                          build from the newest run of each machine
-python results/build.py --check                  write nothing; exit code 1 if a page is not up to date
+python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
+python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
+python benchmarks/build.py --estimates              hold the estimate against the recorded GPU runs, then build
+python benchmarks/build.py                          build from the newest run of each machine
+python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
 
 Of the library matrix (matrix.json) it also makes perf_helpers/course/since.json: what lessons say of versions.
 
@@ -29,6 +29,7 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
+from measuring import RESULTS
 from tables import MIB, mebibytes, share, table, versions
 
 from perf_helpers import plots
@@ -43,8 +44,7 @@ from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
 from perf_helpers.texts import name_text
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = RESULTS.parent
 PLACES = {  # block between markers: the page that has it
     "scoreboard": ROOT / "README.md",
     "machines": ROOT / "docs" / "trust.md",
@@ -52,12 +52,12 @@ PLACES = {  # block between markers: the page that has it
     "estimate": ROOT / "docs" / "estimate.md",
     "cuda": ROOT / "docs" / "estimate.md",
 }
-PAGE = HERE / "README.md"
-BESIDE = HERE / "estimate.json"  # by results/measure_estimate.py
-ON_GPUS = HERE / "estimate_cuda.json"  # by --estimates
-MATRIX = HERE / "matrix.json"  # by results/matrix.py
-PRODUCTS = HERE / "products.toml"
-NIGHTS = HERE / "nights.json"  # by results/measure_nights.py
+PAGE = RESULTS / "README.md"
+BESIDE = RESULTS / "estimate.json"  # by benchmarks/measure_estimate.py
+ON_GPUS = RESULTS / "estimate_cuda.json"  # by --estimates
+MATRIX = RESULTS / "matrix.json"  # by benchmarks/matrix.py
+PRODUCTS = Path(__file__).with_name("products.toml")
+NIGHTS = RESULTS / "nights.json"  # by benchmarks/measure_nights.py
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
 
@@ -71,14 +71,14 @@ def record(course: Path) -> Path:
     """
     data = load_results(course)
     if data["machine"].get("rehearsed"):
-        raise ValueError(f"{course} was rehearsed, not measured: keep it by results/rehearse.py --course")
+        raise ValueError(f"{course} was rehearsed, not measured: keep it by benchmarks/rehearse.py --course")
     run = {lesson["name"] for lesson in data["lessons"]}
     if missing := sorted({path.stem for path in find_lessons()} - run):
         raise ValueError(f"{course} lacks {', '.join(missing)}: record a run of the whole course, by make course")
     for run in data["runs"]:
         if run.get("memory"):
             run["memory"]["timeline"] = None
-    target = HERE / Machine.from_dict(data["machine"]).slug / f"{data['date'][:10]}.json"
+    target = RESULTS / Machine.from_dict(data["machine"]).slug / f"{data['date'][:10]}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     return target
@@ -91,7 +91,7 @@ def rehearsals() -> dict[str, dict]:
         ValueError: a file that does not say that it was rehearsed.
     """
     found = {}
-    for path in sorted(HERE.glob("rehearsed/*/*.json")):  # of each card the newest comes last
+    for path in sorted(RESULTS.glob("rehearsed/*/*.json")):  # of each card the newest comes last
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
@@ -309,7 +309,7 @@ def _estimate(suites: dict[str, dict]) -> str:
 
 def _speed() -> str:
     """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
-    report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
+    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
     about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
     rows = []
     for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
@@ -347,7 +347,7 @@ def _nights() -> str:
 def _false_alarms_of_claims() -> tuple[int, int]:
     """(how many pairs of recorded self-comparisons there are, how many of these `changes.Noise` would call a change),
     where as many figures are looked at as the ledger has claims about time."""
-    report = json.loads((HERE / "speed.json").read_text(encoding="utf-8"))
+    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
     noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
     return len(pairs), sum(noise.is_exceeded(a[0], a[1:], b[0], b[1:]) for a, b in pairs)
@@ -378,7 +378,7 @@ def written(
     }
     texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
     for name, path in PLACES.items():
-        begin, end = f"<!-- {name}: made by results/build.py -->", f"<!-- end of {name} -->"
+        begin, end = f"<!-- {name}: made by benchmarks/build.py -->", f"<!-- end of {name} -->"
         block = f"{begin}\n{blocks[name]}\n{end}"
         found = f"{re.escape(begin)}.*?{re.escape(end)}"
         texts[path], count = re.subn(found, lambda _, b=block: b, texts[path], flags=re.DOTALL)
@@ -391,7 +391,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
     parts = [
         "# Recorded results",
-        "<!-- made by results/build.py, as a whole -->\n"
+        "<!-- made by benchmarks/build.py, as a whole -->\n"
         "Each number stands with its machine; numbers of different machines are not one. "
         "A number without an interval is an exact count or a single measurement.",
         "## Scoreboard",
@@ -400,7 +400,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     ]
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
-            parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(HERE)})")
+            parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})")
     parts += ["## Library matrix", matrix_page.section(_matrix()), "## Speed on a CPU", _speed()]
     parts += ["## Nights", _nights()]
     parts += ["## On GPUs", rehearsed_recipes(cards, measured, suites), rehearsed_claims(cards)]
@@ -435,8 +435,8 @@ def main(arguments=None) -> int:
     if options.record:
         print(record(options.record))
     if options.suite:
-        print(gpu_page.keep(options.suite, HERE))
-    measured, cards, suites = recorded(HERE), rehearsals(), gpu_page.suites(HERE)
+        print(gpu_page.keep(options.suite, RESULTS))
+    measured, cards, suites = recorded(RESULTS), rehearsals(), gpu_page.suites(RESULTS)
     if not measured:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
@@ -451,7 +451,7 @@ def main(arguments=None) -> int:
     for path in stale:
         name = path.relative_to(PAGE.parents[1])
         if options.check:
-            print(f"{name} is stale; run python results/build.py", file=sys.stderr)
+            print(f"{name} is stale; run python benchmarks/build.py", file=sys.stderr)
         else:
             write_whole(path, pages[path])
     return 1 if options.check and stale else 0

@@ -1,8 +1,8 @@
 """The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
 `perf_helpers.rehearsal`): what both say is allocated, reserved, and for what.
 
-    python results/measure_cuda.py [--count 190] [--seed 2] [--out results/cuda.json]
-    python results/measure_cuda.py --only NUMBER      # of a training: where its births and deaths differ first
+    python benchmarks/measure_cuda.py [--count 190] [--seed 2] [--out results/cuda.json]
+    python benchmarks/measure_cuda.py --only NUMBER      # of a training: where its births and deaths differ first
 
 Another seed is another set. Nothing is left out of it but what cannot be trained: a model that refuses a recipe, or one
 whose forward asks for values that a rehearsal does not compute.
@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from architectures import ARCHITECTURES
+from measuring import RESULTS
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
@@ -258,7 +259,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--seed", type=int, default=2, help="of the set")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of trainings whose differences are shown")
     parser.add_argument("--again", type=int, nargs="+", help="numbers of trainings in the file that are done anew")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("cuda.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "cuda.json")
     options = parser.parse_args(arguments)
     rows: list[dict] = []
     kept = json.loads(options.out.read_text()) if options.again else {"rows": [], "again": []}

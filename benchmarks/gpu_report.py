@@ -1,5 +1,5 @@
 """The report of the GPU suite: one JSON of all rows of one machine, with the claims that they decide and the errors of
-the estimate. results/build.py keeps it, if it was measured, and shows it."""
+the estimate. benchmarks/build.py keeps it, if it was measured, and shows it."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def content(rows: list[Kept]) -> dict[str, Any]:
         "schema": SCHEMA,
         "suite": "gpu",
         "rehearsed": rehearsed,
-        "what": measured if rehearsed else "measured by results/measure_gpu.py",
+        "what": measured if rehearsed else "measured by benchmarks/measure_gpu.py",
         "tiny": last.setup["profile"] == TINY.name,
         "machine": last.machine,
         "versions": last.setup["versions"],

@@ -1,7 +1,7 @@
 """The estimate for CUDA beside other tools, on the trainings of results/cuda.json: what torch's allocator said in their
 rehearsal is the truth.
 
-    .venv/bin/python results/measure_cuda_tools.py --tools-python PYTHON ... [--out results/cuda_tools.json]
+    .venv/bin/python benchmarks/measure_cuda_tools.py --tools-python PYTHON ... [--out results/cuda_tools.json]
 
 PYTHON: interpreters with tools of PyPI (CONTRIBUTING.md says which); those that one has take part. Each tool answers in
 a process of its own, the libraries imported. Two figures are held against the truth: what tensors take, against the
@@ -24,6 +24,7 @@ import measuring
 import tools
 import tools_pypi
 from measure_cuda import MEMORY, Training
+from measuring import RESULTS
 
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab, hardware
@@ -31,7 +32,6 @@ from perf_helpers.rehearsal import Rehearsal, card
 
 cloudpickle.register_pickle_by_value(tools)  # a clean process does not know this folder
 
-HERE = Path(__file__).parent
 CARDS = {(7, 5): "T4", (8, 0): "A100", (8, 6): "RTX 3090", (9, 0): "H100"}
 DECODERS = {
     "GPT-2",
@@ -175,7 +175,7 @@ def of_pypi(pythons: list[str], trainings: list[Training], folder: Path) -> dict
     path.write_text(json.dumps([question(one, folder) for one in trainings]))
     for tool in tools_pypi.TOOLS:
         for python in pythons:
-            command = [python, HERE / "tools_pypi.py", tool, path]
+            command = [python, tools_pypi.__file__, tool, path]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode not in (0, tools_pypi.ABSENT):
                 raise RuntimeError(f"{tool}: {run.stderr[-2000:]}")
@@ -237,7 +237,7 @@ def conclude(rows: list[dict], said: dict[str, tuple[str, list[dict]]]) -> dict:
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--truth", type=Path, default=HERE / "cuda.json", help="by results/measure_cuda.py")
+    parser.add_argument("--truth", type=Path, default=RESULTS / "cuda.json", help="by benchmarks/measure_cuda.py")
     parser.add_argument(
         "--tools-python", nargs="*", default=[], metavar="PYTHON", help="interpreters with tools of PyPI"
     )

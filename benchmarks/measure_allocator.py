@@ -1,6 +1,6 @@
 """The double of torch's caching allocator against the allocator itself, on random traces of births and deaths.
 
-    python results/measure_allocator.py [--traces 500] [--seed 0] [--out results/allocator.json]
+    python benchmarks/measure_allocator.py [--traces 500] [--seed 0] [--out results/allocator.json]
 
 torch's CUDA build runs in a rehearsal, a process for each configuration with its PYTORCH_CUDA_ALLOC_CONF. After every
 event the bytes allocated, reserved and requested, the numbers of small and large segments, the address of the new block

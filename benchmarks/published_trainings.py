@@ -1,4 +1,4 @@
-"""Trainings of published measurements that are no Trainer's, rebuilt from their descriptions, for results/published.py.
+"""Trainings of published measurements that are no Trainer's, rebuilt as described, for benchmarks/published.py.
 
 As in published_loops.py: each takes a task, which it ignores, and the sizes of a row of published.toml.
 """

@@ -1,6 +1,6 @@
 """What the time meter costs: the Trainer with it (and its losses kept) and bare, in turns, each in a clean process.
 
-    python results/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
+    python benchmarks/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
 
 Compares processor seconds of the whole of `trainer.train()` on one thread, which a busy neighbour disturbs less than
 the clock on the wall. On CUDA it compares seconds on the wall.

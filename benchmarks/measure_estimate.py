@@ -1,6 +1,6 @@
 """How good the estimate is beside other tools: error, time and memory of each on trainings that are measured here.
 
-    python results/measure_estimate.py [--out results/estimate.json]
+    python benchmarks/measure_estimate.py [--out results/estimate.json]
 
 Each tool predicts in a process of its own, the libraries already imported. DeepSpeed takes part where it is installed
 (CONTRIBUTING.md says how). Memory is counted bytes on a CPU: a figure that a tool gives for a GPU is

@@ -1,16 +1,16 @@
 """Measures on a GPU all that the course lacks without one, part by part, each call within minutes.
 
-    python results/measure_gpu.py --list                       the parts, their rows, how long a call may take
-    python results/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
-    python results/build.py --suite build/gpu/gpu.json         keep what was measured, and show it
+    python benchmarks/measure_gpu.py --list                       the parts, their rows, how long a call may take
+    python benchmarks/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
+    python benchmarks/build.py --suite build/gpu/gpu.json         keep what was measured, and show it
 
 It needs perf_helpers and what that trains with; no notebook. A call stops between two rows when its seconds are over,
 and is at its end LAST_SECONDS later at most. Every row is in a file as soon as it is known: killed or not, the same
 command goes on where it stopped. Out of memory is a result; what crashed is tried once more, by a later call.
 Exit code 0: nothing is left of what was asked for; 3: rows are left, call again; 1: it could not begin.
 
-    python results/measure_gpu.py --tiny                       all of it on a CPU, at sizes that say nothing
-    python results/measure_gpu.py --tiny --rehearse a100       its memory, on a card that is not here
+    python benchmarks/measure_gpu.py --tiny                       all of it on a CPU, at sizes that say nothing
+    python benchmarks/measure_gpu.py --tiny --rehearse a100       its memory, on a card that is not here
 """
 
 import argparse

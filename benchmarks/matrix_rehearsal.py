@@ -1,6 +1,6 @@
 """Rehearses the trainings of matrix.toml with this environment's torch, and writes them as a course's results are.
 
-python results/matrix_rehearsal.py FILE    results/matrix.py calls it in the environment of each set
+python benchmarks/matrix_rehearsal.py FILE    benchmarks/matrix.py calls it in the environment of each set
 
 Exit code 1, with the reason in one line, where nothing can be rehearsed.
 """
