@@ -92,7 +92,7 @@ levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
 
 # torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
-WHEEL_TESTS := $(filter-out %_exact.py %_zero.py,$(wildcard tests/estimate/test_*.py)) $(wildcard tests/widgets/test_*_explorer.py)
+WHEEL_TESTS := $(filter-out %_exact.py %_deepspeed.py,$(wildcard tests/estimate/test_*.py)) $(wildcard tests/widgets/test_*_explorer.py)
 WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/test_cli.py::test_measure_prints_one_json_object
 WHEEL_TESTS += $(wildcard tests/rehearsal/test_*rehearsed.py)
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"

@@ -22,8 +22,12 @@ def zero(stage, **more):
 
 
 @pytest.fixture
-def offered(monkeypatch):
-    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one."""
+def offered(monkeypatch, tmp_path):
+    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one. A compile was killed
+    before: who compiles DeepSpeed's own sums anew waits for its lock for ever."""
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr(optional_packages, "OFFERED", [])
     assert optional_packages.offer("deepspeed") is None
