@@ -15,6 +15,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import levels
 import pytest
 import size
 import yaml
@@ -605,3 +606,25 @@ def test_every_part_is_within_its_budget_and_one_that_is_not_is_named(tmp_path, 
         found += size.problems(size.sizes(tmp_path))
     assert found == ["room: 2 lines, 1 at most", "room: 1 files, 0 at most"]
     assert size.problems([("moved away", 0, 1, 0, 1)]) == ["moved away: nothing to count"]
+
+
+def named_tests(text):
+    """Test files and patterns of them that a text names, e.g. tests/test_cli.py and %_exact.py."""
+    return re.findall(r"tests/[\w/]*test_\w+\.py|(?<=[ (])%\w*\.py", text)
+
+
+def missing_tests(named, root=ROOT):
+    return [name for name in named if not [*root.glob(name.replace("%", "tests/**/*"))]]
+
+
+def test_tests_that_the_makefile_and_the_levels_name_are_there():
+    named = some(named_tests((ROOT / "Makefile").read_text()), "tests in the Makefile")
+    assert not missing_tests(named + some(levels.TESTS, "tests of the levels"))
+
+
+def test_a_named_test_that_was_renamed_is_reported(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_new_name.py").touch()
+    named = named_tests("T := tests/test_old.py $(filter-out %_name.py %_zero.py,$(wildcard tests/test_*.py))")
+    assert named == ["tests/test_old.py", "%_name.py", "%_zero.py"]
+    assert missing_tests(named, tmp_path) == ["tests/test_old.py", "%_zero.py"]

@@ -4,6 +4,7 @@ The same code is measured (on real tensors) and estimated (on fake ones).
 """
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,10 +75,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        from deepspeed import ops
-
-        # gloo sums. Else each rank waits for an operator that is compiled for a minute, or for ever if that was once killed.
-        ops.__compatible_ops__ = {}
+        # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was once killed.
+        importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
     try:
         args = arguments.build(folder)
         if args.n_gpu > 1:

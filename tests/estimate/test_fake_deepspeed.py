@@ -23,8 +23,8 @@ def zero(stage, **more):
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one. A compile was killed
-    before: who compiles DeepSpeed's own sums anew waits for its lock for ever."""
+    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one. A compile was
+    killed before: who compiles DeepSpeed's own sums anew waits for its lock for ever."""
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
