@@ -22,7 +22,7 @@ help:
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
 	@echo "make check     ruff, structure, sizes, generated files up to date: seconds"
 	@echo "make test      check, then the tests and every lesson"
-	@echo "make test-all  test, its slow tests, levels, wheel, and the core of rehearse: what CI runs"
+	@echo "make test-all  test, levels, wheel, and the core of rehearse: what CI runs"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
 	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
@@ -51,8 +51,8 @@ check: $(STAMP)
 	$(BIN)/python tests/size.py
 	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
-# What measures time runs by itself. In the browser lessons only have to run: small ones, two at once. A stage that fails does not
-# stop the next one; the last line says which failed. Tests marked `slow` are left to test-all: what they guard, a quick one does too.
+# What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
+# one; the last line says which failed.
 TIMED := tests/course/test_planted_speeds.py tests/test_lessons.py
 STAGES = failed=; \
 	stage() { \
@@ -63,22 +63,18 @@ SUM = [ -z "$$failed" ] || { echo "make $@: failed in$${failed%,}" >&2; exit 1; 
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
 	@$(STAGES) \
-	stage units $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
+	stage units $(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
 	stage lessons $(BIN)/python -m pytest $(TIMED); \
-	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests/test_browser.py; \
+	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
 	$(SUM)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-slow: extras build/ipywidgets7
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
-
 # What .ci/run calls. torch's CUDA build may not be installable everywhere: then it is not tried, and no GPU is rehearsed.
 test-all: $(STAMP)
 	@$(STAGES) \
 	stage test $(MAKE) --no-print-directory test ARGS=; \
-	stage slow $(MAKE) slow; \
 	stage levels $(MAKE) levels; \
 	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
 		stage wheel $(MAKE) wheel; \
@@ -147,5 +143,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed help course record lab lessons check test slow test-all levels rehearse matrix wheel gpu fresh
+.PHONY: extras build/deepspeed help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
 fresh: ;

@@ -101,6 +101,11 @@ class Notebook:
         call = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
         self.page.evaluate(call, [name, arguments])
 
+    def trust(self) -> None:
+        """Show what its file keeps of its widgets, as a reader's click on "Trust" does."""
+        self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:trust') }")
+        self.page.locator(".jp-Dialog").get_by_role("button", name="Trust").click()
+
     def run_all(self) -> None:
         """Run every cell, to the end."""
         self.command("notebook:run-all-cells")

@@ -1,9 +1,10 @@
 """What a learner sees: every lesson, and every kind of widget, in JupyterLab in a real browser.
 
-Nothing is measured here: lessons run at the smallest sizes. Their verdicts are judged by test_lessons.py at real ones.
-Screenshots are kept in build/screenshots.
+Nothing is measured here. Three lessons run at the smallest sizes; the others are opened as test_lessons.py left them,
+with the state of their widgets. Screenshots are kept in build/screenshots.
 """
 
+import shutil
 from pathlib import Path
 
 import browser
@@ -15,12 +16,9 @@ from perf_helpers.lab.profiles import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
-# Those that between them have each kind of widget; the others run in this browser in make test-all.
-QUICK = ("00", "04", "14")
-LESSONS = [
-    path.stem if path.stem[:2] in QUICK else pytest.param(path.stem, marks=pytest.mark.slow)
-    for path in course.find_lessons()
-]
+EXECUTED = ROOT / "build" / "lessons"  # by test_lessons.py
+RUN = ("00", "04", "14")  # those that between them have each kind of widget
+LESSONS = [path.stem for path in course.find_lessons()]
 SOURCE = (Path(__file__).parent / "studio.py").read_text(encoding="utf-8")
 STUDIO = [cell.strip() for cell in SOURCE.split("# %%\n")[1:]]
 (_, PREDICT, TRAIN, REVEALED, ANSWER, CHALLENGE, MEMORY, TIMELINE, RECIPES, MONITOR, THREADS) = range(len(STUDIO))
@@ -46,6 +44,8 @@ def server(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("home")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         nbformat.write(at_smallest_sizes(nbformat.read(path, as_version=4)), folder / path.name)
+    for path in EXECUTED.glob("*.ipynb"):
+        shutil.copy(path, folder / f"executed {path.name}")
     started = browser.Server(folder, home)
     yield started
     started.close()
@@ -83,12 +83,14 @@ def faults(notebook):
     return errors + lesson_process.widget_errors(notebook) + never
 
 
-# The beginnings of widgets that are wider than their cell.
+# The beginnings of outputs with a widget that is wider than their cell, and of widgets whose parts are wider than they.
+OVERFLOWING = """() => [...document.querySelectorAll('.jp-OutputArea-output:has(.jupyter-widgets)')]
+    .filter(output => output.scrollWidth > output.clientWidth + 2).map(output => output.innerText.slice(0, 80))"""
 TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output .jupyter-widgets')]
     .filter(part => part.scrollWidth > part.clientWidth + 2).map(part => part.innerText.slice(0, 80))"""
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson[:2] in RUN])
 def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
     notebook, earlier = browser.Notebook(server, page, f"{lesson}.ipynb"), len(server.runs.read())
     notebook.run_all()
@@ -96,11 +98,18 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
     assert faults(executed) == []
     assert {run.profile for run in server.runs.read()[earlier:]} == {TINY.name}, "it ran at the smallest sizes"
     assert executed.metadata.widgets[lesson_process.WIDGETS]["state"], "the state of its widgets was kept"
-    wide = (
-        "() => [...document.querySelectorAll('.jp-OutputArea-output')].filter(x => x.scrollWidth > x.clientWidth + 2)"
-    )
-    too_wide = page.evaluate(f"{wide}.map(x => x.querySelector('.jupyter-widgets') ? x.innerText.slice(0, 80) : '')")
-    assert not any(too_wide), "a widget is wider than its cell"
+    assert page.evaluate(OVERFLOWING) == [], "wider than the cell"
+    screenshot(notebook, lesson)
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson[:2] not in RUN])
+def test_an_executed_lesson_shows_its_widgets_within_their_cells(server, page, lesson):
+    assert (EXECUTED / f"{lesson}.ipynb").exists(), "tests/test_lessons.py executes it"
+    notebook = browser.Notebook(server, page, f"executed {lesson}.ipynb")
+    notebook.trust()
+    page.locator(".jp-OutputArea-output .jupyter-widgets").first.wait_for(timeout=30_000)
+    assert faults(nbformat.read(notebook.file, as_version=4)) == []
+    assert page.evaluate(OVERFLOWING) == [], "wider than the cell"
     screenshot(notebook, lesson)
 
 
