@@ -278,14 +278,13 @@ def sweep(
 
     Exit code 0: every row trained; 1: one did not; 2: could not run. What is in the folder already is not run again.
     """
-    from perf_helpers.lab import dask_clusters, plans
-    from perf_helpers.lab import sweep as module
+    from perf_helpers import sweep as module
 
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
-    plan = plans.Plan.read(file)
-    with dask_clusters.connected(scheduler, workers, wait, tell) as executor:
+    plan = module.Plan.read(file)
+    with module.connected(scheduler, workers, wait, tell) as executor:
         found = module.run(Lab(out=out, executor=executor), plan, tell=tell)
     _print(found.to_dict() if json_output else [repr(found)])
     return int(not found.ok)

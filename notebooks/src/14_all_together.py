@@ -656,7 +656,7 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # stand on another machine. Before you run it: who will train how many rows?
 
 # %%
-from perf_helpers import dask_clusters, sweep
+from perf_helpers import sweep
 
 grid = {
     "task": {"model": "bert-tiny", "seq_len": 64},
@@ -666,7 +666,7 @@ grid = {
 try:
     if lab.machine.rehearsed:
         raise ValueError("a rehearsal has no workers")
-    with dask_clusters.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
+    with sweep.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
         found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
     there = found.runs[0]

@@ -1,7 +1,6 @@
 """Where experiments are performed: here, or wherever an executor performs them; and what is known of that place."""
 
 import datetime
-import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -9,21 +8,8 @@ from concurrent.futures import BrokenExecutor, Executor, Future
 
 from perf_helpers.lab import hardware, processes
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.outcomes import Outcome, Place
+from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
-
-
-class Killed(BrokenExecutor):
-    """Whoever performed something ended before it did.
-
-    Args:
-        message: which and how.
-        attempts: as in `runs.Run.attempts`.
-    """
-
-    def __init__(self, message: str, attempts: tuple[dict, ...] = ()):
-        super().__init__(message)
-        self.attempts = attempts
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
@@ -45,10 +31,10 @@ def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> 
 
 
 def outcome_of(future: "Future[Outcome]") -> Outcome:
-    """The outcome of what was submitted, with its place; "killed" where whoever performed it ended. If the wait for it
-    is interrupted, it is cancelled."""
+    """The outcome of what was submitted; "killed" where whoever performed it ended. If the wait for it is interrupted,
+    it is cancelled."""
     try:
-        outcome = future.result()
+        return future.result()
     except Exception as error:
         # Dask's own, when it has tried in vain as often as its scheduler allows; Dask need not be installed here.
         if not isinstance(error, BrokenExecutor) and type(error).__name__ != "KilledWorker":
@@ -57,22 +43,20 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
     except BaseException:
         future.cancel()
         raise
-    if outcome.place and outcome.place.worker and not outcome.attempts:
-        return outcome.replace(attempts=(outcome.place.attempt(outcome),))
-    return outcome
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """What `submit` has done: the outcome with its place and the time that it took there.
+    """What `submit` has done: the outcome with its machine and versions and, by a worker of a cluster, the attempt.
 
     Args:
         number: of this call, which makes it unlike any other.
     """
     began = now()
     outcome = function(*arguments)
-    worker, address = _worker()
-    machine, versions = hardware.describe().to_dict(), hardware.versions()
-    return outcome.replace(place=Place(machine, versions, worker, address, began, now()))
+    if worker := _worker():
+        attempt = {"worker": str(worker.name), "address": worker.address, "began": began, "ended": now()}
+        outcome = outcome.replace(attempts=(attempt | {"status": outcome.status, "message": outcome.message},))
+    return outcome.replace(machine=hardware.describe().to_dict(), versions=hardware.versions())
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
@@ -96,21 +80,10 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _worker() -> tuple[str, str]:
-    """Name and address of Dask's worker that this thread works for; empty where there is none."""
+def _worker():
+    """Dask's worker that this thread works for; None where there is none."""
     distributed = sys.modules.get("distributed")
     try:
-        worker = distributed and distributed.get_worker()
+        return distributed and distributed.get_worker()
     except ValueError:
-        worker = None
-    return (str(worker.name), worker.address) if worker else ("", "")
-
-
-def without_dasks_settings() -> None:
-    """Undo what Dask's nanny sets for the sums of its own tasks: one thread for every library, and an allocator that
-    hands memory back at once. Experiments would train so, at another speed than anywhere else."""
-    config = sys.modules.get("dask.config")
-    told = config.get("distributed.nanny.pre-spawn-environ", None) if config else None
-    for name, value in (told or {}).items():
-        if os.environ.get(name) == str(value):
-            del os.environ[name]
+        return None

@@ -44,8 +44,8 @@ class Lab:
         strict: let `claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
-        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, as `cluster.Workers` and Dask's
-            own do; each still gets a clean process there, and its run has that machine. None: here.
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, as `sweep.Workers` and Dask's own
+            do; each still gets a clean process there, and its run has that machine. None: here.
         timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
@@ -311,7 +311,7 @@ class Lab:
                     break
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of what was measured, here or at the outcome's place, and store it."""
+        """Make a run of what was measured, here or elsewhere, and store it."""
         run = Run(
             name=experiment.name,
             status=outcome.status,
@@ -327,8 +327,8 @@ class Lab:
             ranks=tuple(map(_rank_summary, outcome.ranks)) or None,
             processes=experiment.processes,
             profile=self.profile.name,
-            machine=outcome.place.machine if outcome.place else self.machine.to_dict(),
-            versions=outcome.place.versions if outcome.place else self.versions,
+            machine=outcome.machine or self.machine.to_dict(),
+            versions=outcome.versions or self.versions,
             attempts=outcome.attempts,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             id=uuid.uuid4().hex[:12],

@@ -18,23 +18,6 @@ class Invalid(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where and when an executor had something performed."""
-
-    machine: dict[str, Any]  # of `hardware.Machine`
-    versions: dict[str, str | None]  # of packages
-    worker: str  # of a cluster, by its name; empty where there is none
-    address: str  # of that worker
-    began: str  # ISO 8601, UTC, by that machine's clock
-    ended: str
-
-    def attempt(self, outcome: "Outcome") -> dict[str, Any]:
-        """This as one of `runs.Run.attempts`."""
-        about = {name: getattr(self, name) for name in ("worker", "address", "began", "ended")}
-        return about | {"status": outcome.status, "message": outcome.message}
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """One experiment, performed once. Every figure is None where nobody asked for it."""
 
@@ -50,7 +33,8 @@ class Outcome:
     output: str = ""  # what was printed
     errors: str = ""  # the end of what was written to the standard error
     traceback: str = ""  # of the exception that ended it
-    place: Place | None = None  # None: here
+    machine: dict[str, Any] | None = None  # that it was performed on, of `hardware.Machine`; None: the lab's
+    versions: dict[str, str | None] | None = None  # of packages there
     attempts: tuple[dict[str, Any], ...] = ()  # as `runs.Run.attempts`
 
     @property

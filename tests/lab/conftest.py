@@ -1,7 +1,5 @@
 """For the tests of the lab."""
 
-import logging
-
 import pytest
 
 from perf_helpers.lab.lab import Lab
@@ -11,49 +9,3 @@ from perf_helpers.lab.lab import Lab
 def lab(tmp_path_factory):
     """A lab for all tests of a module."""
     return Lab("cpu", out=tmp_path_factory.mktemp("lab"), timeout=120)
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    """Dask's, in processes of its own: two workers with two threads and one device each."""
-    distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
-    each = {"threads_per_worker": 2, "resources": {"device": 1}, "memory_limit": 0}
-    quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
-    with distributed.LocalCluster(n_workers=2, processes=True, **each, **quiet) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def client(cluster):
-    """A client of it, once both workers are there: a test before may have killed one."""
-    with pytest.importorskip("distributed").Client(cluster, set_as_default=False) as client:
-        client.wait_for_workers(2)
-        yield client
-
-
-@pytest.fixture
-def elsewhere(client):
-    """A function: these workers say that they are another machine with another torch; without any, all of them."""
-    asked = []
-
-    def pretend():
-        from dataclasses import replace
-
-        from perf_helpers.lab import hardware
-
-        hardware.real = hardware.describe, hardware.versions
-        hardware.describe = lambda: replace(hardware.real[0](), name="another machine")
-        hardware.versions = lambda: hardware.real[1]() | {"torch": "1.0"}
-
-    def undo():
-        from perf_helpers.lab import hardware
-
-        hardware.describe, hardware.versions = hardware.real
-
-    def make(*addresses):
-        asked.append([*addresses] or None)
-        client.run(pretend, workers=asked[-1])
-
-    yield make
-    for addresses in asked:
-        client.run(undo, workers=addresses)

@@ -304,24 +304,6 @@ def test_an_executor_can_take_the_place_of_this_machine(tmp_path):
     assert run.ok and run.peak_bytes and run.step_seconds
 
 
-def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_performed_it(
-    client, elsewhere, tmp_path
-):
-    elsewhere()
-    executor = client.get_executor(pure=False, resources={"device": 1})
-    lab = Lab("cpu", out=tmp_path, executor=executor)
-    runs = [lab.train("afar", task=TINY, steps=2, per_device_train_batch_size=n) for n in (2, 2, 4)]
-    comparison = lab.compare(runs[0], runs[2], turns=4)
-    assert lab.machine.name == "another machine" and lab.versions["torch"] == "1.0"
-    for run in runs:
-        assert run.ok and run.peak_bytes and run.step_seconds
-        assert run.machine["name"] == "another machine" and run.versions["torch"] == "1.0"
-        (attempt,) = run.attempts
-        assert attempt["address"] in client.nthreads() and attempt["began"] < attempt["ended"]
-    assert runs[0].attempts != runs[1].attempts, "equal calls are two experiments"
-    assert comparison.speed_ratio.known and comparison.memory_ratio == runs[2].peak_bytes / runs[0].peak_bytes
-
-
 def test_a_function_may_say_that_it_uses_the_cpu(lab, monkeypatch):
     asked = []
 

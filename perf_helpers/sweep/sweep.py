@@ -1,20 +1,28 @@
-"""What a sweep runs: one training a row, from a grid of arguments or row by row, read from TOML.
+"""A sweep: the trainings of a plan, on as many workers as there are, kept in the lab's store, gone on with later.
 
-Everything is checked when the plan is made, before anything runs: names, values, the model, its sequence length.
+A plan is a grid of arguments, or rows as they stand, read from TOML. Everything is checked when it is made, before
+anything runs: names, values, the model, its sequence length.
 """
 
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.lab import arguments
+from perf_helpers import plots
+from perf_helpers.lab import arguments, executors
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.outcomes import Outcome
+from perf_helpers.lab.runs import Run
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.training import Experiment
+from perf_helpers.sweep.dask_workers import TELLING
 from perf_helpers.texts import nearest_text, whole_number
 
 METERS = ("memory", "time")
@@ -24,22 +32,12 @@ MOST_ROWS = 10_000  # a grid with more of them is a slip: at ten seconds each it
 
 
 @dataclass(frozen=True)
-class Row:
-    """One training of a sweep."""
-
-    name: str  # for people: what sets it apart from the others
-    task: Task
-    arguments: Arguments
-
-
-@dataclass(frozen=True)
 class Plan:
     """The trainings of a sweep, and how each is measured."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Experiment, ...]  # but for their lengths
     measure: tuple[str, ...] = METERS
     steps: int | None = None  # optimizer steps that are timed; None: the profile's
-    processes: int = 1  # ranks of each training
     timeout: float | None = None  # seconds that one training may take; None: the profile's
 
     @classmethod
@@ -70,26 +68,168 @@ class Plan:
             ValueError: an unknown name, with the nearest one that is known; a value that is not taken; no rows; a row
                 twice. It says in which table.
         """
-        _known(told, OF_THE_PLAN, "a plan")
+        _check_names(told, OF_THE_PLAN, "a plan")
         task, fixed, grid = (_table(told, name) for name in ("task", "arguments", "grid"))
-        _known(task, OF_THE_TASK, "[task]")
+        _check_names(task, OF_THE_TASK, "[task]")
         fixed = {name: _value("[arguments]", name, value, in_task=False) for name, value in fixed.items()}
         combinations = [*_combinations(grid, {*task, *fixed}), *_as_they_stand(_rows(told))]
         if not combinations:
             raise ValueError("it has no rows: give lists of values under [grid], or each row under [[rows]]")
-        rows = tuple(_row(name, task, fixed, changes) for name, changes in combinations)
+        processes = whole_number("processes", told.get("processes", 1))
+        rows = tuple(_row(name, task, fixed, changes, processes) for name, changes in combinations)
         _check_tasks(row.task for row in rows)
         _check_twice(rows)
-        return cls(
-            rows,
-            _measure(told.get("measure", METERS)),
-            _count(told, "steps", None),
-            _count(told, "processes", 1),
-            _seconds(told.get("timeout")),
-        )
+        steps = told.get("steps")
+        steps = steps if steps is None else whole_number("steps", steps)
+        return cls(rows, _measure(told.get("measure", METERS)), steps, _seconds(told.get("timeout")))
 
 
-def _known(table: Mapping[str, Any], allowed: Iterable[str], where: str) -> None:
+@dataclass(frozen=True)
+class Sweep:
+    """What became of the rows of a plan."""
+
+    runs: tuple[Run, ...]  # one a row, in the plan's order
+    reused: frozenset[str]  # ids of runs that were in the store before
+    store: str  # the file that has them all
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row trained."""
+        return all(run.ok for run in self.runs)
+
+    def table(self) -> plots.Table:
+        """The rows side by side: status, memory, speed, and where each was performed."""
+        shown = plots.table(self.runs, f"{len(self.runs)} trainings, kept in {self.store}")
+        several = len({run.machine.get("name") for run in self.runs}) > 1
+        shown.header += ["performed by", *["machine"] * several]
+        for row, run in zip(shown.rows, self.runs, strict=True):
+            row += [self._performed(run), *[run.machine.get("name", "")] * several]
+        return shown
+
+    def _performed(self, run: Run) -> str:
+        times = {2: ", second attempt"}.get(len(run.attempts), "")
+        worker = run.attempts[-1]["worker"] if run.attempts else "this process"
+        return f"{worker}{times}{' (earlier)' * (run.id in self.reused)}"
+
+    def failures(self) -> list[str]:
+        """A line for each row that did not train, with the reason."""
+        return [f"{run.name}: {run.status}, {run.message}" for run in self.runs if not run.ok]
+
+    def __repr__(self) -> str:
+        return "\n".join([repr(self.table()), *self.failures()])
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every run as it stands in the store, and whether it was there before."""
+        runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
+        return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
+
+
+def run(
+    lab: Lab,
+    plan: Plan | Mapping[str, Any] | str | PathLike,
+    *,
+    tell: Callable[[str], Any] = lambda line: None,
+) -> Sweep:
+    """Perform the rows of a plan: by the lab's executor, as many at once as that can; one after another without one.
+
+    A row that trained before on the same task, arguments and versions, and on a machine that is here too, is not
+    trained again: its run is in the lab's store. So a sweep that was interrupted goes on where it was. Every run is
+    stored the moment it is known, by this process: workers need no folder in common.
+
+    Args:
+        lab: `Lab(executor=Workers(client))` for a cluster. Its `runs` get those of the sweep.
+        plan: or a file, or tables, that tell one: `Plan.read`, `Plan.of`.
+        tell: called with a line for people as the sweep goes on.
+
+    Raises:
+        ValueError: no plan; or no workers can be had.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.of(plan) if isinstance(plan, Mapping) else Plan.read(plan)
+    lengths = {"steps": plan.steps or lab.profile.steps, "warmup_steps": lab.profile.warmup_steps}
+    experiments = [row.replace(**lengths) for row in plan.rows]
+    known = _known(lab, plan, experiments)
+    if known:
+        reason = "trained before on the same task, arguments, versions and machine"
+        tell(f"{len(known)} of {len(experiments)} rows are in {lab.store.path} ({reason}): not trained again")
+    found = dict(known)
+    missing = {number: each for number, each in enumerate(experiments) if number not in known}
+    try:
+        for number, outcome in _outcomes(lab, plan, missing):
+            found[number] = run = lab.keep(experiments[number], _final(outcome))
+            tell(f"{len(found)}/{len(experiments)} {run!r}")
+    except KeyboardInterrupt:
+        done = f"{len(found)} of {len(experiments)} rows are in {lab.store.path}"
+        tell(f"interrupted: {done}; the same sweep goes on from there")
+        raise
+    reused = frozenset(run.id for run in known.values())
+    return Sweep(tuple(found[number] for number in range(len(experiments))), reused, str(lab.store.path))
+
+
+def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
+    """(number of the row, outcome), each as soon as it is known."""
+    timeout = plan.timeout or lab.timeout
+    if lab.executor is None:
+        for number, experiment in experiments.items():
+            yield number, executors.measure(experiment, plan.measure, timeout)
+        return
+    asked = (plan.measure, timeout)
+    futures = {
+        executors.submit(lab.executor, executors.measure, each, *asked): number for number, each in experiments.items()
+    }
+    try:
+        for future in as_completed(futures):
+            yield futures[future], executors.outcome_of(future)
+    finally:  # interrupted, or no workers can be had: what nobody waits for is ended
+        for future in futures:
+            future.cancel()
+
+
+def _final(outcome: Outcome) -> Outcome:
+    """What the libraries refuse is an exception for who asks for one training; of a sweep it is one row's status."""
+    return outcome.replace(status="refused") if outcome.status in ("invalid", "needs values") else outcome
+
+
+def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
+    """By the number of the row: the latest run in the store that has what the row asks for."""
+    places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
+    here = {(machine.name, _telling(versions)) for machine, versions in places_here}
+    stored = {
+        _identity(run.task, run.arguments, run.processes): run
+        for run in lab.store.read()
+        if run.ok and run.kind == "training" and (run.machine.get("name"), _telling(run.versions)) in here
+    }
+    found = {}
+    for number, experiment in enumerate(experiments):
+        asked = (experiment.task.to_dict(), experiment.arguments.given, experiment.processes)
+        run = stored.get(_identity(*asked))
+        if run and _has(run, plan, experiment):
+            found[number] = run
+    return found
+
+
+def _identity(task: Mapping[str, Any], arguments: Mapping[str, Any], processes: int) -> str:
+    return json.dumps([task, arguments, processes], sort_keys=True, default=str)
+
+
+def _telling(versions: Mapping[str, str | None]) -> tuple[str | None, ...]:
+    return tuple(versions.get(name) for name in TELLING)
+
+
+def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
+    """Whether a run has all that the row is measured for, over as many steps."""
+    told = {"max_steps", "num_train_epochs"} & experiment.arguments.given.keys()  # these say how many
+    as_long = run.timing and (told or run.timing.steps == experiment.steps)
+    return bool(("memory" not in plan.measure or run.memory) and ("time" not in plan.measure or as_long))
+
+
+# --------------------------------------------------------------------------------------------------- reading a plan
+
+
+def _check_names(table: Mapping[str, Any], allowed: Iterable[str], where: str) -> None:
     for name in table:
         if name not in allowed:
             raise ValueError(f"{where} has no {name!r}. {nearest_text(name, allowed)}")
@@ -173,7 +313,7 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[str, Any]) -> Row:
+def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[str, Any], processes: int) -> Experiment:
     of_task = task | {key: value for key, value in changes.items() if key in OF_THE_TASK}
     of_training = fixed | {key: value for key, value in changes.items() if key not in OF_THE_TASK}
     if "model" not in of_task:
@@ -182,7 +322,7 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
         if key in of_task and not isinstance(of_task[key], kind):
             raise ValueError(f"{key}={of_task[key]!r}: give a {'table' if kind is Mapping else 'text'}")
     try:
-        return Row(name, Task(**of_task), Arguments.of(of_training))
+        return Experiment(name, Task(**of_task), Arguments.of(of_training), processes=processes)
     except ValueError as error:
         raise ValueError(f"row {name!r}: {error}") from None
 
@@ -193,7 +333,7 @@ def _check_tasks(tasks: Iterable[Task]) -> None:
         task.length()
 
 
-def _check_twice(rows: Iterable[Row]) -> None:
+def _check_twice(rows: Iterable[Experiment]) -> None:
     seen: dict[str, str] = {}
     for row in rows:
         training = f"{row.task!r} {sorted(row.arguments.current.items())!r}"
@@ -207,11 +347,6 @@ def _measure(told: Any) -> tuple[str, ...]:
     if not meters or set(map(str, meters)) - set(METERS) or len(set(meters)) < len(meters):
         raise ValueError(f"measure={told!r}: choose 'memory', 'time' or both, as in measure = ['memory', 'time']")
     return meters
-
-
-def _count(told: Mapping[str, Any], name: str, default: int | None) -> int | None:
-    value = told.get(name, default)
-    return value if value is None else whole_number(name, value)
 
 
 def _seconds(value: Any) -> float | None:

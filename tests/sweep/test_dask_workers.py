@@ -4,18 +4,20 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from machines import TINY
 
 from perf_helpers.lab import executors
-from perf_helpers.lab.dask_executor import Workers
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
+from perf_helpers.sweep import Workers, dask_workers
 
 
 def gone(pid):
@@ -120,7 +122,7 @@ def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(cli
     from dataclasses import replace
 
     with Workers(client) as executor:
-        executor.machine()
+        executor.submit(os.getpid).result()
         address, worker = next(iter(executor._workers.items()))  # the one that gets the next call
         executor._workers[address] = replace(worker, id="Worker-before")
         outcome = executors.outcome_of(executors.submit(executor, Outcome))
@@ -131,9 +133,10 @@ def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
     endless = Experiment("endless", TINY, steps=10**6)
 
     def attended():
-        from perf_helpers.lab import dask_executor, forkserver
+        from perf_helpers.lab import forkserver
+        from perf_helpers.sweep import dask_workers
 
-        return [*dask_executor._attended], [*forkserver.SERVER.measuring]
+        return [*dask_workers._attended], [*forkserver.SERVER.measuring]
 
     with Workers(client) as executor:
         future = executors.submit(executor, executors.measure, endless, ("time",), 600)
@@ -151,7 +154,7 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
     elsewhere(one_elsewhere)
     with Workers(client, tell=told.append) as executor:
         outcomes = [executors.outcome_of(executors.submit(executor, Outcome)) for _ in range(2)]
-        while {outcome.place.address for outcome in outcomes} < set(client.nthreads()):
+        while {outcome.attempts[0]["address"] for outcome in outcomes} < set(client.nthreads()):
             outcomes.append(executors.outcome_of(executors.submit(executor, lambda: time.sleep(0.1) or Outcome())))
             futures = [executors.submit(executor, lambda: time.sleep(0.3) or Outcome()) for _ in range(2)]
             outcomes += map(executors.outcome_of, futures)
@@ -181,6 +184,15 @@ def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(
     assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "speeds disturb each other" in line]
 
 
+def test_what_dask_sets_for_its_own_tasks_is_undone_and_what_a_user_sets_stays(monkeypatch):
+    settings = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
+    monkeypatch.setitem(sys.modules, "dask.config", SimpleNamespace(get=lambda name, default: settings))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MKL_NUM_THREADS", "4")
+    dask_workers.without_dasks_settings()
+    assert "OMP_NUM_THREADS" not in os.environ and os.environ["MKL_NUM_THREADS"] == "4"
+
+
 def test_by_dasks_own_executor_equal_calls_are_two_experiments(client):
     def chance():
         import uuid
@@ -190,6 +202,24 @@ def test_by_dasks_own_executor_equal_calls_are_two_experiments(client):
     futures = [executors.submit(client.get_executor(), chance) for _ in range(2)]
     first, second = map(executors.outcome_of, futures)
     assert first.value != second.value and first.attempts[0]["address"] in client.nthreads()
+
+
+def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_performed_it(
+    client, elsewhere, tmp_path
+):
+    elsewhere()
+    executor = client.get_executor(pure=False, resources={"device": 1})
+    lab = Lab("cpu", out=tmp_path, executor=executor)
+    runs = [lab.train("afar", task=TINY, steps=2, per_device_train_batch_size=n) for n in (2, 2, 4)]
+    comparison = lab.compare(runs[0], runs[2], turns=4)
+    assert lab.machine.name == "another machine" and lab.versions["torch"] == "1.0"
+    for run in runs:
+        assert run.ok and run.peak_bytes and run.step_seconds
+        assert run.machine["name"] == "another machine" and run.versions["torch"] == "1.0"
+        (attempt,) = run.attempts
+        assert attempt["address"] in client.nthreads() and attempt["began"] < attempt["ended"]
+    assert runs[0].attempts != runs[1].attempts, "equal calls are two experiments"
+    assert comparison.speed_ratio.known and comparison.memory_ratio == runs[2].peak_bytes / runs[0].peak_bytes
 
 
 @pytest.fixture
@@ -214,7 +244,7 @@ def test_workers_that_offer_no_device_are_refused_with_what_to_do(in_this_proces
         Workers(in_this_process(1)) as executor,
         pytest.raises(ValueError, match=r'offers no resource .device.: start workers with --resources "device=1"'),
     ):
-        executor.machine()
+        executor.submit(print).result()
     with pytest.raises(ValueError, match="offers no resource"):
         executor.submit(print)
 

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from machines import GOOD, H200
-from test_dask_executor import gone, spans
+from test_dask_workers import gone, spans
 
-from perf_helpers.lab import dask_clusters, executors, hardware, sweep
-from perf_helpers.lab.dask_executor import Workers
+from perf_helpers import sweep
+from perf_helpers.lab import executors, hardware
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.plans import Plan
 from perf_helpers.lab.runs import Memory
 from perf_helpers.lab.store import Store
+from perf_helpers.sweep import Plan, Workers, dask_workers
 
 TASK = {"model": "bert-tiny", "seq_len": 16, "dataset_size": 64}
 FOUR = {
@@ -112,9 +112,9 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
             raise KeyboardInterrupt
 
     def measured():
-        from perf_helpers.lab import dask_executor, forkserver
+        from perf_helpers.lab import forkserver
 
-        return [*dask_executor._attended], [*forkserver.SERVER.measuring]
+        return [*dask_workers._attended], [*forkserver.SERVER.measuring]
 
     with Workers(client) as executor:
         with pytest.raises(KeyboardInterrupt):
@@ -154,13 +154,13 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
 def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = []
-    with dask_clusters.connected(tell=told.append) as executor:
+    with dask_workers.connected(tell=told.append) as executor:
         assert executor is None
     assert told == [
-        "one training after another, in this process; on several workers with Dask: " + dask_clusters.INSTALL
+        "one training after another, in this process; on several workers with Dask: " + dask_workers.INSTALL
     ]
     for asked in ({"workers": 2}, {"scheduler": "tcp://127.0.0.1:9"}):
-        with pytest.raises(ValueError, match="need Dask: pip install"), dask_clusters.connected(**asked):
+        with pytest.raises(ValueError, match="need Dask: pip install"), dask_workers.connected(**asked):
             pass
 
 
@@ -175,8 +175,8 @@ def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(mo
 )
 def test_a_cluster_that_cannot_be_had_is_one_line(monkeypatch, asked, words):
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
-    monkeypatch.setattr(dask_clusters, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(ValueError) as refused, dask_clusters.connected(**asked):
+    monkeypatch.setattr(dask_workers, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(ValueError) as refused, dask_workers.connected(**asked):
         pass
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -213,13 +213,13 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
     distributed = SimpleNamespace(SpecCluster=Cluster, Nanny=None, Scheduler=None)
     for count in (None, 1):
-        with dask_clusters._own_cluster(distributed, count):
+        with dask_workers._own_cluster(distributed, count):
             pass
     every, one = made
     assert [options["env"]["CUDA_VISIBLE_DEVICES"] for options in every] == wanted and len(one) == 1
     assert all(options["resources"] == {"device": 1} and options["nthreads"] == 1 for options in every)
     with pytest.raises(ValueError, match="workers=3: each has a GPU, and there are 2"):
-        dask_clusters._own_cluster(distributed, 3).__enter__()
+        dask_workers._own_cluster(distributed, 3).__enter__()
 
 
 # ------------------------------------------------------------------------------------------------------- the command
