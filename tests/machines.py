@@ -4,8 +4,8 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES, Memory, Run, Timing
 
 TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
 RUN = Run(

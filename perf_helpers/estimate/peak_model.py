@@ -18,17 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import peak_fit
-from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.estimates import KNOWLEDGE, estimate, target
 from perf_helpers.estimate.peak_fit import STATES, TOTAL, Point, Surface, terms
 from perf_helpers.estimate.prediction import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
-from perf_helpers.lab.techniques import (
+from perf_helpers.lab.training import Experiment
+from perf_helpers.recipes import (
     ADAFACTOR,
     ADAM_8BIT,
     ADAMW,
@@ -39,7 +38,7 @@ from perf_helpers.lab.techniques import (
     FP16,
     SGD,
 )
-from perf_helpers.lab.training import Experiment
+from perf_helpers.records import TENSOR_CATEGORIES, Category, Memory, write_whole
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -56,7 +56,7 @@ class _Call:
     id: str
     content: bytes  # the pickled function and its arguments
     future: Future
-    attempts: list[dict[str, Any]] = field(default_factory=list)  # that failed, as in `runs.Run.attempts`
+    attempts: list[dict[str, Any]] = field(default_factory=list)  # that failed, as in `records.Run.attempts`
 
 
 @dataclass(frozen=True)

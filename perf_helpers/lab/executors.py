@@ -18,7 +18,7 @@ class Killed(BrokenExecutor):
 
     Args:
         message: which and how.
-        attempts: as in `runs.Run.attempts`.
+        attempts: as in `records.Run.attempts`.
     """
 
     def __init__(self, message: str, attempts: tuple[dict, ...] = ()):

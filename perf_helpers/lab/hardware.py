@@ -19,10 +19,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import psutil
+
+from perf_helpers.records import Record
 
 # What a claim may need of a machine, see `supports`.
 FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
@@ -59,7 +61,7 @@ print(json.dumps(rows))
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Record):
     """A GPU as CUDA numbers it."""
 
     index: int  # of CUDA's devices
@@ -71,12 +73,8 @@ class Gpu:
     free_bytes: int | None = None  # when it was asked
 
 
-def _gpu(capability=None, **rest) -> Gpu:
-    return Gpu(capability=tuple(capability) if capability else None, **rest)
-
-
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Record):
     """One machine as this process may use it: a container's limits count, and so does CUDA_VISIBLE_DEVICES."""
 
     name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
@@ -112,17 +110,6 @@ class Machine:
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
-
-    def to_dict(self) -> dict:
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_dict(cls, record: dict) -> "Machine":
-        """Read what to_dict wrote, also by another version: fields it does not know are left out."""
-        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        features = known.get("cpu_features")
-        gpus = tuple(_gpu(**gpu) for gpu in known.get("gpus", ()))
-        return cls(**known | {"cpu_features": None if features is None else tuple(features), "gpus": gpus})
 
 
 def describe(root: str | Path = "/") -> Machine:
@@ -359,7 +346,7 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
         return [], "the CUDA driver gave no answer in 60 s"
     if done.returncode:
         return [], f"the CUDA driver says: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
-    return [_gpu(**row) for row in json.loads(done.stdout)], None
+    return [Gpu.from_dict(row) for row in json.loads(done.stdout)], None
 
 
 def torch_build() -> tuple[str | None, bool]:

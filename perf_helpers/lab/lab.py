@@ -17,11 +17,10 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.runs import CPU, WALL, Comparison, Memory, Ratio, Run
 from perf_helpers.lab.stopwatch import NO_TIME
-from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment, pickled
+from perf_helpers.records import CPU, WALL, Comparison, Memory, Ratio, Run, Store
 from perf_helpers.texts import whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers.lab import stack_dumps
-from perf_helpers.lab.runs import Memory, Timing
+from perf_helpers.records import Memory, Timing
 from perf_helpers.unknown import NeedsValues
 
 
@@ -29,7 +29,7 @@ class Place:
     ended: str
 
     def attempt(self, outcome: "Outcome") -> dict[str, Any]:
-        """This as one of `runs.Run.attempts`."""
+        """This as one of `records.Run.attempts`."""
         about = {name: getattr(self, name) for name in ("worker", "address", "began", "ended")}
         return about | {"status": outcome.status, "message": outcome.message}
 
@@ -39,7 +39,7 @@ class Outcome:
     """One experiment, performed once. Every figure is None where nobody asked for it."""
 
     status: str = (
-        "ok"  # one of `runs.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
+        "ok"  # one of `records.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
     )
     message: str = ""  # why it is not "ok"
     memory: Memory | None = None
@@ -51,7 +51,7 @@ class Outcome:
     errors: str = ""  # the end of what was written to the standard error
     traceback: str = ""  # of the exception that ended it
     place: Place | None = None  # None: here
-    attempts: tuple[dict[str, Any], ...] = ()  # as `runs.Run.attempts`
+    attempts: tuple[dict[str, Any], ...] = ()  # as `records.Run.attempts`
 
     @property
     def ok(self) -> bool:

@@ -13,8 +13,8 @@ from perf_helpers.lab.dask_executor import TELLING
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.plans import Plan
-from perf_helpers.lab.runs import Run
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Run
 
 
 @dataclass(frozen=True)

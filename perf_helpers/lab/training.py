@@ -34,7 +34,7 @@ class Experiment:
 
     @property
     def kind(self) -> str:
-        """As `runs.Run.kind`."""
+        """As `records.Run.kind`."""
         return "function" if self.function else "training" if self.training else "inference"
 
     @property

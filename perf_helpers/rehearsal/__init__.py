@@ -10,7 +10,7 @@ Not covered: the workspaces that cuDNN's convolutions and batch norms ask for (t
 makes: it runs as it is written. Kernels of Triton that torch itself launches are compiled and launched like all others.
 """
 
-from perf_helpers.rehearsal.cards import CARDS, Card, card
+from perf_helpers.cards import CARDS, Card, card
 from perf_helpers.rehearsal.rehearsal_process import Rehearsal, command, rehearse, run
 
 __all__ = ["CARDS", "Card", "Rehearsal", "card", "command", "rehearse", "run"]

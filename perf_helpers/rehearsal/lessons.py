@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from perf_helpers.cards import Card, card
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results, problems
 from perf_helpers.rehearsal import build
-from perf_helpers.rehearsal.cards import Card, card
 from perf_helpers.rehearsal.cell_guard import TOLD
 from perf_helpers.rehearsal.rehearsal_process import command
 

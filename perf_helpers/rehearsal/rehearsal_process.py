@@ -14,11 +14,11 @@ from typing import Any
 
 import cloudpickle
 
+from perf_helpers.cards import Card, card
 from perf_helpers.estimate.snapshot import place
 from perf_helpers.lab import Lab, Task, hardware, optional_packages
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
-from perf_helpers.rehearsal.cards import Card, card
 
 
 def rehearse(
@@ -107,7 +107,19 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
-        yield python, kept | paths | variables | on.variables(str(Path(folder, "ledger")))
+        yield python, kept | paths | variables | variables_of(on, str(Path(folder, "ledger")))
+
+
+def variables_of(card: Card, ledger: str) -> dict[str, str]:
+    """What native/device.h reads; `ledger` is the file that the processes of one rehearsal share."""
+    return {
+        "REHEARSAL_CAPABILITY": "{}{}".format(*card.capability),
+        "REHEARSAL_BYTES": str(card.memory_bytes),
+        "REHEARSAL_CONTEXT_BYTES": str(card.context_bytes),
+        "REHEARSAL_DEVICES": str(card.devices),
+        "REHEARSAL_NAME": f"rehearsed {card.name}",
+        "REHEARSAL_LEDGER": ledger,
+    }
 
 
 class Rehearsal(ThreadPoolExecutor):

@@ -10,8 +10,8 @@ from machines import TINY
 
 from perf_helpers.lab import executors, hardware, processes
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runs import Memory
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Memory
 
 
 def ended(error):

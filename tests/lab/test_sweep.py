@@ -20,8 +20,7 @@ from perf_helpers.lab.dask_executor import Workers
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.plans import Plan
-from perf_helpers.lab.runs import Memory
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Memory, Store
 
 TASK = {"model": "bert-tiny", "seq_len": 16, "dataset_size": 64}
 FOUR = {

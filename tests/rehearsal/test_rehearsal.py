@@ -11,31 +11,8 @@ import pytest
 
 from perf_helpers import cli, hardware, rehearsal
 from perf_helpers.rehearsal import build, cell_guard, lessons
+from perf_helpers.rehearsal.rehearsal_process import variables_of
 from perf_helpers.unknown import NeedsValues, Unknown
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({}, "name a card"),
-        ({"name": "a1000"}, "Did you mean 'a100'"),
-        ({"compute_capability": (8, 0)}, "and a memory"),
-        ({"compute_capability": (5, 2), "device_memory": "16GB"}, "compute capability 5.2"),
-        ({"name": "t4", "device_memory": "16 apples"}, "16GiB"),
-        ({"name": "t4", "devices": 0}, "devices=0"),
-    ],
-)
-def test_a_card_that_is_none_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        rehearsal.card(**given)
-
-
-def test_a_card_by_name_by_its_figures_and_by_both():
-    assert rehearsal.card("T4") == rehearsal.CARDS["t4"]
-    own = rehearsal.card(compute_capability=(8, 0), device_memory="16GB", devices=2)
-    assert (own.capability, own.memory_bytes, own.devices) == ((8, 0), 16_000_000_000, 2)
-    assert "8.0, 16 GB" in own.name
-    assert rehearsal.card("a100", device_memory="20GiB").memory_bytes == 20 * 2**30
 
 
 def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_path):
@@ -48,7 +25,7 @@ def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_pat
 
 def test_the_stand_in_reads_every_variable_of_a_card():
     native = "".join(path.read_text() for path in build.SOURCES.glob("*.[hc]*"))
-    assert {name for name in rehearsal.CARDS["t4"].variables("ledger") if f'"{name}"' not in native} == set()
+    assert {name for name in variables_of(rehearsal.CARDS["t4"], "ledger") if f'"{name}"' not in native} == set()
 
 
 def test_the_doctor_says_what_is_missing(monkeypatch):

@@ -13,7 +13,7 @@ from watched import FIGURES, GPU, threads
 
 from perf_helpers import hardware
 from perf_helpers.lab.profiles import PROFILES
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 from perf_helpers.widgets import system_stats
 from perf_helpers.widgets.frame import PLACES
 
