@@ -57,15 +57,8 @@ def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
         "nvmlShutdown": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: b"580.1",  # old bindings answer in bytes
         "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
         "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
-        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
-        "nvmlDeviceGetName": lambda gpu: gpu.name,
         "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
-        "nvmlDeviceGetMigMode": lambda gpu: [int(bool(slices))] * 2,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: slices[index],  # IndexError past the last
     }
 
     def refused(*_):

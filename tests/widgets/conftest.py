@@ -56,6 +56,7 @@ def bare(monkeypatch):
 def gpu(monkeypatch):
     """A GPU whose NVML answers; returns the queries put to it, and a function that lets one of them fail."""
     module, asked = fake_nvml(GPU), []
+    monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
     def answer(query, value):
         def told(handle, *arguments):
