@@ -16,7 +16,7 @@ import cloudpickle
 
 from perf_helpers.cards import Card, card
 from perf_helpers.estimate.snapshot import place
-from perf_helpers.lab import Lab, Task, hardware, optional_packages
+from perf_helpers.lab import Lab, Task, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
 
@@ -151,14 +151,6 @@ class Rehearsal(ThreadPoolExecutor):
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
         return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))
-
-    def machine(self) -> hardware.Machine:
-        """The machine that experiments see."""
-        return self.submit(hardware.describe).result()
-
-    def versions(self) -> dict[str, str | None]:
-        """The packages that experiments run with."""
-        return self.submit(hardware.versions).result()
 
     def _ask(self, request: bytes) -> Any:
         try:
