@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from perf_helpers.texts import nearest_text, parse_bytes
+from perf_helpers.texts import nearest_text, parse_bytes, whole_number
 
 # What is taken for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
 # out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
@@ -63,7 +63,7 @@ def card(
     if not (7, 0) <= capability < (13, 0):
         raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
     memory_bytes = known.memory_bytes if device_memory is None else parse_bytes(device_memory)
-    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 16:
+    if whole_number("devices", devices) > 16:
         raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
     return Card(known.name if known else described, capability, memory_bytes, devices)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.records import Record
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
@@ -56,9 +56,8 @@ class Task(Record):
         if self.data not in ("random", "learnable"):
             raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
         for name in ("seq_len", "dataset_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
 
     def replace(self, **changes) -> "Task":
         """The same task with other sizes; `config` is merged with the present one."""
@@ -115,7 +114,7 @@ class Task(Record):
             return AutoConfig.from_pretrained(self.model, local_files_only=not known, **self.config)
         except (OSError, ValueError) as error:
             where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
-            hint = f"{nearest_text(self.model, [*PRESETS, *_ALIASES])} Presets: {', '.join(PRESETS)}."
+            hint = nearest_text(self.model, [*PRESETS, *_ALIASES])
             raise ValueError(f"{self.model!r} is no preset, no file or folder, and {where}. {hint}") from error
 
     def model_class(self, config=None) -> type:

@@ -35,13 +35,12 @@ MACHINES = (
 )
 
 
-def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", at_once: int = 2) -> list[str]:
+def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal") -> list[str]:
     """Run lessons on every machine of `MACHINES`, and say what happened.
 
     Args:
         wanted: "all", "core", or the lessons' numbers ("05,06").
         out: folder; each machine has one in it, as `perf-helpers course` leaves it.
-        at_once: machines that are rehearsed at the same time.
 
     Returns:
         What failed, one line each: an exception other than for want of values (with lesson, cell and line), a verdict
@@ -54,7 +53,7 @@ def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal", a
     if wanted not in ("all", "core"):
         find_lessons(wanted.split(","))
     build.library(build.set_up())  # once, before the machines ask for it
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(2) as pool:
         failed = pool.map(lambda machine: _rehearsed(machine, wanted, Path(out) / machine.name), MACHINES)
         return [line for lines in failed for line in lines]
 
