@@ -93,7 +93,7 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
         startup = Path(folder, "profile_default", "startup", "rehearsal.py")
         startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
-        startup.write_text("from perf_helpers.rehearsal import cell_guard\ncell_guard.install(get_ipython())\n")
+        startup.write_text("from perf_helpers.rehearsal import lessons\nlessons.install(get_ipython())\n")
         inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
         first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.OFFERED], "PATH": tools}
         paths = {
