@@ -135,7 +135,6 @@ def rehearse_lessons(wanted: str = "all", out: str | Path = "build/rehearsal") -
 
     Raises:
         ValueError: a lesson that does not exist.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
     if wanted not in ("all", "core"):
         find_lessons(wanted.split(","))

@@ -42,8 +42,7 @@ def rehearse(
         processes: ranks, each on a device of its own.
         inference: forward passes without gradients.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
-        timeout: seconds.
-        arguments: training arguments, as `Lab.train` takes them.
+        timeout, arguments: as `Lab.train` takes them.
 
     Returns:
         A run as the lab's, with memory and without time; `status` is "out of memory" where it does not fit, and
@@ -51,7 +50,6 @@ def rehearse(
 
     Raises:
         ValueError: unknown or wrong arguments.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
@@ -68,7 +66,6 @@ def run(words: list[str], on: Card) -> int:
 
     Raises:
         ValueError: no command, or one that is not found.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
     if not words:
         raise ValueError("name a command after --, e.g. python train.py")
@@ -83,11 +80,7 @@ def run(words: list[str], on: Card) -> int:
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """The Python that rehearses and the environment in which any program meets the card, for as long as this is open.
-
-    Raises:
-        RuntimeError: no rehearsal is possible here; with what is missing.
-    """
+    """The Python that rehearses and the environment in which any program meets the card, for as long as this is open."""
     python = build.set_up()
     library = build.library(python)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
@@ -134,7 +127,6 @@ class Rehearsal(ThreadPoolExecutor):
 
     Raises:
         ValueError: no file can be made there.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
 
     def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
