@@ -356,10 +356,10 @@ class Store(Generic[Kept]):
         """Raises OSError where the file cannot be written; nothing is left half written then."""
         line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "ab") as file:
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b") as file:
             start = file.seek(0, os.SEEK_END)
-            # A writer that died in mid-line leaves no newline: begin on a line of our own.
-            if start and not _ends_with_newline(self.path):
+            file.seek(max(0, start - 1))
+            if start and file.read() != b"\n":  # a writer died in mid-line: begin on a line of our own
                 line = b"\n" + line
             try:
                 file.write(line)
@@ -397,9 +397,3 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
