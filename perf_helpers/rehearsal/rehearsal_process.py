@@ -80,7 +80,7 @@ def run(words: list[str], on: Card) -> int:
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """The Python that rehearses and the environment in which any program meets the card, for as long as this is open."""
+    """The Python that rehearses, and the environment in which any program meets the card, while this is open."""
     python = build.set_up()
     library = build.library(python)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
