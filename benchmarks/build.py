@@ -39,9 +39,8 @@ from perf_helpers.course.regressions import Noise
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.runs import CATEGORIES, Run
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES, Run, write_whole
 from perf_helpers.texts import name_text
 
 ROOT = RESULTS.parent

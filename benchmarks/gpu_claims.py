@@ -9,7 +9,7 @@ from gpu_rows import FIRST, NOT_TESTABLE, Kept
 from perf_helpers.course.ledger import Verdict, decide, load
 from perf_helpers.lab import hardware
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.runs import Ratio
+from perf_helpers.records import Ratio
 
 Value = float | Ratio
 PRODUCTS_FLOOR = 1.02  # the lab's noise floor on CUDA

@@ -24,8 +24,8 @@ def products(task: Task) -> dict[str, list[float]]:
     """Seconds of one large product in each precision, in turns: {precision: by turn}."""
     import torch
 
-    from perf_helpers.lab.runs import WALL
     from perf_helpers.lab.stopwatch import in_turns
+    from perf_helpers.records import WALL
 
     def product(name: str) -> Callable[[], None]:
         left, right = (torch.randn(SIDE, SIDE, device="cuda").to(getattr(torch, PRECISIONS[name])) for _ in range(2))

@@ -14,9 +14,8 @@ from gpu_rows import FIRST, NOT_TESTABLE
 from tables import MIB, mebibytes, table
 
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.runs import Ratio
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
+from perf_helpers.records import Ratio, write_whole
 from perf_helpers.texts import number_text
 
 NONE = "No GPU has run it: not measured."

@@ -36,7 +36,7 @@ from perf_helpers.course.course import find_lessons
 from perf_helpers.course.regressions import compare, keyed
 from perf_helpers.course.results import load_results
 from perf_helpers.lab import hardware
-from perf_helpers.lab.store import write_whole
+from perf_helpers.records import write_whole
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

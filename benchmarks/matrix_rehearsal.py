@@ -14,7 +14,7 @@ from pathlib import Path
 
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import Task, hardware
-from perf_helpers.lab.store import write_whole
+from perf_helpers.records import write_whole
 from perf_helpers.rehearsal import build, rehearse
 
 SETS = Path(__file__).with_name("matrix.toml")

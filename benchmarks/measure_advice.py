@@ -27,14 +27,13 @@ from measuring import RESULTS
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.candidate_recipes import ACCUMULATION_STEPS, MICRO_BATCH
+from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab, Task, hardware
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import Memory, Phase
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Memory, Phase, write_whole
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
-from perf_helpers.rehearsal.cards import CONTEXT_BYTES
 from perf_helpers.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)

@@ -20,13 +20,15 @@ from datetime import UTC, datetime
 import cloudpickle
 import measuring
 
+from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.segments import MIB
+from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]
-FULL = Card("1 GiB", (8, 0), 1524 * MIB)  # what a context takes of it leaves 1 GiB
+FULL = Card("1 GiB", (8, 0), 1024 * MIB + CONTEXT_BYTES)  # what a context takes of it leaves 1 GiB
 BARE = Card("1 GB", (8, 0), 10**9, context_bytes=0)  # without a context: its bytes are the capacity
 CONFIGURATIONS = [
     (ROOM, ""),
@@ -255,11 +257,10 @@ def in_environment(text: str) -> Iterator[None]:
 def rehearsed(card: Card, text: str, seeds: list[str]) -> tuple[dict, dict]:
     """`compare` in a rehearsal with these settings, and the versions that took part."""
     with in_environment(text), Rehearsal(card) as stage:
-        return stage.submit(compare, text, seeds).result(), stage.versions()
+        return stage.submit(compare, text, seeds).result(), stage.submit(hardware.versions).result()
 
 
 def main() -> None:
-    from perf_helpers.lab import hardware
 
     options = measuring.options(__doc__, traces=500, seed=0)
     rows = []

@@ -31,8 +31,8 @@ from perf_helpers.estimate.event_log import Log
 from perf_helpers.estimate.prediction import Device, Known, trace_of
 from perf_helpers.lab import Lab, Task, hardware, processes
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.training import Experiment, train
+from perf_helpers.records import write_whole
 from perf_helpers.rehearsal import Rehearsal, card
 from perf_helpers.unknown import NeedsValues
 

@@ -37,8 +37,7 @@ from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.profiles import TINY
-from perf_helpers.lab.runs import Run
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Run, Store
 from perf_helpers.unknown import NeedsValues
 
 for module in (gpu_functions, recipes):

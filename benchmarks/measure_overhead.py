@@ -11,7 +11,7 @@ import statistics
 import measuring
 
 from perf_helpers import Lab, Task
-from perf_helpers.lab.runs import Ratio
+from perf_helpers.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:

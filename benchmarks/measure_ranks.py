@@ -16,7 +16,7 @@ import measuring
 from perf_helpers import Task, optional_packages
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.rehearsal import CARDS, rehearse
 
 CARD, RANKS = "a100", (2, 4)

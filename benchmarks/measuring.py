@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from perf_helpers.lab.store import write_whole
+from perf_helpers.records import write_whole
 
 RESULTS = Path(__file__).parents[1] / "results"  # records, and the page made of them
 

@@ -38,8 +38,7 @@ from measuring import RESULTS  # noqa: E402
 
 from perf_helpers.estimate import estimate  # noqa: E402
 from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402
-from perf_helpers.lab.runs import Memory  # noqa: E402
-from perf_helpers.lab.store import write_whole  # noqa: E402
+from perf_helpers.records import Memory, write_whole  # noqa: E402
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal  # noqa: E402
 
 FACTS = HERE / "published.toml"

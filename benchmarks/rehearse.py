@@ -23,9 +23,8 @@ from perf_helpers import hardware
 from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.runs import Run
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task
+from perf_helpers.records import Run, write_whole
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 from perf_helpers.rehearsal.lessons import MACHINES
 

@@ -13,7 +13,7 @@ import typer
 
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
-from perf_helpers.lab.runs import Memory, Run
+from perf_helpers.records import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, nearest_text
 
 app = typer.Typer(
@@ -240,7 +240,7 @@ def compare(
     Exit code 0: the same or better; 1: worse; 2: could not be compared.
     """
     from perf_helpers.course import regressions, report
-    from perf_helpers.lab.store import write_whole
+    from perf_helpers.records import write_whole
 
     axes = _axes(fail_on)
     found = regressions.compare(old, new)

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perf_helpers.records import CATEGORIES, Comparison, Run
 from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text, seconds_text
 from perf_helpers.unknown import is_measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Run = Comparison = Any  # those of `perf_helpers.lab.runs`, which stands above and draws itself with this module
 
 PALETTE = {
     "weights": "#0072B2",
@@ -35,7 +34,6 @@ PALETTE = {
     "inside_operations": "#999999",
     "context": "#F0E442",
 }
-CATEGORIES = tuple(name for name in PALETTE if name != "context")  # the order of `lab.runs.CATEGORIES`, by a test
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -72,7 +70,7 @@ class Timeline:
     """Live bytes by category through one step: what every picture of it draws, and says in words.
 
     Args:
-        series: as `lab.runs.Memory.timeline` holds it: {"phase": [...], "operation": [...], "module": [...],
+        series: as `Memory.timeline` holds it: {"phase": [...], "operation": [...], "module": [...],
             "weights": [bytes, ...], ...}, one entry for each stretch of operations; operation and module are optional.
     """
 
@@ -263,6 +261,12 @@ def comparison_html(item: Comparison) -> str:
         return text
     peaks = " and ".join(f"{run.name} {bytes_text(run.peak_bytes)}" for run in runs)
     return text + picture_html(memory(runs), f"Peak memory: {peaks}")
+
+
+Comparison._repr_html_ = comparison_html  # which a notebook asks for; records stand below pictures
+
+
+Comparison._repr_html_ = comparison_html  # which a notebook asks for; records stand below pictures
 
 
 def words(figure: Figure) -> str:

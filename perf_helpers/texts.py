@@ -59,25 +59,25 @@ def parts_text(parts: Mapping[str, int]) -> str:
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
     """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
-    there are none, or few are allowed, all."""
+    there are none, or few are allowed, all. Nothing of more than a hundred of which none is near."""
 
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
 
     allowed = sorted(allowed, key=alike, reverse=True)
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
-    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < 9 or not near else ""
+    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < (9 if near else 100) else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
-def whole_number(name: str, value: Any) -> int:
-    """The value, if it is a whole number of at least 1.
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """The value, if it is a whole number of at least that much.
 
     Raises:
         ValueError: it is anything else; it calls the argument by its `name`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
     return value
 
 

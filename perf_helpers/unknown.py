@@ -15,7 +15,7 @@ def is_measured(value: float | None) -> bool:
 class Unknown(float):
     """A float that is not known, and why. Arithmetic with it is unknown too; it is shown as "unknown".
 
-    To libraries it is a NaN: pictures leave it out, JSON has null (see `runs.Record`).
+    To libraries it is a NaN: pictures leave it out, JSON has null (see `records.Record`).
 
     Raises:
         NeedsValues: on anything that would decide by it: a comparison, its truth, a whole number made of it.

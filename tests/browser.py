@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

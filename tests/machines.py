@@ -4,8 +4,8 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES, Memory, Run, Timing
 
 TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
 RUN = Run(
@@ -57,15 +57,8 @@ def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
         "nvmlShutdown": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: b"580.1",  # old bindings answer in bytes
         "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
         "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
-        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
-        "nvmlDeviceGetName": lambda gpu: gpu.name,
         "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
-        "nvmlDeviceGetMigMode": lambda gpu: [int(bool(slices))] * 2,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: slices[index],  # IndexError past the last
     }
 
     def refused(*_):

@@ -4,7 +4,7 @@ import matplotlib
 import pytest
 
 from perf_helpers import plots
-from perf_helpers.lab.runs import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
+from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.unknown import Unknown
 
 SERIES = {"phase": ["forward", "backward", "step"]} | {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}

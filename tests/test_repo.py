@@ -134,7 +134,7 @@ def test_imports_run_one_way():
         ("lab/hardware", "from perf_helpers.lab import task", "inside the lab"),
         ("lab/lab", "from perf_helpers import cli", "rooms"),
         ("course/claims", "def f():\n    from perf_helpers import widgets", "rooms"),
-        ("plots", "from perf_helpers.lab import runs", "rooms"),
+        ("plots", "from perf_helpers.lab import task", "rooms"),
         ("lab/odds", "import json", "inside the lab"),
     ],
 )
@@ -529,7 +529,7 @@ def word_problems(page, wanted):
 def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing():
     from perf_helpers.course.ledger import Verdict
     from perf_helpers.lab.profiles import PROFILES
-    from perf_helpers.lab.runs import CATEGORIES
+    from perf_helpers.records import CATEGORIES
 
     wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
     assert word_problems((ROOT / "docs" / "words.md").read_text(), wanted) == []

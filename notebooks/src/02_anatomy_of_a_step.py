@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from perf_helpers import Lab, Task, claims, exercises, plots, roofline, stopwatch, widgets
-from perf_helpers.lab.runs import CPU, Ratio
+from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="02_anatomy_of_a_step")
 DEVICE = lab.machine.kind

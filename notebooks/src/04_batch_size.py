@@ -28,7 +28,7 @@ from IPython.display import display
 from perf_helpers import Lab, Task, claims, exercises, plots, roofline, stopwatch, widgets
 from perf_helpers.advise import advise
 from perf_helpers.estimate import estimate
-from perf_helpers.lab.runs import CPU, WALL, Ratio
+from perf_helpers.records import CPU, WALL, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="04_batch_size")
 on_cpu = lab.machine.kind == "cpu"

@@ -29,7 +29,7 @@ from perf_helpers import Lab, claims, exercises, plots, stopwatch, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import CPU, WALL
+from perf_helpers.records import CPU, WALL
 
 lab = Lab(profile, strict=strict, out=out, lesson="10_multi_tensor_optimizers")
 cuda = lab.machine.kind == "cuda"

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from perf_helpers import Lab, Task, claims, exercises, hardware, plots, stopwatch, widgets
 from perf_helpers.estimate import estimate
-from perf_helpers.lab.runs import CPU, Ratio
+from perf_helpers.records import CPU, Ratio
 from perf_helpers.unknown import NeedsValues
 
 lab = Lab(profile, strict=strict, out=out, lesson="11_attention_and_compile")

@@ -30,7 +30,7 @@ from IPython.display import Markdown, display
 from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, learner_log, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
-from perf_helpers.lab.runs import CPU, WALL, Ratio
+from perf_helpers.records import CPU, WALL, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
 cuda = lab.machine.kind == "cuda"

@@ -16,23 +16,17 @@ from perf_helpers.advise.alternatives import Change, remedies
 from perf_helpers.advise.candidate_recipes import Candidate, Choices, native_precisions
 from perf_helpers.advise.measured_speedups import Evidence, Ranking
 from perf_helpers.advise.search import RecipeSearch
-from perf_helpers.estimate import DEFAULT_CAPABILITY, estimate
+from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, card
+from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.processes import within
-from perf_helpers.lab.runs import Run
-from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
-from perf_helpers.rehearsal import build, card, rehearse
+from perf_helpers.records import Run, Store
+from perf_helpers.rehearsal import build, rehearse
 from perf_helpers.texts import bytes_text, parse_bytes, whole_number
-
-# What is kept for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
-# out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
-# (benchmarks/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
-CONTEXT_BYTES = 530 * 2**20
-_CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +284,7 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
         if given is not None:
             raise ValueError(f"context_memory={given!r}: a CPU has no CUDA context, leave it out")
         return 0, "Needed is counted memory: what the interpreter and its libraries hold comes on top."
-    context, source = CONTEXT_BYTES, _CONTEXT_SOURCE
+    context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:
         context, source = parse_bytes(given, "context_memory", 0), "as you said"
     told = f"Needed is what the allocator reserves, and {context / 2**20:,.0f} MiB that are kept for the CUDA context "

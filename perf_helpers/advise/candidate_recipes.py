@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from perf_helpers import recipes as known
 from perf_helpers.lab import hardware
-from perf_helpers.lab import techniques as known
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.techniques import QUESTIONS, Technique
+from perf_helpers.recipes import QUESTIONS, Technique
 from perf_helpers.texts import nearest_text
 
 # One way of training: an answer to each question of a recipe. The library's plain choices are left out, except AdamW.

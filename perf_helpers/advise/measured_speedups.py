@@ -24,9 +24,9 @@ from perf_helpers.course.results import decided_anew, recorded
 from perf_helpers.lab.arguments import COMPILING, Arguments
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import NOISE_FLOOR
-from perf_helpers.lab.runs import Ratio, Run
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.techniques import Technique
+from perf_helpers.recipes import Technique
+from perf_helpers.records import Ratio, Run
 from perf_helpers.unknown import is_measured
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from perf_helpers.advise.advice import CONTEXT_BYTES
+from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import Category
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
+from perf_helpers.records import Category
 from perf_helpers.texts import bytes_text, parse_bytes, whole_number
 
 # Korthikanti and others, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), equation

@@ -21,7 +21,7 @@ from perf_helpers.advise.measured_speedups import Ranking
 from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.lab.processes import seconds_left
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.techniques import QUESTIONS
+from perf_helpers.recipes import QUESTIONS
 
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
 _FAR = 1.2  # a guess that is beyond the limit by this factor is believed

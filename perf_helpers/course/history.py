@@ -19,8 +19,7 @@ from perf_helpers.course.regressions import differences, identity_text, keyed
 from perf_helpers.course.report import template
 from perf_helpers.course.results import load_results
 from perf_helpers.course.speed_changes import fastest
-from perf_helpers.lab.runs import Run
-from perf_helpers.lab.store import write_whole
+from perf_helpers.records import Run, write_whole
 
 FEWEST = 4  # points that a line with noise needs before anything is said of it
 FALSE_CUTS = 0.01  # pages with a cut that noise made

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers.lab.runs import Record
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Record, Store
 
 if TYPE_CHECKING:
     from perf_helpers.lab.lab import Lab

@@ -4,7 +4,7 @@ Memory is counted (on a CPU) or told by torch's allocator (on CUDA) and has no n
 every byte. What the system tells, resident memory or that of a whole device, is left out.
 """
 
-from perf_helpers.lab.runs import Memory
+from perf_helpers.records import Memory
 from perf_helpers.texts import bytes_text, name_text
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from perf_helpers.course import memory_changes, speed_changes
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import load_results, measured_text
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.unknown import is_measured
 
 AXES = ("memory", "verdict", "speed")  # what a change can be worse in

@@ -15,7 +15,7 @@ import jinja2
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.regressions import AXES, worse_of
 from perf_helpers.course.results import failures, load_results, measured_text, to_send
-from perf_helpers.lab.store import write_whole
+from perf_helpers.records import write_whole
 from perf_helpers.texts import number_text
 
 MOST_BYTES = 5_000_000  # of index.html, which is sent around and archived

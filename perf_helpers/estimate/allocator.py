@@ -15,7 +15,6 @@ from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, 
 
 KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
-DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
 UNLIMITED = 1 << 62
 FIRST_ADDRESS = 0x7F0000000000  # of the first segment, as drivers give them
 
@@ -30,13 +29,6 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     multiplies has one, in a training the forward's and autograd's. On compute capability 9, 10 and 12 it is 32 MiB,
     else 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)."""
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
-
-
-def context_bytes(compute_capability: tuple[int, int]) -> int | None:
-    """Bytes of the CUDA context, which the device holds outside of the allocator; None where nobody has published or
-    measured it. It depends on driver, CUDA and the kernels loaded. The one figure known is 1343 MiB on a V100 in "Model
-    training anatomy" of transformers' documentation, taken there with one segment of 2 MiB."""
-    return 1341 * MIB if compute_capability == (7, 0) else None
 
 
 class OutOfMemory(MemoryError):

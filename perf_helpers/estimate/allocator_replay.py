@@ -8,7 +8,7 @@ import numpy as np
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory, rounded
 from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.event_log import Log
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, Phase, explain
+from perf_helpers.records import TENSOR_CATEGORIES, Memory, Phase, explain
 
 
 @dataclass(frozen=True, slots=True)

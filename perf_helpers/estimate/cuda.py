@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import autocast
-from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.autocast import private
 from perf_helpers.estimate.kernels import HALF
 

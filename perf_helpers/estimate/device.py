@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.fake_deepspeed import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
-from perf_helpers.lab.runs import Category, Phase
 from perf_helpers.lab.tracker import Block, name_of
+from perf_helpers.records import Category, Phase
 
 # Functions of torch that make a tensor of no other: on the host, unless they are told where.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}

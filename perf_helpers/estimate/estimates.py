@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import prediction
-from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.prediction import Device, Tell
 from perf_helpers.estimate.snapshot import place, save
 from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import Memory
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Memory
 from perf_helpers.texts import bytes_text
 
 Answer = TypeVar("Answer")

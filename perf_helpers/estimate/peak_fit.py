@@ -16,8 +16,8 @@ import numpy as np
 from perf_helpers.estimate.prediction import Device, Followed, Known, Tell, follow_all, memory_of
 from perf_helpers.estimate.trace_records import Operation, Trace
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory, Phase
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import TENSOR_CATEGORIES, Category, Memory, Phase
 
 Point = tuple[int, int | None]  # (micro-batch, length); None for images
 Points = Sequence[Point]

@@ -18,34 +18,24 @@ from typing import Any
 
 import numpy as np
 
+from perf_helpers import recipes
+from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import peak_fit
-from perf_helpers.estimate.allocator import DEFAULT_CAPABILITY
 from perf_helpers.estimate.estimates import KNOWLEDGE, estimate, target
 from perf_helpers.estimate.peak_fit import STATES, TOTAL, Point, Surface, terms
 from perf_helpers.estimate.prediction import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
-from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
-from perf_helpers.lab.techniques import (
-    ADAFACTOR,
-    ADAM_8BIT,
-    ADAMW,
-    ADAMW_UNFUSED,
-    BF16,
-    BF16_WEIGHTS,
-    CHECKPOINTING,
-    FP16,
-    SGD,
-)
 from perf_helpers.lab.training import Experiment
+from perf_helpers.recipes import ADAMW, BF16_WEIGHTS, CHECKPOINTING, FP16
+from perf_helpers.records import TENSOR_CATEGORIES, Category, Memory, write_whole
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ACCUMULATION = (1, 2, 4, 8, 16, 32)
-PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in (BF16, FP16, BF16_WEIGHTS)}
-OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)}
+PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in recipes.PRECISIONS}
+OPTIMIZERS = {technique.name: technique.arguments for technique in recipes.OPTIMIZERS}
 ATTENTION = ("sdpa", "eager")
 
 _SCHEMA = 7  # of the file; to be raised where the estimate says something else than it did

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perf_helpers.estimate import allocator, allocator_replay
+from perf_helpers import cards
+from perf_helpers.estimate import allocator_replay
 from perf_helpers.estimate.event_log import Log
 from perf_helpers.estimate.trace_records import Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Memory, explain
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import TENSOR_CATEGORIES, Memory, explain
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
@@ -39,7 +40,7 @@ class Device:
     """Whose memory is predicted."""
 
     kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
-    compute_capability: tuple[int, int] = allocator.DEFAULT_CAPABILITY  # of the GPU
+    compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
     memory_bytes: int | None = None  # that the card has for segments; None: enough
 
@@ -282,7 +283,7 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """The last step as a series, see `runs.Memory`."""
+    """The last step as a series, see `records.Memory`."""
     from perf_helpers.lab import meters
 
     picked = meters.highest(totals.tolist(), *trace.last_step)
@@ -296,7 +297,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes)
-    memory, context = found.memory(), allocator.context_bytes(device.compute_capability)
+    memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(
         memory,
         parameters=trace.parameters,

@@ -33,9 +33,9 @@ from perf_helpers.estimate.fake_rank import one_rank_of
 from perf_helpers.estimate.trace_records import Operation, Spec, Trace, flat, nested
 from perf_helpers.lab import forkserver, fsdp_hooks
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 from perf_helpers.lab.tracker import RESIZE, Tracker, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
+from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
 aten = torch.ops.aten
 

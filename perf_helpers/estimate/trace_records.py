@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from perf_helpers.lab.runs import Phase
+from perf_helpers.records import Phase
 
 if TYPE_CHECKING:
     import torch

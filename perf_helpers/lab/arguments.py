@@ -5,14 +5,13 @@ versions is mapped here and nowhere else.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, whole_number
 
 # Arguments of `from_config` rather than of the Trainer: how the model is built.
 MODEL_ARGUMENTS = {
@@ -182,10 +181,8 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
             continue
         if name in _REMOVED:
             raise ValueError(f"{name!r} is no longer a training argument. Instead: {_REMOVED[name]}.")
-        near = difflib.get_close_matches(name, sorted(valid), n=2, cutoff=0.6)
-        meant = " or ".join(map(repr, near))
-        hint = f" Did you mean {meant}?" if near else " The names are those of transformers.TrainingArguments."
-        raise ValueError(f"unknown training argument {name!r}.{hint}")
+        hint = nearest_text(name, valid) or "The names are those of transformers.TrainingArguments."
+        raise ValueError(f"unknown training argument {name!r}. {hint}")
 
 
 def parse(words: list[str]) -> Arguments:
@@ -250,9 +247,7 @@ _AT_LEAST = {
 def _check_values(training: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise ValueError at a value out of range, naming the argument and what it takes."""
     for name, least in _AT_LEAST.items():
-        value = training.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+        whole_number(name, training.get(name, least), least)
     for name in ("bf16", "fp16", "tf32", "gradient_checkpointing", "activation_checkpointing"):
         if not isinstance(training.get(name), bool | None):
             raise ValueError(f"{name}={training[name]!r}: give True or False")

@@ -3,10 +3,10 @@
 import datetime
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 
-from perf_helpers.lab import hardware, processes
+from perf_helpers.lab import hardware, processes, worker
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -59,20 +59,33 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
     return outcome.replace(machine=hardware.describe().to_dict(), versions=hardware.versions())
 
 
-def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Perform an experiment under each of the meters, one after another: what is known when all have, or one failed.
+def measured(
+    experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
+) -> Iterator[Outcome]:
+    """What is known of an experiment after each of the meters, one after another, until one of them fails.
 
     Args:
         meters: "memory", "time" or "none", each in a clean process of its own.
         timeout: seconds that each may take.
+        on_step: as in `processes.execute`.
     """
     known = Outcome()
     for meter in meters:
-        pass_ = processes.account(experiment, timeout) if meter == "memory" else None
-        known = known.joined(pass_ or processes.execute(experiment, meter, timeout))
+        if meter == "memory":
+            outcome = processes.account(experiment, timeout, on_step)
+        elif meter == "time" and known.memory and hardware.is_rehearsal():
+            outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
+        else:
+            outcome = processes.execute(experiment, meter, timeout, on_step)
+        known = known.joined(outcome)
+        yield known
         if not known.ok:
             break
-    return known
+
+
+def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
+    """What is known of an experiment when all meters have `measured` it, or one failed."""
+    return [*measured(experiment, meters, timeout)][-1]
 
 
 def now() -> str:

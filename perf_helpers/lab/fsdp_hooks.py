@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from perf_helpers.lab.runs import Category, Phase
+from perf_helpers.records import Category, Phase
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

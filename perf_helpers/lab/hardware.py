@@ -1,8 +1,8 @@
 """What this machine is and can do, found without importing torch and without creating a CUDA context.
 
-GPUs come from NVML, each query guarded on its own: MIG, vGPU, WSL and unified memory each refuse some. NVML counts
-GPUs in PCI order, CUDA the fastest first: where that can matter, the CUDA driver is asked in a child process and the
-two lists are matched by UUID. What cannot be known is None.
+Which GPUs there are, the CUDA driver says, asked in a child process: in CUDA's order, and those that
+CUDA_VISIBLE_DEVICES shows. NVML adds by their UUIDs what is free and in use; each of its queries is guarded on its own,
+for MIG, vGPU, WSL and unified memory each refuse some. What cannot be known is None.
 """
 
 import ctypes
@@ -19,10 +19,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import psutil
+
+from perf_helpers.records import Record
 
 # What a claim may need of a machine, see `supports`.
 FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
@@ -59,7 +61,7 @@ print(json.dumps(rows))
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Record):
     """A GPU as CUDA numbers it."""
 
     index: int  # of CUDA's devices
@@ -71,12 +73,8 @@ class Gpu:
     free_bytes: int | None = None  # when it was asked
 
 
-def _gpu(capability=None, **rest) -> Gpu:
-    return Gpu(capability=tuple(capability) if capability else None, **rest)
-
-
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Record):
     """One machine as this process may use it: a container's limits count, and so does CUDA_VISIBLE_DEVICES."""
 
     name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
@@ -112,17 +110,6 @@ class Machine:
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
-
-    def to_dict(self) -> dict:
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_dict(cls, record: dict) -> "Machine":
-        """Read what to_dict wrote, also by another version: fields it does not know are left out."""
-        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        features = known.get("cpu_features")
-        gpus = tuple(_gpu(**gpu) for gpu in known.get("gpus", ()))
-        return cls(**known | {"cpu_features": None if features is None else tuple(features), "gpus": gpus})
 
 
 def describe(root: str | Path = "/") -> Machine:
@@ -240,23 +227,17 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 
 def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     """The GPUs that CUDA shows, why NVML gives nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU."""
-    rows, nvml_reason = nvml_gpus()
-    value, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
-    uuids = [row.uuid or "" for row in rows]
-    positions, visible_reason = visible_devices(value, uuids) if rows else ([], None)
-    by_number = not (value or "").startswith("GPU-")
-    ordered = len(rows) == 1 or order == "PCI_BUS_ID" or not by_number
-    known = all(row.memory_bytes and row.capability and (row.uuid or "").startswith("GPU-") for row in rows)
-    answer, driver_reason = (None, None) if rows and ordered and known else ask_driver(value, order)
-    if answer is not None:
-        seen = {uuid[4:]: row for uuid, row in zip(uuids, rows, strict=True) if uuid}  # less its "GPU-" or "MIG-"
-        told = [{k: v for k, v in asdict(seen.get(gpu.uuid[4:], gpu)).items() if v is not None} for gpu in answer]
-        gpus = tuple(replace(gpu, **more | {"index": gpu.index}) for gpu, more in zip(answer, told, strict=True))
-    else:
-        gpus = tuple(replace(rows[at], index=i) if ordered else Gpu(index=i) for i, at in enumerate(positions))
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    told, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
+    with nvml() as (ask, nvml_reason):
+        count, version = ask("nvmlDeviceGetCount"), ask("nvmlSystemGetDriverVersion")
+        gpus = tuple(_seen_by_nvml(replace(gpu, driver=version), ask) for gpu in told or ())
+    visible_reason = hidden(value, len(gpus)) if gpus or (count and told is not None) else None
     if gpus:
         return gpus, nvml_reason, visible_reason, None
-    if not nvml_reason:
+    if count:
+        missing = f"NVML counts {count} GPU(s), but the CUDA driver's library is not here"
+    elif not nvml_reason:
         missing = "this machine has no NVIDIA GPU"
     elif (root / "proc/driver/nvidia/version").exists():
         missing = f"the host has an NVIDIA driver, but no GPU was given to this container ({nvml_reason})"
@@ -265,41 +246,34 @@ def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str 
         missing = f"no NVIDIA driver {found} ({nvml_reason})"
     if driver_reason and value is not None:
         driver_reason += f" (CUDA_VISIBLE_DEVICES={value!r})"
-    hidden = None if positions else visible_reason
-    return (), nvml_reason, visible_reason, hidden or driver_reason or missing
+    return (), nvml_reason, visible_reason, visible_reason or driver_reason or missing
+
+
+def _seen_by_nvml(gpu: Gpu, ask) -> Gpu:
+    """The GPU, or the MIG slice of one, with the UUID by which NVML knows it and the bytes that are free."""
+    for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
+        if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            return replace(gpu, uuid=uuid, free_bytes=memory and memory.free)
+    return gpu
+
+
+def hidden(value: str | None, shown: int) -> str | None:
+    """In words what CUDA_VISIBLE_DEVICES=`value` hides where CUDA shows so many GPUs: the first entry that is no GPU
+    ends the list, and a repeat leaves none (CUDA Programming Guide, environment variables)."""
+    entries = (value or "").split(",")
+    if value is None or shown >= len(entries):
+        return None
+    if not value.strip():
+        return "CUDA_VISIBLE_DEVICES is set but empty, which hides every GPU"
+    end = f"only the {shown} before it can be used" if shown else "every GPU is hidden"
+    why = f"{entries[shown]!r} is no GPU here, or one is named twice"
+    return f"CUDA_VISIBLE_DEVICES={value!r}: {why}, so {end}"
 
 
 @functools.cache
 def visible_uuids(visible: str | None, order: str | None) -> list[str | None]:
     return [gpu.uuid for gpu in find_gpus()[0]]
-
-
-def visible_devices(value: str | None, uuids: list[str]) -> tuple[list[int], str | None]:
-    """Positions of the GPUs that CUDA_VISIBLE_DEVICES=`value` shows, and in words what it hides.
-
-    As CUDA reads it (CUDA Programming Guide, environment variables; torch.cuda does the same): numbers like C's
-    strtoul, names by a prefix that fits one GPU; the first entry that is no GPU ends the list; a repeat leaves none.
-    """
-    if value is None:
-        return list(range(len(uuids))), None
-    if not value.strip():
-        return [], "CUDA_VISIBLE_DEVICES is set but empty, which hides every GPU"
-    kind = value[:4] if value.startswith(("GPU-", "MIG-")) else None
-    shown: list[int] = []
-    for entry in value.split(","):
-        if kind:
-            fits = [at for at, uuid in enumerate(uuids) if entry.startswith(kind) and uuid.startswith(entry)]
-        else:
-            digits = re.match(r"\+?\d+", entry.strip())
-            fits = [int(digits[0])] if digits and int(digits[0]) < len(uuids) else []
-        if len(fits) != 1:
-            problem = f"{entry!r} fits {'several GPUs' if fits else f'none of the {len(uuids)} GPU(s) here'}"
-            end = f"only the {len(shown)} before it can be used" if shown else "every GPU is hidden"
-            return shown, f"CUDA_VISIBLE_DEVICES={value!r}: {problem}, so {end}"
-        if fits[0] in shown:
-            return [], f"CUDA_VISIBLE_DEVICES={value!r} names one GPU twice, which hides every GPU"
-        shown += fits
-    return shown, None
 
 
 @contextmanager
@@ -327,24 +301,6 @@ def nvml():
         ask("nvmlShutdown")
 
 
-def nvml_gpus() -> tuple[list[Gpu], str | None]:
-    """Every GPU, or the MIG slices of one that is cut up, in NVML's order; and why NVML gives nothing."""
-    with nvml() as (ask, reason):
-        driver, rows = ask("nvmlSystemGetDriverVersion"), []
-        for number in range(ask("nvmlDeviceGetCount") or 0):
-            whole = ask("nvmlDeviceGetHandleByIndex", number)
-            cut = (ask("nvmlDeviceGetMigMode", whole) or [0])[0]
-            slices = range(ask("nvmlDeviceGetMaxMigDeviceCount", whole) or 0) if cut else ()
-            parts = [part for at in slices if (part := ask("nvmlDeviceGetMigDeviceHandleByIndex", whole, at))]
-            capability = tuple(ask("nvmlDeviceGetCudaComputeCapability", whole) or ()) or None
-            for part in parts if cut else [whole]:
-                memory = ask("nvmlDeviceGetMemoryInfo", part)
-                total, free = (memory.total, memory.free) if memory else (None, None)
-                uuid, name = ask("nvmlDeviceGetUUID", part), ask("nvmlDeviceGetName", part)
-                rows.append(Gpu(len(rows), uuid, name, total, capability, driver, free))
-    return rows, reason
-
-
 @functools.cache
 def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
     """The GPUs in CUDA's own order and why there are none; (None, None) where there is no CUDA driver to ask."""
@@ -359,7 +315,7 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
         return [], "the CUDA driver gave no answer in 60 s"
     if done.returncode:
         return [], f"the CUDA driver says: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
-    return [_gpu(**row) for row in json.loads(done.stdout)], None
+    return [Gpu.from_dict(row) for row in json.loads(done.stdout)], None
 
 
 def torch_build() -> tuple[str | None, bool]:

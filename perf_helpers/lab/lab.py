@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perf_helpers import plots
-from perf_helpers.lab import doctor, executors, hardware, processes, progress, worker
+from perf_helpers.lab import doctor, executors, hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.runs import CPU, WALL, Comparison, Memory, Ratio, Run
 from perf_helpers.lab.stopwatch import NO_TIME
-from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment, pickled
+from perf_helpers.records import CPU, WALL, Comparison, Memory, Ratio, Run, Store
 from perf_helpers.texts import whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -72,7 +71,7 @@ class Lab:
         self._experiments: dict[str, Experiment] = {}
         self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
-        self._has_rehearsed_time = self._has_rehearsed_turns = False  # once is enough to see that they run
+        self._has_rehearsed_turns = False  # once is enough to see that they run
         if executor is None:
             SERVER.start()
         plots.give_words()
@@ -283,32 +282,16 @@ class Lab:
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
         """What is known of the experiment after each of the meters, until one of them fails."""
-        if self.executor and not self.machine.rehearsed:  # one place for all meters
+        if self.executor:  # one place for all meters
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
         quiet = self._is_unwatched or measure == ("none",)  # without a meter there are no steps to tell
-        known = Outcome()
         with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
             text = progress.BarText(bar, experiment.samples_per_step)
-
-            def perform(meter: str) -> Outcome:
-                on_step = None if self.executor else text.on_step
-                if meter == "memory":
-                    return self._perform(processes.account, experiment, timeout, on_step)
-                return self._perform(processes.execute, experiment, meter, timeout, on_step)
-
-            for meter in measure:
-                if meter == "time" and known.memory and self.machine.rehearsed and self._has_rehearsed_time:
-                    outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
-                else:
-                    outcome = perform(meter)
-                    self._has_rehearsed_time |= meter == "time"
-                if outcome.ok and meter == "memory":
-                    text.measured(outcome.memory.peak_bytes)
-                known = known.joined(outcome)
+            for known in executors.measured(experiment, measure, timeout, text.on_step):
+                if known.memory:
+                    text.measured(known.memory.peak_bytes)
                 yield known
-                if not outcome.ok:
-                    break
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
         """Make a run of what was measured, here or elsewhere, and store it."""
@@ -344,8 +327,6 @@ class Lab:
     def _perform(self, function, *arguments):
         if self.executor is None:
             return function(*arguments)
-        if self.machine.rehearsed:  # its place is known
-            return self.executor.submit(function, *arguments).result()
         return executors.outcome_of(executors.submit(self.executor, function, *arguments))
 
     def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:

@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.allocator_trace import MARK, Account, events, replayed, replayed_by_tensors
-from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
 from perf_helpers.lab.tracker import Tracker, Watcher, watched
+from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
 
 _timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
 
@@ -394,7 +394,7 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """A timeline as `runs.Memory` keeps it.
+    """A timeline as `records.Memory` keeps it.
 
     Args:
         where: phase, operation and module of each entry.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers.lab import stack_dumps
-from perf_helpers.lab.runs import Memory, Timing
+from perf_helpers.records import Memory, Timing
 from perf_helpers.unknown import NeedsValues
 
 
@@ -22,7 +22,7 @@ class Outcome:
     """One experiment, performed once. Every figure is None where nobody asked for it."""
 
     status: str = (
-        "ok"  # one of `runs.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
+        "ok"  # one of `records.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
     )
     message: str = ""  # why it is not "ok"
     memory: Memory | None = None
@@ -35,7 +35,7 @@ class Outcome:
     traceback: str = ""  # of the exception that ended it
     machine: dict[str, Any] | None = None  # that it was performed on, of `hardware.Machine`; None: the lab's
     versions: dict[str, str | None] | None = None  # of packages there
-    attempts: tuple[dict[str, Any], ...] = ()  # as `runs.Run.attempts`
+    attempts: tuple[dict[str, Any], ...] = ()  # as `records.Run.attempts`
 
     @property
     def ok(self) -> bool:

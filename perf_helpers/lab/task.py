@@ -1,7 +1,6 @@
 """Tasks: a model with its data and sizes. Presets need no network."""
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -9,6 +8,9 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from perf_helpers.records import Record
+from perf_helpers.texts import nearest_text, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
@@ -28,7 +30,7 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Record):
     """A model and the data it is trained on.
 
     Args:
@@ -54,9 +56,8 @@ class Task:
         if self.data not in ("random", "learnable"):
             raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
         for name in ("seq_len", "dataset_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
 
     def replace(self, **changes) -> "Task":
         """The same task with other sizes; `config` is merged with the present one."""
@@ -67,13 +68,6 @@ class Task:
         if "config" in changes:
             changes["config"] = {**self.config, **changes["config"]}
         return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Task":
-        return cls(**data)
 
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
@@ -119,12 +113,9 @@ class Task:
         try:
             return AutoConfig.from_pretrained(self.model, local_files_only=not known, **self.config)
         except (OSError, ValueError) as error:
-            near = difflib.get_close_matches(self.model, [*PRESETS, *_ALIASES], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
-            raise ValueError(
-                f"{self.model!r} is no preset, no file or folder, and {where}.{hint} Presets: {', '.join(PRESETS)}."
-            ) from error
+            hint = nearest_text(self.model, [*PRESETS, *_ALIASES])
+            raise ValueError(f"{self.model!r} is no preset, no file or folder, and {where}. {hint}") from error
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from perf_helpers.lab import fsdp_hooks
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Phase
+from perf_helpers.records import TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
 _IN_PLACE = {

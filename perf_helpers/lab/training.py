@@ -34,7 +34,7 @@ class Experiment:
 
     @property
     def kind(self) -> str:
-        """As `runs.Run.kind`."""
+        """As `records.Run.kind`."""
         return "function" if self.function else "training" if self.training else "inference"
 
     @property
@@ -75,7 +75,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was once killed.
+        # gloo sums. Else each rank waits for an operator to be compiled: a minute, for ever where that was once killed.
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
     try:
         args = arguments.build(folder)

@@ -14,9 +14,9 @@ from typing import Any
 
 from perf_helpers.lab import forkserver, hardware, outcomes, stack_dumps
 from perf_helpers.lab.outcomes import Invalid, Outcome
-from perf_helpers.lab.runs import Timing
 from perf_helpers.lab.stopwatch import NO_TIME
 from perf_helpers.lab.training import Experiment, infer, train
+from perf_helpers.records import Timing
 from perf_helpers.unknown import Unknown
 
 # A model may be compiled anew after its first call, in which transformers' complete their configuration.

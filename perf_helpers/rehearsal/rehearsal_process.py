@@ -14,11 +14,11 @@ from typing import Any
 
 import cloudpickle
 
+from perf_helpers.cards import Card, card
 from perf_helpers.estimate.snapshot import place
-from perf_helpers.lab import Lab, Task, hardware, optional_packages
-from perf_helpers.lab.runs import Run
+from perf_helpers.lab import Lab, Task, optional_packages
+from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
-from perf_helpers.rehearsal.cards import Card, card
 
 
 def rehearse(
@@ -42,8 +42,7 @@ def rehearse(
         processes: ranks, each on a device of its own.
         inference: forward passes without gradients.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
-        timeout: seconds.
-        arguments: training arguments, as `Lab.train` takes them.
+        timeout, arguments: as `Lab.train` takes them.
 
     Returns:
         A run as the lab's, with memory and without time; `status` is "out of memory" where it does not fit, and
@@ -51,7 +50,6 @@ def rehearse(
 
     Raises:
         ValueError: unknown or wrong arguments.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
@@ -68,7 +66,6 @@ def run(words: list[str], on: Card) -> int:
 
     Raises:
         ValueError: no command, or one that is not found.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
     if not words:
         raise ValueError("name a command after --, e.g. python train.py")
@@ -83,17 +80,13 @@ def run(words: list[str], on: Card) -> int:
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """The Python that rehearses and the environment in which any program meets the card, for as long as this is open.
-
-    Raises:
-        RuntimeError: no rehearsal is possible here; with what is missing.
-    """
+    """The Python that rehearses, and the environment in which any program meets the card, while this is open."""
     python = build.set_up()
     library = build.library(python)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
         startup = Path(folder, "profile_default", "startup", "rehearsal.py")
         startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
-        startup.write_text("from perf_helpers.rehearsal import cell_guard\ncell_guard.install(get_ipython())\n")
+        startup.write_text("from perf_helpers.rehearsal import lessons\nlessons.install(get_ipython())\n")
         inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
         first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.OFFERED], "PATH": tools}
         paths = {
@@ -107,7 +100,19 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
-        yield python, kept | paths | variables | on.variables(str(Path(folder, "ledger")))
+        yield python, kept | paths | variables | variables_of(on, str(Path(folder, "ledger")))
+
+
+def variables_of(card: Card, ledger: str) -> dict[str, str]:
+    """What native/device.h reads; `ledger` is the file that the processes of one rehearsal share."""
+    return {
+        "REHEARSAL_CAPABILITY": "{}{}".format(*card.capability),
+        "REHEARSAL_BYTES": str(card.memory_bytes),
+        "REHEARSAL_CONTEXT_BYTES": str(card.context_bytes),
+        "REHEARSAL_DEVICES": str(card.devices),
+        "REHEARSAL_NAME": f"rehearsed {card.name}",
+        "REHEARSAL_LEDGER": ledger,
+    }
 
 
 class Rehearsal(ThreadPoolExecutor):
@@ -122,7 +127,6 @@ class Rehearsal(ThreadPoolExecutor):
 
     Raises:
         ValueError: no file can be made there.
-        RuntimeError: no rehearsal is possible here; with what is missing.
     """
 
     def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
@@ -139,14 +143,6 @@ class Rehearsal(ThreadPoolExecutor):
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
         return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))
-
-    def machine(self) -> hardware.Machine:
-        """The machine that experiments see."""
-        return self.submit(hardware.describe).result()
-
-    def versions(self) -> dict[str, str | None]:
-        """The packages that experiments run with."""
-        return self.submit(hardware.versions).result()
 
     def _ask(self, request: bytes) -> Any:
         try:

@@ -40,7 +40,7 @@ _ROUND = 0.3  # seconds after which it is looked again which workers there are
 
 
 class Killed(BrokenExecutor):
-    """The workers that performed a call ended before it did; `attempts` as in `runs.Run.attempts`."""
+    """The workers that performed a call ended before it did; `attempts` as in `records.Run.attempts`."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -196,7 +196,7 @@ class Workers(Executor):
         """What a call returns; `content` is its pickled function with the arguments."""
         self._calls.add(call := asyncio.current_task())
         call.add_done_callback(self._calls.discard)
-        number, attempts = uuid.uuid4().hex, []  # that failed, as in `runs.Run.attempts`
+        number, attempts = uuid.uuid4().hex, []  # that failed, as in `records.Run.attempts`
         while len(attempts) < ATTEMPTS:
             worker = await self._free({attempt["worker"] for attempt in attempts})
             began, future = executors.now(), self._sent(number, attempts, content, worker)

@@ -19,9 +19,9 @@ from perf_helpers.lab import arguments, executors
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runs import Run
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Run
 from perf_helpers.sweep.dask_workers import TELLING
 from perf_helpers.texts import nearest_text, whole_number
 

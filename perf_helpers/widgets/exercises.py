@@ -15,7 +15,7 @@ from typing import Any
 from perf_helpers import plots
 from perf_helpers.course import learner_log
 from perf_helpers.lab import Arguments, Lab, Task
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
 from perf_helpers.widgets.answer_feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers import plots
-from perf_helpers.estimate import MemoryEstimate, allocator, estimate, peak_model
+from perf_helpers.cards import SIZES, context_bytes
+from perf_helpers.estimate import MemoryEstimate, estimate, peak_model
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text
@@ -18,7 +19,7 @@ from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, plac
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
-_CONTEXT_BYTES = allocator.context_bytes((7, 0))  # that of a V100, the one card whose CUDA context is published
+_CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUDA context is published
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 
 
@@ -183,7 +184,7 @@ class _MemoryExplorer:
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = svg_drawings.bar(parts, svg_drawings.CARDS | own)
+        self._picture.value = self._drawn = svg_drawings.bar(parts, SIZES | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
@@ -218,7 +219,7 @@ def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, in
     """What is needed, where the peak is, and on which cards and on which of the learner's `own` devices it fits."""
     needed = sum(parts.values())
     where = html.escape(f"in {answer.phase}, at {answer.operation}")
-    smallest = next((name for name, size in svg_drawings.CARDS.items() if size >= needed), None)
+    smallest = next((name for name, size in SIZES.items() if size >= needed), None)
     text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is {where}. "
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():

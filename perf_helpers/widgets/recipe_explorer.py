@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers import plots
+from perf_helpers.cards import SIZES
 from perf_helpers.estimate import MemoryEstimate, estimates_so_far
 from perf_helpers.lab import Arguments, Lab, Task
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text, number_text
 from perf_helpers.widgets import svg_drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
@@ -34,7 +35,7 @@ def recipes(lab: Lab, *more: Run) -> None:
         raise ValueError("no run so far has its memory or its speed measured: train something first")
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
-    card = ipywidgets.Dropdown(options=[("any", None), *svg_drawings.CARDS.items()], description="fits on", **wide)
+    card = ipywidgets.Dropdown(options=[("any", None), *SIZES.items()], description="fits on", **wide)
     limit = ipywidgets.FloatText(value=0, description="or MB", tooltip="0: no limit", **wide)
     select = ipywidgets.Select(description="recipe", rows=8, layout=WHOLE_WIDTH)
     picture, text, output = html_box(), html_box(), ipywidgets.Output()
@@ -54,7 +55,7 @@ def recipes(lab: Lab, *more: Run) -> None:
         if chosen is None:
             picture.value, text.value = "Nothing fits.", ""
             return
-        limits = svg_drawings.CARDS | ({"limit": limit.value * 1e6} if limit.value else {})
+        limits = SIZES | ({"limit": limit.value * 1e6} if limit.value else {})
         picture.value = svg_drawings.scatter([recipe for _, recipe in select.options], chosen, limits)
         code = html.escape(Arguments(chosen.arguments).to_python())
         text.value = f"<b>{html.escape(chosen.name)}</b>, {html.escape(chosen.task)}<pre>{code}</pre>"

@@ -14,7 +14,6 @@ from perf_helpers.plots import PALETTE, SERIES, Timeline
 from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text
 from perf_helpers.unknown import is_measured
 
-CARDS = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
 DASHES = ((), (6, 3))  # of a panel's first and second line, in points
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import svg_drawings
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, observe, place

@@ -8,7 +8,7 @@ import pytest
 from perf_helpers import Task, hardware
 from perf_helpers.advise import advise, measured_speedups
 from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.lab.runs import Memory, Run, Timing
+from perf_helpers.records import Memory, Run, Timing
 
 MB = 10**6
 

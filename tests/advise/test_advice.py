@@ -11,9 +11,8 @@ import pytest
 
 from perf_helpers import Lab, cli, hardware
 from perf_helpers.advise import advise, verify
-from perf_helpers.advise.advice import _CONTEXT_SOURCE, CONTEXT_BYTES
-from perf_helpers.lab.runs import Memory, Run
-from perf_helpers.lab.store import Store
+from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE
+from perf_helpers.records import Memory, Run, Store
 from perf_helpers.rehearsal import build
 
 MB = 10**6
@@ -105,7 +104,7 @@ def test_what_is_kept_for_the_context_is_what_published_messages_tell():
     enough = sum(mebibytes <= CONTEXT_BYTES / 2**20 for mebibytes in taken)
     assert len({each["source"] for each in messages}) == len(messages)
     told = f"enough for {enough} of {len(taken)} .* took {min(taken):.0f} to {max(taken):.0f}$"
-    assert re.search(told, _CONTEXT_SOURCE) and enough / len(taken) > 0.75
+    assert re.search(told, CONTEXT_SOURCE) and enough / len(taken) > 0.75
     assert all(each["in_use_gib"] <= each["capacity_gib"] for each in messages)
 
 

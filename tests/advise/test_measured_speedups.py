@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf_helpers.advise import measured_speedups
-from perf_helpers.lab.runs import Timing
+from perf_helpers.records import Timing
 from perf_helpers.unknown import Unknown
 
 MB = 10**6

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from perf_helpers import Task
-from perf_helpers.lab.runs import Memory
+from perf_helpers.records import Memory
 
 GPU = {"device": "cuda", "compute_capability": (8, 0)}
 

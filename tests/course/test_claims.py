@@ -12,7 +12,7 @@ import pytest
 
 from perf_helpers import claims, hardware
 from perf_helpers.course.ledger import WHERE, Verdict
-from perf_helpers.lab.runs import Ratio
+from perf_helpers.records import Ratio
 from perf_helpers.unknown import Unknown
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict

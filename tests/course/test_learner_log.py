@@ -6,7 +6,7 @@ import pytest
 
 from perf_helpers import learner_log
 from perf_helpers.course.learner_log import Entry
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 
 LESSON = "05_gradient_accumulation"
 

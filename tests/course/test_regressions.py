@@ -9,7 +9,7 @@ from toys import decision, results
 from perf_helpers.course import regressions
 from perf_helpers.course.ledger import load
 from perf_helpers.course.regressions import Noise, compare
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run
+from perf_helpers.records import CATEGORIES, Memory, Run
 
 MEMORY = Memory(
     peak_bytes=1000,

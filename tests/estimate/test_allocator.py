@@ -361,8 +361,3 @@ def test_the_double_was_never_found_to_differ_from_torch():
 def test_a_workspace_of_cublas_is_larger_on_newer_gpus():
     assert allocator.workspace_bytes((8, 0)) == allocator.workspace_bytes((7, 5)) == 8_519_680
     assert allocator.workspace_bytes((9, 0)) == 32 * MIB
-
-
-def test_an_unknown_context_is_none():
-    assert allocator.context_bytes((9, 0)) is None
-    assert allocator.context_bytes((7, 0)) == 1341 * MIB

@@ -9,7 +9,7 @@ import torch
 from perf_helpers.estimate import cuda
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
-from perf_helpers.lab.runs import Category, Phase
+from perf_helpers.records import Category, Phase
 
 
 @pytest.fixture

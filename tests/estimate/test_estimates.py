@@ -6,13 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
-from perf_helpers.estimate import allocator, estimate, estimates, estimates_so_far
+from perf_helpers.cards import DEFAULT_CAPABILITY
+from perf_helpers.estimate import estimate, estimates, estimates_so_far
 from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Invalid, Outcome
-from perf_helpers.lab.runs import CATEGORIES, Memory
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES, Memory
 
 TINY = Task("bert-tiny", seq_len=24, config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
 
@@ -169,7 +170,7 @@ def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
 def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkeypatch):
     monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("a CPU", "cpu"))
     options = {"device": "cuda", "per_device_train_batch_size": 2}
-    assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=allocator.DEFAULT_CAPABILITY)
+    assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=DEFAULT_CAPABILITY)
 
 
 # ---- what clean processes learn is given to the next ones, within bounds; their failures are told in words

@@ -6,7 +6,7 @@ import pytest
 from perf_helpers.estimate import peak_fit
 from perf_helpers.estimate.trace_records import Operation, Spec, Trace
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Phase
+from perf_helpers.records import TENSOR_CATEGORIES, Phase
 
 
 def trace(*operations, phase=Phase.FORWARD):

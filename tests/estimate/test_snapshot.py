@@ -17,7 +17,7 @@ from perf_helpers.estimate.allocator import MIB, CachingAllocator
 from perf_helpers.estimate.event_log import Label, Log
 from perf_helpers.estimate.snapshot import place, snapshot
 from perf_helpers.lab import processes
-from perf_helpers.lab.runs import Category
+from perf_helpers.records import Category
 
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 2000, "num_hidden_layers": 6}
 TASK = Task("bert-tiny", seq_len=32, config=SMALL)

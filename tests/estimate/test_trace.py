@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.runs import TENSOR_CATEGORIES, Phase
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import TENSOR_CATEGORIES, Phase
 
 
 @pytest.fixture

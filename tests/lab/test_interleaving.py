@@ -9,8 +9,8 @@ from machines import TINY
 
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.runs import CPU, WALL, Ratio
 from perf_helpers.lab.training import Experiment, pickled
+from perf_helpers.records import CPU, WALL, Ratio
 
 
 def training(name, **arguments):

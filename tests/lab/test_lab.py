@@ -9,10 +9,9 @@ from perf_helpers.lab import processes
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runs import Memory, Ratio
-from perf_helpers.lab.store import Store
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Memory, Ratio, Store
 from perf_helpers.unknown import Unknown
 
 

@@ -5,8 +5,8 @@ process.
 import pytest
 
 from perf_helpers.lab import Lab
-from perf_helpers.lab.runs import CATEGORIES
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES
 
 TINY = Task("bert-tiny", seq_len=48, dataset_size=64)
 

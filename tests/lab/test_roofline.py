@@ -6,8 +6,8 @@ import pytest
 from machines import RUN
 
 from perf_helpers.lab import Lab, roofline, stopwatch
-from perf_helpers.lab.runs import Ratio
 from perf_helpers.lab.task import Task
+from perf_helpers.records import Ratio
 from perf_helpers.unknown import NeedsValues
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

@@ -4,8 +4,8 @@ import pytest
 
 from perf_helpers.lab import Task, step_times
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runs import Timing
 from perf_helpers.lab.step_times import PROCESSES, Pace
+from perf_helpers.records import Timing
 
 
 def an_outcome(cpu=(0.1, 0.2), wall=(0.3, 0.4), waited=(0.15, 0.25)):

@@ -3,7 +3,7 @@
 import pytest
 
 from perf_helpers.lab import stopwatch
-from perf_helpers.lab.runs import CPU, WALL, Ratio
+from perf_helpers.records import CPU, WALL, Ratio
 from perf_helpers.unknown import NeedsValues
 
 

@@ -10,32 +10,9 @@ import weakref
 import pytest
 
 from perf_helpers import cli, hardware, rehearsal
-from perf_helpers.rehearsal import build, cell_guard, lessons
+from perf_helpers.rehearsal import build, lessons
+from perf_helpers.rehearsal.rehearsal_process import variables_of
 from perf_helpers.unknown import NeedsValues, Unknown
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({}, "name a card"),
-        ({"name": "a1000"}, "Did you mean 'a100'"),
-        ({"compute_capability": (8, 0)}, "and a memory"),
-        ({"compute_capability": (5, 2), "device_memory": "16GB"}, "compute capability 5.2"),
-        ({"name": "t4", "device_memory": "16 apples"}, "16GiB"),
-        ({"name": "t4", "devices": 0}, "devices=0"),
-    ],
-)
-def test_a_card_that_is_none_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        rehearsal.card(**given)
-
-
-def test_a_card_by_name_by_its_figures_and_by_both():
-    assert rehearsal.card("T4") == rehearsal.CARDS["t4"]
-    own = rehearsal.card(compute_capability=(8, 0), device_memory="16GB", devices=2)
-    assert (own.capability, own.memory_bytes, own.devices) == ((8, 0), 16_000_000_000, 2)
-    assert "8.0, 16 GB" in own.name
-    assert rehearsal.card("a100", device_memory="20GiB").memory_bytes == 20 * 2**30
 
 
 def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_path):
@@ -48,7 +25,7 @@ def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_pat
 
 def test_the_stand_in_reads_every_variable_of_a_card():
     native = "".join(path.read_text() for path in build.SOURCES.glob("*.[hc]*"))
-    assert {name for name in rehearsal.CARDS["t4"].variables("ledger") if f'"{name}"' not in native} == set()
+    assert {name for name in variables_of(rehearsal.CARDS["t4"], "ledger") if f'"{name}"' not in native} == set()
 
 
 def test_the_doctor_says_what_is_missing(monkeypatch):
@@ -97,7 +74,7 @@ class Shell:
 
     def __init__(self):
         self.ast_transformers, self.user_ns = [], {}
-        cell_guard.install(self)
+        lessons.install(self)
 
     def run(self, source):
         tree = self.ast_transformers[0].visit(ast.parse(source))
@@ -111,10 +88,10 @@ def test_a_statement_that_needs_values_is_left_out_and_told_and_the_rest_runs(ca
     assert shell.user_ns["c"] == 2
     told = capsys.readouterr().out.splitlines()
     assert told == [
-        f"{cell_guard.TOLD} (line 2 of this cell: no values)",
+        f"{lessons.TOLD} (line 2 of this cell: no values)",
         "2 unknown",
         "unknown",
-        f"{cell_guard.TOLD} (line 6 of this cell: b could not be rehearsed)",
+        f"{lessons.TOLD} (line 6 of this cell: b could not be rehearsed)",
     ]
 
 
@@ -136,11 +113,11 @@ def test_what_was_begun_is_unknown_too():
 @pytest.mark.parametrize("use", ["x.mean", "x()", "x[0]", "[*x]", "len(x)", "x < 1", "bool(x)", "int(x)", "x in x"])
 def test_what_could_not_be_rehearsed_cannot_be_used(use):
     with pytest.raises(NeedsValues, match="x could not"):
-        eval(use, {"x": cell_guard.Unassigned("x could not be rehearsed")})
+        eval(use, {"x": lessons.Unassigned("x could not be rehearsed")})
 
 
 def test_what_could_not_be_rehearsed_travels_to_clean_processes_as_such():
-    x = pickle.loads(pickle.dumps(cell_guard.Unassigned("x could not be rehearsed")))
+    x = pickle.loads(pickle.dumps(lessons.Unassigned("x could not be rehearsed")))
     with pytest.raises(NeedsValues):
         x["rate"]
 
@@ -159,12 +136,12 @@ def test_values_that_are_needed_deep_inside_are_found():
 
     with pytest.raises(RuntimeError) as caught:
         deep()
-    assert isinstance(cell_guard.needs_values(caught.value), NeedsValues)
-    assert cell_guard.needs_values(ValueError("other")) is None
+    assert isinstance(lessons.needs_values(caught.value), NeedsValues)
+    assert lessons.needs_values(ValueError("other")) is None
 
 
 def test_a_notebooks_statements_that_need_values_are_listed(tmp_path):
-    text = [f"{cell_guard.TOLD} (line 3 of this cell: no values)\n", "something else\n"]
+    text = [f"{lessons.TOLD} (line 3 of this cell: no values)\n", "something else\n"]
     cell = {"cell_type": "code", "execution_count": 7, "outputs": [{"output_type": "stream", "text": text}]}
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [cell]}))
     assert lessons.not_rehearsed(tmp_path / "a.ipynb") == ["In [7], line 3: no values"]

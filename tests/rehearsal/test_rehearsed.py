@@ -311,7 +311,7 @@ def test_who_needs_a_value_hears_so_at_once(here, ask):
     def asked(ask):
         import torch
 
-        from perf_helpers.rehearsal.cell_guard import needs_values
+        from perf_helpers.rehearsal.lessons import needs_values
 
         rows = torch.randn(100, device="cuda")
         try:

@@ -19,8 +19,7 @@ from perf_helpers import sweep
 from perf_helpers.lab import executors, hardware
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runs import Memory
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Memory, Store
 from perf_helpers.sweep import Plan, Workers, dask_workers
 
 TASK = {"model": "bert-tiny", "seq_len": 16, "dataset_size": 64}

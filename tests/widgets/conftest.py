@@ -13,7 +13,7 @@ from watched import FIGURES, GPU, threads
 
 from perf_helpers import hardware
 from perf_helpers.lab.profiles import PROFILES
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 from perf_helpers.widgets import system_stats
 from perf_helpers.widgets.frame import PLACES
 
@@ -56,6 +56,7 @@ def bare(monkeypatch):
 def gpu(monkeypatch):
     """A GPU whose NVML answers; returns the queries put to it, and a function that lets one of them fail."""
     module, asked = fake_nvml(GPU), []
+    monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
     def answer(query, value):
         def told(handle, *arguments):

@@ -1,7 +1,7 @@
 """Runs as explorers show them."""
 
-from perf_helpers.lab.runs import CATEGORIES, Memory, Run, Timing
 from perf_helpers.lab.task import Task
+from perf_helpers.records import CATEGORIES, Memory, Run, Timing
 from perf_helpers.unknown import Unknown
 
 TASK = Task("bert-tiny", seq_len=64)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from perf_helpers import Lab, Task, exercises, learner_log
-from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Comparison, Memory, Ratio, Run, Store
 from perf_helpers.unknown import Unknown
 
 LESSON = "14_all_together"

@@ -67,7 +67,7 @@ LESSON_CELL = """
 from pathlib import Path
 from types import SimpleNamespace
 from perf_helpers import exercises, widgets
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 lab = SimpleNamespace(lesson="05_callbacks", store=Store(Path(out, "runs.jsonl")))
 widgets.predict(lab, "peak", "how much?", "MB", 0, 100)
 exercises.question(lab, "why", "why?", {"x": "no", "y": "yes"}, right="y")

@@ -13,7 +13,7 @@ from kernel import alive, box, control, inside, text
 
 from perf_helpers import explorers
 from perf_helpers.estimate import peak_model
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 
 
 def wait(condition):

@@ -5,7 +5,7 @@ from explored import run
 from kernel import control, text
 
 from perf_helpers import explorers
-from perf_helpers.lab.runs import Run
+from perf_helpers.records import Run
 
 
 def test_the_slider_moves_the_line_and_the_words(shown):

@@ -1,11 +1,13 @@
-"""Runs and ratios: what is unknown, what an older file holds, what they say of themselves."""
+"""Runs and ratios: what is unknown, what an older file holds, what they say of themselves; and their file: several
+writers, damaged lines, disks that are full or read-only."""
 
 import json
+import multiprocessing
 
 import pytest
 from machines import RUN
 
-from perf_helpers.lab.runs import CATEGORIES, Comparison, Ratio, Run, Timing, explain
+from perf_helpers.records import CATEGORIES, Comparison, Ratio, Run, Store, Timing, explain
 from perf_helpers.unknown import NeedsValues, Unknown
 
 
@@ -65,3 +67,46 @@ def test_a_run_of_the_first_schema_is_read():
     run = Run.from_dict(old)
     assert (run.kind, run.samples_per_step, run.arguments) == ("function", 8, {})
     assert Run.from_dict(RUN.to_dict()).arguments == {"bf16": True}
+
+
+# ---- their file
+
+
+def test_a_run_comes_back_as_it_was(tmp_path):
+    store = Store(tmp_path / "deeper" / "runs.jsonl")
+    store.append(RUN)
+    (read,) = store.read()
+    assert (read.memory, read.timing, read.losses) == (RUN.memory, RUN.timing, RUN.losses)
+
+
+def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
+    store = Store(tmp_path / "runs.jsonl")
+    store.append(RUN)
+    with open(store.path, "ab") as file:
+        file.write(b'{"name": "torn by a cra')
+    store.append(RUN)
+    with open(store.path, "ab") as file:
+        file.write(b"[1, 2]\n\n\xff\xfe\n")
+    with pytest.warns(UserWarning, match="line [0-9] is damaged") as warned:
+        assert len(store.read()) == 2
+    assert len(warned) == 3
+
+
+def test_no_file_is_no_runs(tmp_path):
+    assert Store(tmp_path / "none.jsonl").read() == []
+
+
+def _write(path, count):
+    for _ in range(count):
+        Store(path).append(RUN)
+
+
+def test_several_writers_lose_nothing(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(path, 50)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(Store(path).read()) == 200

@@ -69,11 +69,14 @@ PLAIN_ATTENTION = Technique(
 )
 SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
 
+PRECISIONS = (BF16, FP16, BF16_WEIGHTS)
+OPTIMIZERS = (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)
+
 # The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.
 QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     ("gradient_checkpointing",): (None, CHECKPOINTING),
-    ("bf16", "fp16", "dtype"): (None, BF16, FP16, BF16_WEIGHTS),
-    ("optim",): (ADAMW, ADAFACTOR, ADAM_8BIT, SGD, ADAMW_UNFUSED),
+    ("bf16", "fp16", "dtype"): (None, *PRECISIONS),
+    ("optim",): OPTIMIZERS,
     ("attn_implementation",): (None, PLAIN_ATTENTION),
 }
 # Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.

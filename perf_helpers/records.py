@@ -1,15 +1,22 @@
-"""What experiments yield: runs and comparisons.
+"""What experiments yield, runs, ratios and comparisons, and the files that keep records of any kind.
 
 Every figure of a run is None where nobody asked for it, a ratio is unknown where a run failed; nothing is ever 0 for
 want of a measurement. In files both are null.
 """
 
+import contextlib
 import dataclasses
+import json
 import math
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args
+
+from filelock import FileLock
 
 from perf_helpers.unknown import Unknown
 
@@ -61,35 +68,34 @@ class Phase(StrEnum):
 
 
 class Record:
-    """to_dict and from_dict for the dataclasses of this module; unknown keys of a newer file are left out."""
+    """A dataclass that a file of JSON holds: to_dict writes it, from_dict reads it, also what another version wrote."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return _null_for_unknown(dataclasses.asdict(self))
+        return _as_json(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None):
-        if data is None:
-            return None
-        nested = {"memory": Memory, "timing": Timing, "baseline": Run, "other": Run}
-        nested |= {"speed_ratio": Ratio, "wall_ratio": Ratio}
-        values = {}
-        for item in dataclasses.fields(cls):
-            if item.name in data:
-                value = data[item.name]
-                if item.name in nested:
-                    value = nested[item.name].from_dict(value)
-                values[item.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        """The record; None of None. Unknown keys of a newer file are left out, and missing ones are as by default."""
+        known = [item for item in dataclasses.fields(cls) if item.name in (data or {})]
+        return None if data is None else cls(**{item.name: _read(item.type, data[item.name]) for item in known})
 
 
-def _null_for_unknown(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _null_for_unknown(item) for key, item in value.items()}
+        return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_null_for_unknown, value))
+        return [_as_json(item) for item in value]
     return None if isinstance(value, Unknown) else value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """The value of a field of this type: a list is a tuple's, and a dict may be a record's."""
+    if isinstance(value, list | tuple):
+        return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
+    of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
+    return of[0].from_dict(value) if of and isinstance(value, dict) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +334,66 @@ class Comparison(Record):
             speed += f" by CPU time, {self.wall_ratio} by the clock"
         return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
 
-    def _repr_html_(self) -> str:
-        from perf_helpers import plots
 
-        return plots.comparison_html(self)
+Kept = TypeVar("Kept", bound=Record)
+
+
+class Store(Generic[Kept]):
+    """Records of one kind in a file of JSON lines, e.g. runs, or what a learner did.
+
+    Several notebooks may write one file at once. A line is appended whole, under a lock, and flushed to the disk. A
+    line that a crash or a full disk damaged is reported when the file is read, and skipped; the others are kept.
+
+    Args:
+        path: the file; it and its folder are made when the first record is kept.
+        record: the kind, which reads what its `to_dict` wrote.
+    """
+
+    def __init__(self, path: str | os.PathLike, record: type[Kept] = Run):
+        self.path, self._record = Path(path), record
+
+    def append(self, record: Kept) -> None:
+        """Raises OSError where the file cannot be written; nothing is left half written then."""
+        line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b") as file:
+            start = file.seek(0, os.SEEK_END)
+            file.seek(max(0, start - 1))
+            if start and file.read() != b"\n":  # a writer died in mid-line: begin on a line of our own
+                line = b"\n" + line
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(start)
+                raise
+
+    def read(self) -> list[Kept]:
+        """All records in the order in which they were written; a damaged line is reported as a warning and skipped."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records += [self._record.from_dict(json.loads(line))] if line.strip() else []
+            except (ValueError, TypeError, AttributeError) as error:
+                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
+        return records
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash at any moment, finds the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
