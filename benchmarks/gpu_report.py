@@ -10,9 +10,9 @@ import gpu_claims
 from gpu_rows import Kept
 
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.profiles import TINY
 from perf_helpers.lab.runs import Run
 from perf_helpers.lab.store import Store, write_whole
+from perf_helpers.lab.task import TINY
 
 SCHEMA = 1
 _OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")

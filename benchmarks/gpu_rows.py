@@ -17,10 +17,9 @@ import recipes
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.profiles import TINY, Profile
+from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.runs import Ratio, Record
-from perf_helpers.lab.stopwatch import NO_TIME
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import TINY, Profile, Task
 
 NOT_TESTABLE = "not testable here"
 FAILED = ("crashed", "killed", "timed out")  # one of these is tried once more

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 # The room in which a public name lives; plots and widgets are at home here.
 _ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "slow_link": "lab"}
-_ROOMS |= {"roofline": "lab", "stopwatch": "lab", "dask_executor": "lab", "dask_clusters": "lab", "sweep": "lab"}
+_ROOMS |= {"roofline": "lab", "interleaving": "lab", "dask_executor": "lab", "dask_clusters": "lab", "sweep": "lab"}
 _ROOMS |= {"optional_packages": "lab", "claims": "course", "learner_log": "course"}
 _ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
 __all__ = sorted([*_ROOMS, "plots", "widgets"])

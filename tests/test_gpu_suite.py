@@ -15,9 +15,9 @@ import pytest
 
 from perf_helpers.course.ledger import load
 from perf_helpers.lab.hardware import Gpu, Machine
-from perf_helpers.lab.profiles import choose_profile
 from perf_helpers.lab.runs import Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.lab.store import Store
+from perf_helpers.lab.task import choose_profile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from perf_helpers.lab.interleaving import in_turns
 from perf_helpers.lab.runs import CPU, WALL, Ratio
-from perf_helpers.lab.stopwatch import in_turns
 from perf_helpers.lab.task import Task
 from perf_helpers.unknown import NeedsValues
 
