@@ -292,8 +292,7 @@ def faster(first, second):  # samples a second of the second recipe over those o
     ratios = {name: getattr(each, clock) for name, each in found.items()}
     # Both were compared with vanilla in the same turns: of its seconds nothing remains in the quotient.
     before, after = (np.array(ratios[name].pairs) if name in ratios else 1 for name in (first, second))
-    floor = max(floor, *(ratio.floor for ratio in ratios.values()))
-    return Ratio.of_processes((after / before).reshape(4, -1), floor)
+    return Ratio.of_processes((after / before).reshape(4, -1), max(floor, *(each.floor for each in ratios.values())))
 
 
 to_before = {name: faster(below, name) for below, name in itertools.pairwise(climb)}

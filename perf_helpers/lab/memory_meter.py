@@ -46,8 +46,8 @@ class MemoryMeter:
 
     def __init__(self, categories: bool = False, on_cpu: bool = False, by_tensors: bool = False):
         self._cuda = torch.cuda.is_available() and not on_cpu
-        self._by_tensors = by_tensors and not self._cuda
         self._categories = categories or self._cuda or by_tensors
+        self._replay = _replayed_by_tensors if by_tensors else _replayed
 
     def __enter__(self):
         self._context_bytes = _context_cost() if self._cuda else None
@@ -71,10 +71,7 @@ class MemoryMeter:
     def result(self) -> Memory:
         """The memory figures, in bytes; breakdowns are None without `categories`."""
         tracker = self._tracker
-        if self._cuda:
-            account = tracker.account()
-        else:
-            account = (_replayed_by_tensors if self._by_tensors else _replayed)(self._profile, tracker)
+        account = tracker.account() if self._cuda else self._replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals.pop("start", None)
         memory = Memory(

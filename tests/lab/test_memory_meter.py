@@ -158,6 +158,29 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
     assert run.peak_bytes == lab.run(count, task=TINY, measure=("none",)).value
 
 
+def test_memory_that_no_operation_made_is_counted_and_stands_inside_operations(lab):
+    """So is what autograd does in place as long as nobody watches: the total is that of a pass that is not followed."""
+
+    def train(held):
+        def loop(task):
+            import torch
+
+            kept = torch.UntypedStorage(held)
+            weight = torch.nn.Parameter(torch.ones(64, 256))
+            optimizer = torch.optim.SGD([weight])
+            for _ in range(2):
+                torch.nn.Identity()(weight).prod(1).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return len(kept)
+
+        return lab.run(loop, f"holds {held}", measure=("memory",)).memory
+
+    nothing, much = train(0), train(1_000_000)
+    assert much.peak_bytes - nothing.peak_bytes == 1_000_000
+    assert much.breakdown["inside_operations"] - nothing.breakdown["inside_operations"] == 1_000_000
+
+
 def test_categories_are_what_arithmetic_says(lab):
     run = lab.train("vanilla", task=TINY, measure=("memory",), per_device_train_batch_size=2)
     parameters = TINY.parameters()
