@@ -249,7 +249,7 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
     def stepped(number: int) -> None:
         import torch
 
-        if torch.cuda.is_initialized() and torch.cuda.memory_stats()["num_alloc_retries"]:
+        if torch.cuda.is_initialized() and torch.cuda.memory_stats().get("num_alloc_retries"):
             raise MemoryError("there is not enough for all at once")
         on_step(number)
 
