@@ -4,8 +4,7 @@ what JSON can hold, as `Lab.run` asks; torch is imported inside."""
 from collections.abc import Callable
 from typing import Any
 
-from perf_helpers.lab.profiles import Profile
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import Profile, Task
 
 KERNELS = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 PRECISIONS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -24,7 +23,7 @@ def products(task: Task) -> dict[str, list[float]]:
     """Seconds of one large product in each precision, in turns: {precision: by turn}."""
     import torch
 
-    from perf_helpers.lab.stopwatch import in_turns
+    from perf_helpers.lab.interleaving import in_turns
     from perf_helpers.records import WALL
 
     def product(name: str) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import gpu_claims
 from gpu_rows import Kept
 
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.profiles import TINY
+from perf_helpers.lab.task import TINY
 from perf_helpers.records import Run, Store, write_whole
 
 SCHEMA = 1

@@ -17,9 +17,8 @@ import recipes
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.profiles import TINY, Profile
-from perf_helpers.lab.stopwatch import NO_TIME
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.interleaving import NO_TIME
+from perf_helpers.lab.task import TINY, Profile, Task
 from perf_helpers.records import Ratio, Record
 
 NOT_TESTABLE = "not testable here"

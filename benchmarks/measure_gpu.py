@@ -36,7 +36,7 @@ from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
 
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.profiles import TINY
+from perf_helpers.lab.task import TINY
 from perf_helpers.records import Run, Store
 from perf_helpers.unknown import NeedsValues
 

@@ -22,7 +22,7 @@ def train(task, steps: int, metered: bool) -> list[float]:
     import torch
     from transformers import Trainer, trainer
 
-    from perf_helpers.lab import meters, training
+    from perf_helpers.lab import time_meter, training
     from perf_helpers.lab.arguments import Arguments
 
     torch.set_num_threads(1)
@@ -42,15 +42,15 @@ def train(task, steps: int, metered: bool) -> list[float]:
     experiment = training.Experiment("overhead", task, Arguments.of({"per_device_train_batch_size": 4}))
     with tempfile.TemporaryDirectory() as folder:
         if metered:
-            stepped = meters.TimeMeter.stepped
+            stepped = time_meter.TimeMeter.stepped
 
             def watched(*arguments):
                 begin = clock()
                 stepped(*arguments)
                 inside.append(clock() - begin)
 
-            meters.TimeMeter.stepped = watched
-            with meters.TimeMeter(1, lambda number: None):
+            time_meter.TimeMeter.stepped = watched
+            with time_meter.TimeMeter(1, lambda number: None):
                 training.train(experiment, folder, steps)
         else:
             training.train(experiment, folder, steps, keep_losses=False)

@@ -85,14 +85,14 @@ def timed(tool: Callable, *arguments) -> Callable:
     """A function for a clean process: the bytes a tool says, its seconds and its peak memory; or why it says none."""
 
     def work(_):
-        from perf_helpers.lab import meters
+        from perf_helpers.lab import memory_meter
 
         began = time.perf_counter()
         try:
             said = int(tool(*arguments))
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
-        return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": meters.peak_rss_bytes()}
+        return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
 
     return work
 

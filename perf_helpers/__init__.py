@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 # The room in which a public name lives; plots, sweep and widgets are at home here.
 _ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "slow_link": "lab"}
-_ROOMS |= {"roofline": "lab", "stopwatch": "lab", "optional_packages": "lab"}
+_ROOMS |= {"roofline": "lab", "interleaving": "lab", "optional_packages": "lab"}
 _ROOMS |= {"claims": "course", "learner_log": "course"}
 _ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
 __all__ = sorted([*_ROOMS, "plots", "sweep", "widgets"])

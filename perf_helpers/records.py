@@ -319,6 +319,7 @@ class Comparison(Record):
     memory_ratio: float  # other / baseline, in peak bytes
     speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by the seconds that it computed
     wall_ratio: Ratio | None = None  # the same by the wall's clock, where that is another one
+    step_seconds: tuple[float, float] | None = None  # of the fastest step of each, by the clock that decides
 
     def __post_init__(self):
         if self.memory_ratio is None:

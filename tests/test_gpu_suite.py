@@ -15,7 +15,7 @@ import pytest
 
 from perf_helpers.course.ledger import load
 from perf_helpers.lab.hardware import Gpu, Machine
-from perf_helpers.lab.profiles import choose_profile
+from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Comparison, Memory, Ratio, Run, Store, Timing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

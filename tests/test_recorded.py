@@ -17,8 +17,7 @@ from perf_helpers.course import results
 from perf_helpers.course.ledger import decide, load
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Gpu, Machine
-from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import CARDS
 

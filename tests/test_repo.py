@@ -528,7 +528,7 @@ def word_problems(page, wanted):
 
 def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing():
     from perf_helpers.course.ledger import Verdict
-    from perf_helpers.lab.profiles import PROFILES
+    from perf_helpers.lab.task import PROFILES
     from perf_helpers.records import CATEGORIES
 
     wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_helpers import Lab, Task, claims, exercises, plots, roofline, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, roofline, widgets
 from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="02_anatomy_of_a_step")
@@ -72,7 +72,7 @@ def two_ceilings(task):
     for kind in kinds:
         left, right = (torch.randn(side, side, device=DEVICE).to(getattr(torch, kind)) for _ in range(2))
         works.append(lambda left=left, right=right: left @ right)
-    seconds = [min(computed for _, computed in taken) for taken in stopwatch.in_turns(works, turns=6)]
+    seconds = [min(computed for _, computed in taken) for taken in interleaving.in_turns(works, turns=6)]
     bandwidths = [2 * 4 * far / seconds[0], 50 * 2 * 4 * near / seconds[1]]  # bytes read and bytes written
     return bandwidths, [2 * side**3 / each for each in seconds[2:]]
 
@@ -128,7 +128,7 @@ def three_operations(task):
     gelu = [lambda: aten.gelu.out(x, out=y)]
     works = [*gelu, lambda: y.copy_(x), *gelu, lambda: torch.mm(left, right, out=product)]
     works += [lambda: aten.native_layer_norm.out(x, [1024], None, None, 1e-5, out0=y, out1=mean, out2=scale)]
-    return stopwatch.in_turns(works, turns=6)
+    return interleaving.in_turns(works, turns=6)
 
 
 # %% tags=["claim"]
@@ -257,7 +257,7 @@ def count(task, samples=4):
 
 def seconds(task):
     recorded, passes = one_step(task, 4), []
-    stopwatch.in_turns([lambda: passes.append(recorded())], turns=4)
+    interleaving.in_turns([lambda: passes.append(recorded())], turns=4)
     each = [[taken for part in both for taken in part.seconds()] for both in passes]
     return [min(tries) for tries in zip(*each)]  # the fastest of five, operation by operation
 
@@ -437,7 +437,7 @@ def turns_of_a_step(task):
         kept["loss"].backward(retain_graph=True)
 
     forward()
-    return stopwatch.in_turns([backward, forward, backward, optimizer.step], turns=3)
+    return interleaving.in_turns([backward, forward, backward, optimizer.step], turns=3)
 
 
 step_turns = [lab.run(turns_of_a_step, task=plain_task, measure=("none",)).value for _ in range(4)]
@@ -585,7 +585,7 @@ exercises.question(
 def two_loops(task):
     one_thread()
     large, (left, right) = torch.ones(many, device=DEVICE), torch.randn(2, side, side, device=DEVICE)
-    return stopwatch.in_turns([lambda: large.add_(1), lambda: torch.mm(left, right)], turns=30)
+    return interleaving.in_turns([lambda: large.add_(1), lambda: torch.mm(left, right)], turns=30)
 
 
 many, side = (2**22, 512) if DEVICE == "cpu" else (2**28, 4096)  # short on a CPU, so that nobody cuts in
@@ -711,7 +711,7 @@ def sealed(task):
     (left, right), source = torch.randn(2, 1024, 1024, device=DEVICE), torch.ones(2**26, device=DEVICE)
     target = torch.zeros_like(source)
     works = [*steps, lambda: torch.mm(left, right), lambda: target.copy_(source)]
-    own, other, product, copy = (min(s for _, s in taken) for taken in stopwatch.in_turns(works, turns=3))
+    own, other, product, copy = (min(s for _, s in taken) for taken in interleaving.in_turns(works, turns=3))
     return {"own seconds": own, "rate": 2 * 1024**3 / product, "bandwidth": 2**29 / copy, "sealed": other}
 
 

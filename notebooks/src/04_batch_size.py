@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, plots, roofline, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, roofline, widgets
 from perf_helpers.advise import advise
 from perf_helpers.estimate import estimate
 from perf_helpers.records import CPU, WALL, Ratio
@@ -70,7 +70,7 @@ def one_layer(_):
     with torch.no_grad():
         layer = torch.nn.Linear(width, width, bias=False, device=device)
         inputs = [torch.randn(rows, width, device=device) for rows in row_counts]
-        taken = stopwatch.in_turns([lambda x=x: layer(x) for x in inputs], 8)
+        taken = interleaving.in_turns([lambda x=x: layer(x) for x in inputs], 8)
     seconds = [min(each[CLOCK] for each in turns) for turns in taken]
     return [found.flops_per_second, found.bytes_per_second, seconds]
 
@@ -147,9 +147,9 @@ def whole_steps(task):
         return step
 
     steps = [one_step(size) for size in (*batches, batches[0], batches[-1])]
-    taken = stopwatch.in_turns(steps, turns)
+    taken = interleaving.in_turns(steps, turns)
     model(**task.batch(1, device)).loss.backward()
-    return taken + stopwatch.in_turns([optimizer.step], turns)
+    return taken + interleaving.in_turns([optimizer.step], turns)
 
 
 # %%
@@ -348,7 +348,7 @@ def products(shapes):
         return lambda: [torch.nn.functional.linear(left, weight) for _ in range(times)]
 
     device = "cpu" if on_cpu else "cuda"
-    return lambda _: single_thread() and stopwatch.in_turns([work(*one, repeats(one)) for one in shapes], 15)
+    return lambda _: single_thread() and interleaving.in_turns([work(*one, repeats(one)) for one in shapes], 15)
 
 
 def least_seconds(shapes):
@@ -525,7 +525,7 @@ def seconds_of_step(sizes):
 
     def measure(task):
         device = single_thread()
-        taken = stopwatch.in_turns([work(size, task, device) for size in sizes], 10)
+        taken = interleaving.in_turns([work(size, task, device) for size in sizes], 10)
         return [statistics.median(turn[CLOCK] for turn in each) for each in taken]
 
     return lab.run(measure, task=learnable, measure=("none",)).value
@@ -597,7 +597,7 @@ claims.check("tile-quantization", longer, note=f"predicted: {edge} columns are o
 def both_formats(_):
     sides = [torch.randn(4097, 4097, device="cuda").to(kind) for kind in (torch.float32, torch.float16)]
     whole, half = (lambda side=side: [side @ side for _ in range(5)] for side in sides)
-    return stopwatch.in_turns([whole, half, whole], 8)
+    return interleaving.in_turns([whole, half, whole], 8)
 
 
 def around_eight(task):
@@ -609,7 +609,7 @@ def around_eight(task):
         model.zero_grad()
 
     batches = [task.batch(size, "cuda") for size in (7, 8, 9)]
-    taken = stopwatch.in_turns([lambda batch=batch: passes(batch) for batch in batches], 8)
+    taken = interleaving.in_turns([lambda batch=batch: passes(batch) for batch in batches], 8)
     return [8 / t8[WALL] / ((7 / t7[WALL] + 9 / t9[WALL]) / 2) for t7, t8, t9 in zip(*taken)]
 
 

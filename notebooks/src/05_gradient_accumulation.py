@@ -21,7 +21,7 @@ import torch
 from IPython.display import display
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from perf_helpers import Lab, Task, claims, exercises, plots, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
@@ -236,7 +236,7 @@ def parts_of(task, sizes=(1, 2, 4, 8)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         batches = [task.batch(size, device) for size in sizes]
         works = [lambda batch=batch: model(**batch).loss.backward() for batch in batches]
-        return [min(own for _, own in turns) for turns in stopwatch.in_turns([*works, optimizer.step], 3)]
+        return [min(own for _, own in turns) for turns in interleaving.in_turns([*works, optimizer.step], 3)]
 
     return dict(zip((*sizes, "update"), lab.run(measured, "parts", task=task, measure=("none",)).value))
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from perf_helpers import Lab, claims, exercises, plots, stopwatch, widgets
+from perf_helpers import Lab, claims, exercises, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 from perf_helpers.lab.arguments import Arguments
@@ -214,7 +214,7 @@ def grid(_):
     taken = {}
     for size in SIZES:
         for count in (4, many(size)):
-            turns = stopwatch.in_turns(updates([size] * count), 4)
+            turns = interleaving.in_turns(updates([size] * count), 4)
             taken[f"{size} {count}"] = [statistics.median(turn[clock] for turn in form) for form in turns]
     return taken
 
@@ -363,7 +363,7 @@ def parts(task):
     batches = [task.replace(seq_len=32).batch(1, device), task.batch(4, device)]
     passes = [lambda batch=batch: model(**batch).loss.backward() for batch in batches]
     forms = [torch.optim.AdamW(model.parameters(), 1e-9, **form).step for form in TORCH.values()]
-    turns = stopwatch.in_turns([*passes, *forms], 3)
+    turns = interleaving.in_turns([*passes, *forms], 3)
     return [statistics.median(turn[clock] for turn in part) for part in turns]
 
 
@@ -491,7 +491,7 @@ def judged(name):
         trials = [final(train(from_trainer(name, rate))) for rate in RATES]
         rate = min(zip(trials, RATES), key=lambda pair: (pair[0] != pair[0], pair))[1]  # no number: last
         ends = [final(train(from_trainer(name, rate), seed)) for seed in (1, 2)]
-        ((*turns,),) = stopwatch.in_turns([optimizer.step], 5)
+        ((*turns,),) = interleaving.in_turns([optimizer.step], 5)
         return {"rate": rate, "losses": ends, "seconds": statistics.median(turn[clock] for turn in turns)}
 
     return judge
@@ -579,13 +579,13 @@ exercises.question(
 
 # %% tags=["claim"]
 def tiny(_):
-    return stopwatch.in_turns(updates([64] * 2048, ("loop", "foreach", "loop")), 6)
+    return interleaving.in_turns(updates([64] * 2048, ("loop", "foreach", "loop")), 6)
 
 
 def whole(task):
     few = task.replace(config={"num_hidden_layers": 4})  # each of the five keeps states of its own
     sizes = [parameter.numel() for parameter in few.build_model(device="meta").parameters()]
-    return stopwatch.in_turns(updates(sizes, ("loop", "foreach", "fused", "loop", "foreach")), 5)
+    return interleaving.in_turns(updates(sizes, ("loop", "foreach", "fused", "loop", "foreach")), 5)
 
 
 def speed_ratio(processes, *which):

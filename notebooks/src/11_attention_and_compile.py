@@ -29,7 +29,7 @@ from IPython.display import display
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.records import CPU, Ratio
 from perf_helpers.unknown import NeedsValues
@@ -155,7 +155,7 @@ def time_by_length(_):
     found = {}
     for length in lengths:
         names, each = zip(*works(length, **shape))
-        found[length] = dict(zip(names, [min(turns)[0] for turns in stopwatch.in_turns(each, 2)]))
+        found[length] = dict(zip(names, [min(turns)[0] for turns in interleaving.in_turns(each, 2)]))
     return found
 
 
@@ -476,7 +476,7 @@ def trained(task):
         except (torch._inductor.exc.InductorError, torch._dynamo.exc.BackendCompilerFailed) as error:
             missing = f"needs a C++ compiler, on a GPU Triton ({str(error).splitlines()[0][:90]})"
             steps[name], first[name] = steps["none"], first["none"]
-    turns = stopwatch.in_turns([steps[name] for name in ORDER], 8)
+    turns = interleaving.in_turns([steps[name] for name in ORDER], 8)
     peaks = {name: peak_bytes(step) for name, step in steps.items()}
     return {"first": first, "turns": turns, "peaks": peaks, "missing": missing}
 

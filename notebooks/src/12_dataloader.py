@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from perf_helpers import Lab, Task, claims, exercises, plots, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="12_dataloader")
 on_gpu = lab.machine.kind == "cuda"
@@ -454,7 +454,7 @@ def tokenised(_):
         ways = [(texts, lambda rows: lists({"input_ids": tokenizer(rows)["input_ids"]})), (ready, lists)]
         ways += [(ready.with_format("torch"), lambda rows: pad_sequence([row["input_ids"] for row in rows], True))]
         loaders = [DataLoader(source, 16, collate_fn=collate) for source, collate in ways]
-        taken = stopwatch.in_turns([lambda loader=loader: [*loader] for loader in loaders], 3)
+        taken = interleaving.in_turns([lambda loader=loader: [*loader] for loader in loaders], 3)
         size = sum(file.stat().st_size for file in os.scandir(folder))
     return [once, size, *(min(cpu for _, cpu in turns) for turns in taken)]
 
@@ -491,7 +491,7 @@ def padding(task):
             model(input_ids=mask, attention_mask=mask, labels=labels).loss.backward()
 
     shares = [float(1 - lengths.sum() / sum(BATCH * width for _, width in way)) for way in ways]
-    taken = stopwatch.in_turns([lambda way=way: train(way) for way in ways], 2)
+    taken = interleaving.in_turns([lambda way=way: train(way) for way in ways], 2)
     tokens = [sum(int(rows.sum()) for rows, _ in way[:8]) for way in ways]
     return shares, [number / min(cpu for _, cpu in turns) for number, turns in zip(tokens, taken)]
 
@@ -553,7 +553,7 @@ def to_the_gpu(_):
     copies += [lambda: [train(batch["x"].to("cuda")) for batch in pictures]]
     copies += [lambda: [train(x.to("cuda", non_blocking=True)) for x in fixed]]
     copies += [lambda: [train(batch["x"]) for batch in staged(pictures)]]
-    taken = stopwatch.in_turns(copies, 9)
+    taken = interleaving.in_turns(copies, 9)
     rates = [[host.nbytes / 1e9 / seconds for seconds, _ in turns] for turns in taken[:2]]
     return rates, [125 * min(wall for wall, _ in turns) for turns in taken[2:]]
 

@@ -20,7 +20,6 @@ import itertools
 import math
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,7 +29,7 @@ from IPython.display import Markdown, display
 from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, learner_log, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
-from perf_helpers.records import CPU, WALL, Ratio
+from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
 cuda = lab.machine.kind == "cuda"
@@ -264,33 +263,19 @@ for name, (options, is_here) in rungs_of_speed.items():
         recipes[name], ran[name] = before | change, run
 
 # %% [markdown]
-# Now the seconds. On a CPU all of them, and the first one once more, take turns inside one process, step by step on one
-# thread, in four processes; CPU time decides. Workers save waiting, which CPU time does not see: for them the clock
-# decides, with its larger noise. On a GPU `lab.compare` takes each pair.
-
+# Now the seconds. On a CPU `lab.compare` lets all of them, and the first one once more, take turns inside one process,
+# step by step on one thread, in four processes; CPU time decides. Workers save waiting, which CPU time does not see: for
+# them the clock decides, with its larger noise. On a GPU each pair takes its turns.
 
 # %%
-def in_turns(task):
-    from perf_helpers.lab.arguments import Arguments
-    from perf_helpers.lab.interleaving import take
-    from perf_helpers.lab.training import Experiment, pickled
-
-    players = []
-    for recipe in (*racing.values(), start):
-        told = Arguments.of({name: value for name, value in recipe.items() if name != "optimizer"})
-        players.append(Experiment("", task, told, optimizer=pickled(recipe["optimizer"]), threads=1))
-    outcome = take(players, 4, 1, lambda turn: None)
-    return outcome.value if outcome.ok else outcome.message
-
-
 climb, first = list(recipes), "guides' vanilla"
 racing = recipes | {name: recipe for name, recipe in alone.items() if name != "Adafactor alone"}
-taken = []
+beside_first, fastest = {}, {}  # each against the guides' vanilla; the fastest step of each
 if not cuda:
-    with ThreadPoolExecutor(min(2, lab.machine.cpu_cores)) as pool:
-        names = [f"ladder in turns, {number}" for number in range(1, 5)]
-        values = pool.map(lambda name: lab.run(in_turns, name, task=speed_task, measure=("none",)).value, names)
-        taken = list(values)
+    others = [ran[name] for name in racing if name != first]
+    beside_first = {found.other.name: found for found in lab.compare(ran[first], *others, turns=16)}
+    for name, found in beside_first.items():
+        fastest |= zip((first, name), found.step_seconds or ())
 
 
 # %%
@@ -300,14 +285,14 @@ def faster(first, second):  # samples a second of the second recipe over those o
         return Ratio.unknown("this machine lacks what the recipe needs")
     if cuda:
         return lab.compare(ran[first], ran[second], turns=5).speed_ratio
-    if not all(isinstance(value, list) for value in taken):
-        return Ratio.unknown(f"not measured: {taken}")
-    clock = WALL if second == "+ workers" else CPU
-    order, seconds = list(racing), np.array(taken)[..., clock]  # by process, recipe, turn
-    itself = abs(np.median(np.log(seconds[:, 0] / seconds[:, -1])))
-    samples = ran[second].samples_per_step / ran[first].samples_per_step
-    floor = max(lab.noise_floor() if clock == WALL else 1.05, math.exp(itself))
-    return Ratio.of_processes(seconds[:, order.index(first)] / seconds[:, order.index(second)] * samples, floor)
+    found = {name: beside_first[name] for name in (first, second) if name in beside_first}
+    if unknown := [each.speed_ratio for each in found.values() if not each.speed_ratio.known]:
+        return unknown[0]
+    clock, floor = ("wall_ratio", lab.noise_floor()) if second == "+ workers" else ("speed_ratio", 1)
+    ratios = {name: getattr(each, clock) for name, each in found.items()}
+    # Both were compared with vanilla in the same turns: of its seconds nothing remains in the quotient.
+    before, after = (np.array(ratios[name].pairs) if name in ratios else 1 for name in (first, second))
+    return Ratio.of_processes((after / before).reshape(4, -1), max(floor, *(each.floor for each in ratios.values())))
 
 
 to_before = {name: faster(below, name) for below, name in itertools.pairwise(climb)}
@@ -377,7 +362,7 @@ def samples_per_second(name):
     if cuda:
         run = lab.train(name, task=speed_task, measure=("time",), **recipes[name])
         return run.samples_per_second
-    return ran[name].samples_per_step / np.array(taken)[:, list(racing).index(name), :, CPU].min()
+    return ran[name].samples_per_step / fastest.get(name, math.nan)
 
 
 in_half = {"bf16": "bfloat16", "fp16": "float16"}

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, stopwatch, widgets
+from perf_helpers import Lab, Task, claims, exercises, hardware, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 
@@ -280,7 +280,7 @@ def in_turns(tasks, turns=6, samples=16, learns=True, implementations=()):
     def measure(_):
         torch.set_num_threads(1)
         each = implementations or len(tasks) * [None]
-        return stopwatch.in_turns([work(*pair) for pair in zip(tasks, each)], turns)
+        return interleaving.in_turns([work(*pair) for pair in zip(tasks, each)], turns)
 
     return lab.run(measure, "in turns", measure=("none",)).value
 

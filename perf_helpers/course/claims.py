@@ -30,7 +30,7 @@ from perf_helpers.course.ledger import (
 from perf_helpers.course.report import template
 from perf_helpers.course.results import claim_row, expectation_text, interval_text, unexpected
 from perf_helpers.lab import hardware
-from perf_helpers.lab.profiles import choose_profile
+from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, write_whole
 from perf_helpers.texts import nearest_text, number_text
 from perf_helpers.unknown import Unknown

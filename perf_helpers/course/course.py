@@ -18,8 +18,7 @@ from perf_helpers.course.regressions import AXES, compare, worse_of
 from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA, claim_row, failures, load_results, problems
 from perf_helpers.lab import hardware, step_times
-from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.records import write_whole
 from perf_helpers.texts import nearest_text
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.profiles import PROFILES
+from perf_helpers.lab.task import PROFILES
 from perf_helpers.texts import number_text
 
 LEDGER = Path(__file__).with_name("claims.toml")

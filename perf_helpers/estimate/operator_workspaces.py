@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from perf_helpers.estimate.trace_records import Operation, Spec, nested
-from perf_helpers.lab.allocator_trace import COLLECTIVES
+from perf_helpers.lab.memory_meter import COLLECTIVES
 from perf_helpers.texts import bytes_text
 
 # Up to these bytes an operation is run at its own size without more ado. Products take time that grows faster than

@@ -63,7 +63,7 @@ def predict(experiment: Experiment, device: Device, with_log: bool, known: "Know
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
     """
-    from perf_helpers.lab import meters
+    from perf_helpers.lab import memory_meter
 
     (followed,) = follow_all([experiment], device, known, tell)
     if device.kind == "cuda":
@@ -72,7 +72,7 @@ def predict(experiment: Experiment, device: Device, with_log: bool, known: "Know
         memory, is_too_large = memory_of(followed), False
     log = followed.trace.log if with_log else None  # it would travel with every estimate
     kernels = attention_kernels(followed.trace)
-    return Prediction(memory, followed.assumptions, meters.peak_rss_bytes(), is_too_large, log, kernels)
+    return Prediction(memory, followed.assumptions, memory_meter.peak_rss_bytes(), is_too_large, log, kernels)
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -284,11 +284,11 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
     """The last step as a series, see `records.Memory`."""
-    from perf_helpers.lab import meters
+    from perf_helpers.lab import memory_meter
 
-    picked = meters.highest(totals.tolist(), *trace.last_step)
+    picked = memory_meter.highest(totals.tolist(), *trace.last_step)
     where = [(trace.phases[index], trace.operations[index].name, trace.modules[index]) for index in picked]
-    return meters.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())
+    return memory_meter.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())
 
 
 # ---- on CUDA

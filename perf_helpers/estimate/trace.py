@@ -31,9 +31,9 @@ from perf_helpers.estimate.fake_deepspeed import on_a_card
 from perf_helpers.estimate.fake_fsdp import taken_up
 from perf_helpers.estimate.fake_rank import one_rank_of
 from perf_helpers.estimate.trace_records import Operation, Spec, Trace, flat, nested
-from perf_helpers.lab import forkserver, fsdp_hooks
+from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.tracker import RESIZE, Tracker, name_of, watched
+from perf_helpers.lab.tracker import RESIZE, Tracker, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
@@ -177,7 +177,7 @@ class FakeTracker(Tracker):
 
     def _storage(self, tensor):
         try:
-            tensor = fsdp_hooks.local(tensor)
+            tensor = local(tensor)
             if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
                 return None  # a shape that somebody keeps
             return tensor.untyped_storage()

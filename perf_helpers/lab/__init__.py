@@ -6,8 +6,7 @@ said of a run without running it (`perf_helpers.estimate`) and whether a stateme
 
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.profiles import PROFILES
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import PROFILES, Task
 from perf_helpers.records import Ratio
 
 __all__ = ["PROFILES", "Arguments", "Lab", "Ratio", "Task"]

@@ -51,7 +51,8 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "cloudpickle",
     "perf_helpers.lab.worker",
-    "perf_helpers.lab.meters",
+    "perf_helpers.lab.memory_meter",
+    "perf_helpers.lab.time_meter",
     "perf_helpers.estimate.trace",
     "perf_helpers.estimate.prediction",
 )

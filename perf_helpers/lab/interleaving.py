@@ -1,4 +1,8 @@
-"""Experiments in turns inside one process: each in a thread of its own, of which only one runs at a time.
+"""Turns: functions or experiments of which one runs at a time, so that what disturbs a machine disturbs all alike.
+
+`in_turns` is for a lesson's own parts, an operation, an update, a pass, inside a function that `Lab.run` performs.
+Whole trainings are compared by `Lab.compare`, which lets players take their turns: threads of one process here,
+processes in `processes`.
 
 Two processes of the same code differ by some 10 % in CPU time, by where their memory lies and what the system gives
 them, and no number of turns takes that away. Inside one process both have the same luck (from one arena of memory, see
@@ -8,77 +12,147 @@ them, and no number of turns takes that away. Inside one process both have the s
 
 import contextlib
 import itertools
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from perf_helpers.lab import worker
+from perf_helpers.lab.hardware import is_rehearsal
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.training import Experiment
+from perf_helpers.records import Timing
+from perf_helpers.unknown import NeedsValues
 
+NO_TIME = "a rehearsal: no kernel computes, so there is no time"
 TOO_SHORT = Outcome("crashed", "it ended before its turns were over: give it more steps")
 
+Seconds = tuple[float, float]  # by the wall's clock, and that a process computed
 
-def take(experiments: Sequence[Experiment], turns: int, steps_per_turn: int, on_turn: Callable[[int], None]) -> Outcome:
-    """Let experiments on the CPU take turns. The outcome's value: for each of them, and each turn, (seconds by the
-    wall's clock, seconds of the processor) of its fastest step.
+
+def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list[Seconds]]:
+    """Call each of several functions once a turn, and say what each call took.
+
+    The order changes from turn to turn. A first turn warms up and is not told. The current CUDA device, if this process
+    has used one, is waited for: both clocks then tell its seconds. On a CPU, set the number of threads first: one is
+    disturbed least.
+
+    With works [a, b, a] what several processes return is what `Ratio.of_turns` takes: b's speed against a's, with a's
+    difference from itself as the noise floor.
 
     Args:
-        turns: of each experiment.
-        steps_per_turn: optimizer steps in a turn.
-        on_turn: called after each turn with the number of turns taken.
+        works: functions without arguments.
+        turns: calls of each that are told.
+
+    Returns:
+        For each function and each turn (seconds by the wall's clock, seconds that this process computed).
+
+    Raises:
+        ValueError: no function, or turns below 1.
+        NeedsValues: in a rehearsal, after one turn that shows that they run.
     """
-    length = turns * steps_per_turn
-    players = [_Player(experiment.replace(steps=length), steps_per_turn) for experiment in experiments]
-    taken = itertools.count(1)
-    for which in [*range(len(players)), *_order(len(players), turns)]:  # at first each one warms up
-        players[which].take_turn()
-        if (outcome := players[which].outcome) and not outcome.ok:
-            return outcome.replace(message=f"{players[which].name}: {outcome.message}")
-        on_turn(next(taken))
-    return Outcome(value=[_fastest(player.outcome, turns, steps_per_turn) for player in players])
+    if not works or turns < 1:
+        raise ValueError(f"{len(works)} functions, turns={turns}: at least one of each")
+    for work in works:
+        work()
+    if is_rehearsal():
+        raise NeedsValues(NO_TIME)
+    taken: list[list[Seconds]] = [[] for _ in works]
+    for which in _order(len(works), turns):
+        taken[which].append(_seconds(works[which]))
+    return taken
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Whose turn it is: in every order once before an order comes again, so that nobody always follows the same one."""
-    rounds = itertools.cycle(itertools.permutations(range(count)))
-    return itertools.chain.from_iterable(itertools.islice(rounds, turns))
+    """Whose turn it is, so that nobody always follows the same one: in all the orders there are of a few, of more in
+    some at random, always the same ones."""
+    if count < 4:
+        orders = itertools.cycle(itertools.permutations(range(count)))
+    else:
+        random_order = random.Random(0)
+        orders = (random_order.sample(range(count), count) for _ in range(turns))
+    return itertools.chain.from_iterable(itertools.islice(orders, turns))
 
 
-def _fastest(outcome: Outcome, turns: int, steps_per_turn: int) -> list[tuple[float, float]]:
-    wall, cpu = outcome.timing.all_seconds, outcome.timing.all_cpu_seconds
-    slices = [slice(i * steps_per_turn, (i + 1) * steps_per_turn) for i in range(turns)]
-    return [(min(wall[part]), min(cpu[part])) for part in slices]
+def _seconds(work: Callable[[], object]) -> Seconds:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        return time.perf_counter() - wall, time.process_time() - cpu
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return (begin.elapsed_time(end) / 1e3,) * 2
 
 
-class _Player(threading.Thread):
-    """One experiment, which stops after each turn until it is let go on."""
+# An experiment that takes turns: each `next` lets it run to the end of one, the first time only to that of its warm-up,
+# the last time to the end of all; it yields its outcome when it has one.
+Player = Iterator[Outcome | None]
 
-    def __init__(self, experiment: Experiment, steps_per_turn: int):
-        super().__init__(name=experiment.name, daemon=True)
-        self.outcome: Outcome | None = None
-        self._experiment, self._steps_per_turn = experiment, steps_per_turn
+
+def play(
+    names: Sequence[str], players: Sequence[Player], turns: int, steps_per_turn: int, on_turn: Callable[[int], Any]
+) -> Outcome:
+    """Let players take turns. The outcome's value: for each of them, and each turn, the `Seconds` of its fastest step.
+
+    Args:
+        names: of the players, for messages.
+        turns: of each player.
+        steps_per_turn: optimizer steps in a turn.
+        on_turn: called after each turn with the number of turns taken; the one that warms up is one.
+    """
+    outcomes: dict[int, Outcome] = {}
+    for number, which in enumerate((*range(len(players)), *_order(len(players), turns)), 1):
+        if outcome := next(players[which]):
+            if outcome.ok and (not outcome.timing or outcome.timing.steps < turns * steps_per_turn):
+                outcome = TOO_SHORT
+            if not outcome.ok:
+                return outcome.replace(message=f"{names[which]}: {outcome.message}")
+            outcomes[which] = outcome
+        on_turn(number)
+    return Outcome(value=[_fastest(outcomes[which].timing, turns, steps_per_turn) for which in range(len(players))])
+
+
+def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
+    clocks = timing.all_seconds, timing.all_cpu_seconds or timing.all_seconds  # no second one in a rehearsal
+    parts = [slice(turn * steps_per_turn, (turn + 1) * steps_per_turn) for turn in range(turns)]
+    return [tuple(min(clock[part], key=float) for clock in clocks) for part in parts]
+
+
+class ThreadPlayer(threading.Thread):
+    """A player in a thread of its own: of several in one process only one runs at a time.
+
+    Args:
+        perform: performs the experiment and gives its outcome; it is to call what it is given after each step, with the
+            number of the step.
+        stops: the steps after which it stops.
+    """
+
+    def __init__(self, perform: Callable[[Callable[[int], None]], Outcome], stops: range):
+        super().__init__(daemon=True)
+        self._perform, self._stops = perform, stops
+        self._outcome: Outcome | None = None
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
 
-    def take_turn(self) -> None:
-        """Run to the end of the next turn; the last one goes to the end of the experiment."""
+    def __next__(self) -> Outcome | None:
         if not self.ident:
             self.start()
-        if not self.outcome:
-            self._mine.release()
-            self._theirs.acquire()
+        self._mine.release()
+        self._theirs.acquire()
+        return self._outcome
 
     def run(self) -> None:
         self._mine.acquire()
         with _put_away():
-            outcome = worker.perform(self._experiment, "time", self._stepped)
-        if outcome.ok and (not outcome.timing or outcome.timing.steps < self._experiment.steps):
-            outcome = TOO_SHORT
-        self.outcome = outcome
+            self._outcome = self._perform(self._stepped)
         self._theirs.release()
 
     def _stepped(self, number: int) -> None:
-        done = number - self._experiment.warmup_steps
-        if 0 <= done < self._experiment.steps and done % self._steps_per_turn == 0:
+        if number in self._stops:
             with _put_away():
                 self._theirs.release()
                 self._mine.acquire()

@@ -15,12 +15,11 @@ from perf_helpers import plots
 from perf_helpers.lab import doctor, executors, hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
+from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.profiles import choose_profile
-from perf_helpers.lab.stopwatch import NO_TIME
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment, pickled
-from perf_helpers.records import CPU, WALL, Comparison, Memory, Ratio, Run, Store
+from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run, Store
 from perf_helpers.texts import whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -69,7 +68,6 @@ class Lab:
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or hardware.cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
-        self._sizes: dict[str, Memory | None] = {}  # by id: of runs that were asked for their time alone
         self._patience = PATIENCE_SECONDS
         self._has_rehearsed_turns = False  # once is enough to see that they run
         if executor is None:
@@ -163,7 +161,7 @@ class Lab:
         Args:
             function: takes the task and returns something that JSON can hold (`run.value`). It may be defined in a
                 notebook. Each entry of `measure` calls it in a clean process of its own (memory on CPU: in two, see
-                `meters.MemoryMeter`); it needs no measuring code.
+                `memory_meter.MemoryMeter`); it needs no measuring code.
             measure: as in `train`; ("none",) runs it once with no meter.
             samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
             use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
@@ -183,40 +181,48 @@ class Lab:
     def compare(
         self,
         baseline: Run,
-        other: Run,
-        *,
+        *others: Run,
         turns: int | None = None,
         steps_per_turn: int = 1,
         timeout: float | None = None,
-    ) -> Comparison:
-        """Two runs of this lab against each other: memory exactly, speed by letting the two take turns.
+    ) -> Comparison | list[Comparison]:
+        """Runs of this lab against a baseline: memory exactly, speed by letting them take turns.
 
-        On a CPU both, and the baseline once more, take turns inside one clean process, on one thread, and so in several
-        processes. The speed ratio is that of the seconds computed, the median of all pairs; its interval a bootstrap
-        over processes and pairs, widened by the noise floor: what the baseline differed from itself, at least 1.05.
-        `wall_ratio` is the same by the wall's clock. On GPUs, and between several ranks, each of the two has a process
-        of its own; the clock decides, and the floor is the runs' `noise_floor`.
+        On a CPU all of them, and the baseline once more, take turns inside one clean process, on one thread, and so in
+        several processes. The speed ratio is that of the seconds computed, the median of all pairs; its interval a
+        bootstrap over processes and pairs, widened by the noise floor: what the baseline differed from itself, at least
+        1.05. `wall_ratio` is the same by the wall's clock. On GPUs, and between several ranks, each of two has a
+        process of its own; the clock decides, and the floor is the runs' `noise_floor`.
         What could not be measured is unknown, and says why: a comparison that fails is no exception.
 
         Args:
-            turns: pairs of turns, on a CPU shared out among its processes; default: the profile's.
+            others: one gives a comparison, several a list of them.
+            turns: of each run, on a CPU shared out among the processes; default: the profile's.
             steps_per_turn: optimizer steps in a turn, of which the fastest counts.
+            timeout: seconds for all that take turns at once; default: the lab's, for each of the others.
         """
-        for run in (baseline, other):
+        for run in (baseline, *others):
             if run.id not in self._experiments:
                 raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
+        if not others:
+            raise ValueError(f"{baseline.name!r} is alone: give a run to compare it with")
         turns = whole_number("turns", self.profile.turns if turns is None else turns)
-        steps_per_turn = whole_number("steps_per_turn", steps_per_turn)
-        failed = "; ".join(f"{run.name} {run.status}, {run.message}" for run in (baseline, other) if not run.ok)
-        if baseline.peak_bytes and other.peak_bytes:
-            memory_ratio = other.peak_bytes / baseline.peak_bytes
-        else:
-            memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
-        if failed:
-            ratios = [Ratio.unknown(f"speed not measured: {failed}")]
-        else:
-            ratios = self._speed_ratios(baseline, other, turns, steps_per_turn, timeout)
-        return Comparison(baseline, other, memory_ratio, *ratios)
+        how = turns, whole_number("steps_per_turn", steps_per_turn), timeout
+        at_once = [run for run in others if baseline.ok and run.ok and self._is_inside_one(baseline, run)]
+        known = dict(zip([run.id for run in at_once], self._speeds(baseline, at_once, *how), strict=True))
+        found = []
+        for run in others:
+            failed = "; ".join(f"{each.name} {each.status}, {each.message}" for each in (baseline, run) if not each.ok)
+            if baseline.peak_bytes and run.peak_bytes:
+                memory_ratio = run.peak_bytes / baseline.peak_bytes
+            else:
+                memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
+            if failed:
+                speed = (Ratio.unknown(f"speed not measured: {failed}"),)
+            else:
+                speed = known.get(run.id) or self._speeds(baseline, [run], *how)[0]
+            found.append(Comparison(baseline, run, memory_ratio, *speed))
+        return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
         """The factor within which the speeds of these runs are not told apart; without runs, that of the machine."""
@@ -329,44 +335,52 @@ class Lab:
             return function(*arguments)
         return executors.outcome_of(executors.submit(self.executor, function, *arguments))
 
-    def _speed_ratios(self, baseline: Run, other: Run, turns: int, steps_per_turn: int, timeout) -> list[Ratio]:
-        """The ratio of speeds that decides and, on a CPU, the one by the wall's clock."""
-        if self.machine.rehearsed and self._has_rehearsed_turns:
-            return [Ratio.unknown(NO_TIME)]
-        on_cpu = self._on_cpu(baseline, other)
-        inside_one = on_cpu and not self.machine.rehearsed and max(baseline.processes, other.processes) == 1
-        changes: dict[str, Any] = {"threads": 1 if on_cpu else None}
+    def _speeds(
+        self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
+    ) -> list[tuple]:
+        """What the `Comparison` of each of the others with the baseline says of speed: all take turns at once."""
+        if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
+            return [(Ratio.unknown(NO_TIME),)] * len(others)
+        runs = [baseline, *others]
+        inside_one = self._is_inside_one(*runs)
+        changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
         if self.machine.rehearsed:  # one turn shows that they run, which is all that can be seen
             self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
             changes["warmup_steps"] = 1
-        experiments = (self._experiments[run.id] for run in (baseline, other))
-        pair = [each.replace(arguments=_endless(each), **changes) for each in experiments]
-        each, total = -(-turns // PROCESSES), 2 * turns
+        of_runs = [self._experiments[run.id] for run in runs]
+        players = [each.replace(arguments=_endless(each), **changes) for each in of_runs]
         if inside_one:
-            total = 3 * PROCESSES * (each + 1)
-        with progress.bar(f"{baseline.name} and {other.name} in turns", total, "turn", quiet=self._is_unwatched) as bar:
-
-            def taken(number: int | None = None) -> None:
-                bar.update(1 if number is None else number - bar.n)
-
-            told = None if self.executor else taken
-            seconds = timeout or self.timeout
+            players, turns = [*players, players[0]], -(-turns // PROCESSES)
+        total = len(players) * (turns + 1) * (PROCESSES if inside_one else 1)
+        what = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
+        with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
+            told = None if self.executor else lambda number: bar.update(number - bar.n)
+            how = players, turns, steps_per_turn, timeout or self.timeout * len(others), told
             if inside_one:
-                at_once = min(2, self.machine.cpu_cores or 1)
-                how = (each, PROCESSES, steps_per_turn, seconds, told, at_once)
-                outcome = self._perform(processes.side_by_side, *pair, *how)
+                outcome = self._perform(processes.side_by_side, *how, PROCESSES, min(2, self.machine.cpu_cores or 1))
             else:
-                together = on_cpu or self._fit_together(baseline, other)
-                outcome = self._perform(processes.alternate, *pair, turns, steps_per_turn, seconds, together, told)
+                outcome = self._perform(processes.alternate, *how)
         if not outcome.ok:
             reason = f"{outcome.status}, {outcome.message}"
             print(f"Speed not measured: {reason}.", file=sys.stderr)
-            return [Ratio.unknown(f"speed not measured: {reason}")]
-        samples = [experiment.samples_per_step for experiment in pair]
-        per_sample = (samples[1] / samples[0]) if all(samples) else 1.0
-        if inside_one:
-            return [Ratio.of_turns(outcome.value, clock, LEAST_FLOOR, per_sample) for clock in (CPU, WALL)]
-        return [self.ratio([a / b * per_sample for a, b in zip(*outcome.value, strict=True)], baseline, other)]
+            return [(Ratio.unknown(f"speed not measured: {reason}"),)] * len(others)
+        found, clock = [], CPU if inside_one else WALL
+        for which, (run, experiment) in enumerate(zip(others, of_runs[1:], strict=True), 1):
+            samples = [each.samples_per_step for each in (of_runs[0], experiment)]
+            per_sample = samples[1] / samples[0] if all(samples) else 1.0
+            three = [[process[0], process[which], process[-1]] for process in outcome.value]
+            if inside_one:
+                ratios = [Ratio.of_turns(three, each, LEAST_FLOOR, per_sample) for each in (CPU, WALL)]
+            else:
+                pairs = zip(*three[0][:2], strict=True)
+                ratios = [self.ratio([a[WALL] / b[WALL] * per_sample for a, b in pairs], baseline, run), None]
+            steps = [min((turn[clock] for each in three for turn in each[player]), key=float) for player in (0, 1)]
+            found.append((*ratios, tuple(steps)))
+        return found
+
+    def _is_inside_one(self, *runs: Run) -> bool:
+        """Whether these runs take turns inside one process."""
+        return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
     def _is_unwatched(self) -> bool:
@@ -380,41 +394,10 @@ class Lab:
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
 
-    def _fit_together(self, *runs: Run) -> bool:
-        """Whether two runs can be on the device at once, contexts included; no where that is not known.
-
-        If so, they take turns in two processes that live. Else each turn would start one of its own, and nearly all of
-        the time go by in starts: it is worth a memory run to know.
-        """
-        sizes = [run.memory or self._size(run) for run in runs]
-        if not all(sizes):
-            return False
-        needed = sum(memory.reserved_bytes or 0 for memory in sizes)
-        free = self.machine.gpus[0].free_bytes if self.machine.gpus else None
-        return not needed or bool(free and needed + 2e9 < 0.9 * free)
-
-    def _size(self, run: Run) -> Memory | None:
-        """The memory of a run that was asked for its time alone: that of an equal run of this lab, else of one more."""
-        if run.id not in self._sizes:
-            experiment = self._experiments[run.id]
-            wanted, others = _apart_from_name_and_length(experiment), (other for other in self.runs if other.memory)
-            equal = (other for other in others if _apart_from_name_and_length(self._experiments[other.id]) == wanted)
-            memory = next((other.memory for other in equal), None)
-            if memory is None:
-                outcome = self._perform(processes.execute, experiment, "memory", self.timeout)
-                memory = outcome.memory if outcome.ok else None
-            self._sizes[run.id] = memory
-        return self._sizes[run.id]
-
 
 def _endless(experiment: Experiment) -> Arguments:
     """Its arguments but those that say how long to train."""
     return experiment.arguments.without("max_steps", "num_train_epochs")
-
-
-def _apart_from_name_and_length(experiment: Experiment) -> Experiment:
-    """Two experiments that are equal in this take the same memory."""
-    return experiment.replace(name="", arguments=_endless(experiment), steps=1, warmup_steps=1, threads=None)
 
 
 def _rank_summary(outcome: Outcome) -> dict[str, Any]:

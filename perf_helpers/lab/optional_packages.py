@@ -12,7 +12,7 @@ OFFERED: list[Path] = []  # folders that were, for processes that start anew
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each package and Python, made by the Makefile
 
 
-def offer(package: str, folder: Path | None = None) -> str | None:
+def offer(package: str) -> str | None:
     """Let this process, and the clean processes of a lab that it makes afterwards, import a package from its folder.
 
     One that is installed as any other is left as it is. The libraries that a lab's processes share look for their
@@ -20,12 +20,11 @@ def offer(package: str, folder: Path | None = None) -> str | None:
 
     Args:
         package: as it is imported, e.g. "deepspeed".
-        folder: that has it; None: that of this project for this Python.
 
     Returns:
         What is missing, in words, as `claims.check(missing=)` takes it; None where the package can be imported.
     """
-    folder = folder or FOLDER / "{}-{}.{}".format(package, *sys.version_info)
+    folder = FOLDER / "{}-{}.{}".format(package, *sys.version_info)
     if importlib.util.find_spec(package) is None and (folder / package).is_dir():
         sys.path.append(str(folder))  # at the end: what is installed comes first
         OFFERED.append(folder)

@@ -52,13 +52,6 @@ class Outcome:
             ranks = tuple(a.joined(b) for a, b in zip(self.ranks, later.ranks, strict=True))
         return Outcome(**mine | its | {"ranks": ranks})
 
-    def explained(self, categories: "Outcome") -> "Outcome":
-        """The memory with the categories of a second pass, on each rank; as it was where that pass failed."""
-        if not categories.ok:
-            return self
-        ranks = tuple(a.explained(b) for a, b in zip(self.ranks, categories.ranks, strict=True))
-        return self.replace(memory=self.memory.explained(categories.memory), ranks=ranks)
-
 
 def _fields(outcome: Outcome) -> dict[str, Any]:
     """By name, and not deeper: `dataclasses.asdict` would take the figures apart."""

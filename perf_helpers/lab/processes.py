@@ -1,10 +1,10 @@
-"""What is done in clean processes, and for how long: one experiment, two in turns, any function."""
+"""What is done in clean processes, and for how long: one experiment, several in turns, any function."""
 
 import contextlib
+import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -58,17 +58,18 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
     Args:
         timeout, on_step: as in `execute`.
     """
-    if not _may_be_paired(experiment):
-        first = execute(experiment, "memory", timeout, on_step)
-        if not first.ok or first.memory is None or first.memory.breakdown or experiment.arguments.compiles:
-            return first
-        return first.explained(execute(experiment, "categories", timeout, on_step))
+    watch = functools.partial(worker.perform, experiment, "categories")
+    beside = CleanProcess(watch, measured=True) if _may_be_paired(experiment) else contextlib.nullcontext()
     deadline = time.monotonic() + seconds_left(timeout)
-    with contextlib.ExitStack() as stack:
-        jobs = [functools.partial(worker.perform, experiment, measure) for measure in ("memory", "categories")]
-        first, second = (stack.enter_context(CleanProcess(job, measured=True)) for job in jobs)
-        outcome = _ended(first, deadline, timeout, on_step)
-        return outcome.explained(_ended(second, deadline, timeout, None)) if outcome.ok else outcome
+    with beside as process:
+        first = execute(experiment, "memory", timeout, on_step)
+        if not first.ok or not first.memory or first.memory.breakdown or experiment.arguments.compiles:
+            return first
+        if process:
+            second = _ended(process, deadline, timeout, None)
+        else:
+            second = execute(experiment, "categories", timeout, on_step)
+    return first.replace(memory=first.memory.explained(second.memory)) if second.ok else first
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
@@ -154,46 +155,35 @@ def _timed_out(timeout: float, where: str = "") -> Outcome:
     return Outcome("timed out", f"{text}; {where}" if where else text)
 
 
-class _Early(Exception):
-    """One of two experiments ended before its turns were over."""
-
-    def __init__(self, which: int, outcome: Outcome):
-        if outcome.ok:
-            outcome = interleaving.TOO_SHORT
-        self.outcome = Outcome(outcome.status, f"the {('first', 'second')[which]} one: {outcome.message}")
-
-
 def side_by_side(
-    first: Experiment,
-    second: Experiment,
-    count: int,
-    processes: int,
+    experiments: Sequence[Experiment],
+    turns: int,
     steps_per_turn: int = 1,
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
+    processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Let two experiments on the CPU, and the first one once more, take turns inside one clean process, several times.
+    """Let experiments on the CPU take turns inside one clean process, several times; see `interleaving`.
 
-    The outcome's value: for each process, for each of the three and each turn, (seconds, seconds of the processor).
+    The outcome's value: for each process, for each experiment and each turn, the `Seconds` of its fastest step.
 
     Args:
-        count: turns of each experiment in a process.
-        processes: in all.
+        turns: of each experiment in a process.
         steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
-        on_turn: called now and then with the number of turns taken.
+        on_turn: called now and then with the number of turns taken, those that warm up too.
+        processes: in all.
         at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
-            neighbour would, and both recipes alike, which take turns inside each.
+            neighbour would, and all recipes alike, which take turns inside each.
     """
     deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
-    three = (first, second, first)
-    job = functools.partial(interleaving.take, three, count, steps_per_turn)
+    job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
     for begun in range(0, processes, at_once):
         with contextlib.ExitStack() as stack:
             those = range(begun, min(begun + at_once, processes))
             living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
             for number, process in zip(those, living, strict=True):
-                done = number * len(three) * (count + 1)
+                done = number * len(experiments) * (turns + 1)
                 outcome = _ended(process, deadline, timeout, lambda turn, done=done: tell(done + turn))
                 if not outcome.ok:
                     return outcome
@@ -201,78 +191,80 @@ def side_by_side(
     return Outcome(value=taken)
 
 
+def _in_threads(experiments: Sequence[Experiment], turns: int, steps_per_turn: int, on_turn) -> Outcome:
+    players = []
+    for experiment in experiments:
+        first, steps = experiment.warmup_steps, turns * steps_per_turn
+        perform = functools.partial(worker.perform, experiment.replace(steps=steps), "time")
+        players.append(interleaving.ThreadPlayer(perform, range(first, first + steps, steps_per_turn)))
+    return interleaving.play([each.name for each in experiments], players, turns, steps_per_turn, on_turn)
+
+
 def alternate(
-    first: Experiment,
-    second: Experiment,
+    experiments: Sequence[Experiment],
     turns: int,
     steps_per_turn: int = 1,
     timeout: float = 600,
-    together: bool = True,
-    on_turn: Callable[[], Any] | None = None,
+    on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Let two experiments take turns (A B, B A, A B, ...), each in its clean process, and time every turn.
-
-    The outcome's value: seconds of each turn of the first one, and of the second.
+    """Let experiments take turns, each in a clean process that is stopped while another one runs. Where they do not fit
+    on the device together, each turn has a process of its own. The outcome's value: as of `side_by_side` with one
+    process; the wall's clock is the one to go by.
 
     Args:
-        turns: pairs of turns.
-        steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
-        together: both processes exist at once, one stopped while the other runs. False: each turn has a process of its
-            own, for two experiments that do not fit on the device together.
-        on_turn: called after each turn.
+        turns, steps_per_turn, on_turn: as in `side_by_side`.
     """
-    deadline = time.monotonic() + seconds_left(timeout)
-    take = _living if together else _one_by_one
-    try:
-        return Outcome(value=take((first, second), turns, steps_per_turn, deadline, on_turn or (lambda: None)))
-    except _Early as early:
-        return early.outcome
-    except TimeoutError:
-        return _timed_out(timeout)
+    names, tell = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
+    with within(timeout):
+        for player in (_stopping, _anew):
+            with contextlib.ExitStack() as stack:
+                each = (contextlib.closing(player(experiment, turns, steps_per_turn)) for experiment in experiments)
+                players = [*map(stack.enter_context, each)]
+                try:
+                    outcome = interleaving.play(names, players, turns, steps_per_turn, tell)
+                except TimeoutError:
+                    outcome = _timed_out(timeout)
+            if outcome.status != "out of memory":
+                break
+    return outcome.replace(value=[outcome.value]) if outcome.ok else outcome
 
 
-def _order(turns: int) -> Iterator[int]:
-    """Whose turn it is: 0 1, 1 0, 0 1, ..., so that neither always runs on what the other left in the caches."""
-    return itertools.chain.from_iterable((0, 1) if number % 2 == 0 else (1, 0) for number in range(turns))
+def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
+    """A player in a process that stops after each turn."""
+    job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
+    with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
+        for turn in range(turns + 1):
+            outcome = _wait(process, _limit.get()[0])
+            while turn == turns and not outcome:  # a function may have more steps than there are turns
+                process.go()
+                outcome = _wait(process, _limit.get()[0])
+            yield outcome
+            process.go()
 
 
-def _living(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> list[list[float]]:
-    """Seconds of each turn, from two processes that live and stop in turns."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for which, experiment in enumerate(pair):
-            job = functools.partial(worker.perform, experiment.replace(steps=turns * steps_per_turn), "time")
-            process = CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True)
-            processes.append(stack.enter_context(process))
-            if outcome := _wait(process, deadline):
-                raise _Early(which, outcome)
-        for which in _order(turns):
-            processes[which].go()
-            if outcome := _wait(processes[which], deadline):
-                raise _Early(which, outcome)
-            on_turn()
-        return [_fastest(process, which, turns, steps_per_turn, deadline) for which, process in enumerate(processes)]
+def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
+    """Perform an experiment beside others on its device. It is out of memory there as soon as torch's allocator had to
+    give back what it kept: it may go on so, but more slowly than alone."""
+
+    def stepped(number: int) -> None:
+        import torch
+
+        if torch.cuda.is_initialized() and torch.cuda.memory_stats().get("num_alloc_retries"):
+            raise MemoryError("there is not enough for all at once")
+        on_step(number)
+
+    stepped.takes_turns = True
+    return worker.perform(experiment, "time", stepped)
 
 
-def _fastest(process: CleanProcess, which: int, turns: int, steps_per_turn: int, deadline: float) -> list[float]:
-    """Seconds of the fastest step of each turn, once the process has come to its end."""
-    outcome = None
-    while not outcome:  # a function may have more steps than there are turns
-        process.go()
-        outcome = _wait(process, deadline)
-    if not outcome.ok:
-        raise _Early(which, outcome)
-    every = outcome.timing.all_seconds[: turns * steps_per_turn]
-    return [min(every[i : i + steps_per_turn], key=float) for i in range(0, len(every), steps_per_turn)]
-
-
-def _one_by_one(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> list[list[float]]:
-    """Seconds of each turn, each from a process of its own."""
-    seconds: list[list[float]] = [[], []]
-    for which in _order(turns):
-        outcome = execute(pair[which].replace(steps=steps_per_turn), "time", deadline - time.monotonic())
-        if not outcome.ok:
-            raise _Early(which, outcome)
-        seconds[which].append(min(outcome.timing.all_seconds, key=float))
-        on_turn()
-    return seconds
+def _anew(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
+    """A player that has a process of its own for each turn, and warms up in each."""
+    yield None
+    seconds: tuple[float, ...] = ()
+    for turn in range(1, turns + 1):
+        outcome = execute(experiment.replace(steps=steps_per_turn), "time", float("inf"))
+        if outcome.ok and outcome.timing:
+            seconds += outcome.timing.all_seconds[:steps_per_turn]
+            timing = dataclasses.replace(outcome.timing, steps=len(seconds), all_seconds=seconds, all_cpu_seconds=())
+            outcome = outcome.replace(timing=timing) if turn == turns else None
+        yield outcome

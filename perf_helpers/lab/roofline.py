@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from perf_helpers.lab.stopwatch import in_turns
+from perf_helpers.lab.interleaving import in_turns
 from perf_helpers.lab.task import Task
 from perf_helpers.records import CPU, WALL, Ratio
 from perf_helpers.unknown import NeedsValues

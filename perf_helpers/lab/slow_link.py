@@ -98,12 +98,10 @@ def missing() -> str | None:
         return str(reason)
 
 
-def bytes_sent(device: str | None = None) -> int | None:
-    """Bytes that a network device has sent so far, headers included; None where the system does not tell.
-
-    `device` None: the one this rank talks to the others through. Seen from the namespace that the process is in.
-    """
-    device = device or os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+def bytes_sent() -> int | None:
+    """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
+    others: seen from the namespace that the process is in. None where the system does not tell."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         with open("/proc/thread-self/net/dev") as file:
             fields = next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))

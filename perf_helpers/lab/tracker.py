@@ -9,15 +9,16 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from perf_helpers.lab import fsdp_hooks
 from perf_helpers.records import TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
@@ -30,6 +31,7 @@ _IN_PLACE = {
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
+MARK = "perf_helpers"  # prefix of our own events among those of torch's profiler
 RESIZE = "storage.resize_"  # stands for the operation that a resized storage's memory came from
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 
@@ -101,20 +103,19 @@ class Watcher:
         self.phase = Phase.SETUP
         self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
         self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
+        self.failed: set[int] = set()  # numbers of operations that raised an error, of which there is no result
         self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
         self.marks.append((label, len(self.log), len(self.operations)))
+        leave_mark()  # among the profiler's events too, so that both are told in one order
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
         """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
 
     def born(self, tensor: Any, operation: str) -> None:
         """Follow a tensor that no operation made."""
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size than before: its memory is another one."""
 
 
 class Tracker(Watcher, TorchDispatchMode):
@@ -142,9 +143,8 @@ class Tracker(Watcher, TorchDispatchMode):
         self.granularity, self.device = granularity, device
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}
         self._scaled: weakref.ref | None = None
-        self._given: set[int] | None = (
-            None  # the storages of the present operation's arguments; None: not yet looked at
-        )
+        # The storages of the present operation's arguments; None: not yet looked at.
+        self._given: set[int] | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -204,7 +204,8 @@ class Tracker(Watcher, TorchDispatchMode):
         if storage is not None and storage._cdata not in self._blocks:
             self._follow(storage, self._category(None, ()), operation)
 
-    def resized(self, storage):
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size than before: its memory is another one."""
         block, reference = self._blocks.get(storage._cdata, (None, None))
         if block is not None:
             new = Block(self._size(storage), block.category, RESIZE, self._stream())
@@ -248,7 +249,7 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def _storage(self, tensor: torch.Tensor):
         try:
-            storage = fsdp_hooks.local(tensor).untyped_storage()
+            storage = local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
         return storage if storage.device.type == self.device else None
@@ -374,37 +375,76 @@ def watched(tracker: Watcher):
         tracker.mark("step")
         tracker.phase = Phase.BEFORE
 
-    parallel = torch.nn.parallel.DistributedDataParallel
-    plain_parallel = {name: getattr(parallel, name) for name in ("__init__", "_pre_forward")}
+    with contextlib.ExitStack() as stack:
+        for hook in (
+            torch.nn.modules.module.register_module_forward_pre_hook(before_forward),
+            torch.nn.modules.module.register_module_forward_hook(after_forward, always_call=True),
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ):
+            stack.callback(hook.remove)
+        stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        stack.enter_context(patch.object(torch, "get_rng_state", rng_state))
+        if isinstance(tracker, TorchDispatchMode):
+            for owner, name, replaced in _replacements(tracker):
+                if plain := getattr(owner, name, None):  # a version of torch may call it otherwise
+                    stack.enter_context(patch.object(owner, name, replaced(plain)))
+            stack.enter_context(tracker)
+        yield parameters
 
-    def in_reducer(function):  # it makes its buckets, a second set of gradients, when it is built and once more later
-        def reducing(*args, **kwargs):
-            phase, tracker.phase = tracker.phase, Phase.REDUCER
-            try:
-                return function(*args, **kwargs)
-            finally:
-                tracker.phase = phase
 
-        return reducing
+def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Callable], Callable]]]:
+    """Methods of torch, and what makes of each the one that tells the tracker.
 
-    hooks = [
-        torch.nn.modules.module.register_module_forward_pre_hook(before_forward),
-        torch.nn.modules.module.register_module_forward_hook(after_forward, always_call=True),
-        register_optimizer_step_pre_hook(before_step),
-        register_optimizer_step_post_hook(after_step),
-    ]
-    torch.autograd.backward, torch.get_rng_state = backward, rng_state
-    for name, function in plain_parallel.items():
-        setattr(parallel, name, in_reducer(function))
-    try:
-        with contextlib.ExitStack() as stack:
-            if isinstance(tracker, TorchDispatchMode):
-                stack.enter_context(fsdp_hooks.noticed(tracker))
-                stack.enter_context(tracker)
-            yield parameters
-    finally:
-        torch.autograd.backward, torch.get_rng_state = plain_backward, plain_rng_state
-        for name, function in plain_parallel.items():
-            setattr(parallel, name, function)
-        for hook in hooks:
-            hook.remove()
+    FSDP2 keeps a rank's share of the weights as a DTensor, gathers a module's weights before its forward and its
+    backward, and gives them back after, by resizing storages, which no operation shows. The tracker is not told of what
+    DTensor does on tensors without memory, to learn what an operation would make of the whole.
+    """
+
+    def resizing(plain):
+        def resize(storage, size):
+            plain(storage, size)
+            tracker.resized(storage)
+
+        return resize
+
+    yield torch.UntypedStorage, "resize_", resizing
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    @contextlib.contextmanager
+    def during(phase):
+        before, tracker.phase = tracker.phase, phase
+        try:
+            yield
+        finally:
+            tracker.phase = before
+
+    def scattering(plain):
+        def scatter(group, *unused):
+            made = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
+            tracker.tag([weight.grad for weight in made if weight is not None], Category.GRADIENTS)
+            return plain(group, *unused)
+
+        return during(Phase.REDUCER)(scatter)
+
+    # It makes its buckets, a second set of gradients, when it is built and once more later.
+    for name in ("__init__", "_pre_forward"):
+        yield torch.nn.parallel.DistributedDataParallel, name, during(Phase.REDUCER)
+    for name in ("unshard", "wait_for_unshard"):
+        yield FSDPParamGroup, name, during(Phase.GATHER)
+    yield FSDPParamGroup, "post_backward", scattering
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", _disable_current_modes()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that is divided among ranks; any other tensor is itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def leave_mark() -> None:
+    """Leave a mark among the events of torch's profiler."""
+    with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
+        pass

@@ -48,7 +48,7 @@ class Experiment:
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether other threads or processes hand memory to this one at no certain time; see `meters.MemoryMeter`."""
+        """Whether other threads or processes hand memory to this one at no certain time, see `memory_meter`."""
         # DeepSpeed sends also where there is one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
 
@@ -75,7 +75,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        # gloo sums. Else each rank waits for an operator to be compiled: a minute, for ever where that was once killed.
+        # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was killed.
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
     try:
         args = arguments.build(folder)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from perf_helpers.lab import forkserver, hardware, outcomes, stack_dumps
+from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.outcomes import Invalid, Outcome
-from perf_helpers.lab.stopwatch import NO_TIME
 from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.records import Timing
 from perf_helpers.unknown import Unknown
@@ -29,8 +29,8 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 
     Args:
         measure: "memory" (two optimizer steps under the memory meter; of compiled code the last of a few), "categories"
-            (the same, followed tensor by tensor, see `meters.MemoryMeter`), "time" (the steps asked for, under the time
-            meter alone) or "none".
+            (the same, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under the time meter
+            alone) or "none".
         on_step: called after each optimizer step with its number.
     """
     try:
@@ -42,7 +42,7 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
     import torch
 
-    from perf_helpers.lab import meters
+    from perf_helpers.lab import memory_meter, time_meter
 
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
@@ -53,18 +53,18 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder) as folder:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
         if measure == "memory" and experiment.arguments.compiles:
-            with meters.CompiledMemoryMeter(on_cpu) as meter:
+            with memory_meter.CompiledMemoryMeter(on_cpu) as meter:
                 outcome = _execute(experiment, folder, steps=_COMPILING_STEPS + 1, keep_losses=False)
             return outcome.replace(memory=meter.result())
         if measure in ("memory", "categories"):
-            categories = True if measure == "categories" else None
-            with meters.MemoryMeter(categories, on_cpu, experiment.is_counted_by_tensors) as meter:
+            categories = measure == "categories"
+            with memory_meter.MemoryMeter(categories, on_cpu, experiment.is_counted_by_tensors) as meter:
                 outcome = _execute(experiment, folder, steps=2, keep_losses=False)
             return outcome.replace(memory=meter.result())
         if hardware.is_rehearsal():
             return _rehearse(experiment, folder, measure, on_step)
         if measure == "time":
-            with meters.TimeMeter(experiment.warmup_steps, on_step) as meter:
+            with time_meter.TimeMeter(experiment.warmup_steps, on_step) as meter:
                 steps = experiment.steps + experiment.warmup_steps
                 outcome = _execute(experiment, folder, steps, keep_losses=True, on_pass=meter.stepped)
             return outcome.replace(timing=meter.result(experiment.samples_per_step))
@@ -76,12 +76,12 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 
     It runs, two steps long where the Trainer makes the steps.
     """
-    from perf_helpers.lab import meters
+    from perf_helpers.lab import time_meter
 
     known, short = untimed(experiment, measure), experiment
     if known.losses:
         short = experiment.replace(arguments=experiment.arguments.replace(max_steps=min(len(known.losses), 2)))
-    with meters.TimeMeter(1, on_step) as meter:
+    with time_meter.TimeMeter(1, on_step) as meter:
         outcome = _execute(short, folder, 2, keep_losses=True)
     timed = meter.result() is not None and measure == "time"
     return outcome.replace(losses=known.losses, timing=known.timing if timed else None)

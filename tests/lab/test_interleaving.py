@@ -1,4 +1,4 @@
-"""Experiments in turns inside one process."""
+"""Turns: of functions, by planted clocks; of experiments, in threads of one process and in processes of their own."""
 
 import platform
 import tempfile
@@ -7,10 +7,126 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import processes
+from perf_helpers.lab import interleaving, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CPU, WALL, Ratio
+from perf_helpers.unknown import NeedsValues
+
+# ---- functions
+
+
+class Clock:
+    """A clock by the wall and one of what was computed; works move them."""
+
+    def __init__(self):
+        self.wall = self.cpu = 100.0
+
+    def work(self, wall, cpu=None):
+        def run():
+            self.wall += wall
+            self.cpu += wall if cpu is None else cpu
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch, copied):
+    planted = Clock()
+    clocks = copied(interleaving.time, perf_counter=lambda: planted.wall, process_time=lambda: planted.cpu)
+    monkeypatch.setattr(interleaving, "time", clocks)
+    return planted
+
+
+def test_each_function_has_its_own_seconds_by_both_clocks(clock):
+    busy, waiting = clock.work(0.5), clock.work(2.0, cpu=0.25)
+    taken = interleaving.in_turns([busy, waiting], turns=3)
+    assert taken == [[(0.5, 0.5)] * 3, [(2.0, 0.25)] * 3]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_each_is_called_once_a_turn_and_once_to_warm_up(clock, count):
+    called = []
+    works = [lambda number=number: called.append(number) for number in range(count)]
+    taken = interleaving.in_turns(works, turns=6)
+    assert [len(turns) for turns in taken] == [6] * count
+    assert called[:count] == [*range(count)], "the turn that warms up"
+    turns = [called[at : at + count] for at in range(0, len(called), count)]
+    assert len(turns) == 7 and all(sorted(turn) == [*range(count)] for turn in turns)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_nobody_always_follows_the_same_one(clock, count):
+    called = []
+    interleaving.in_turns([lambda number=number: called.append(number) for number in range(count)], turns=24)
+    follows = {number: set() for number in range(count)}
+    for before, after in zip(called[count:], called[count + 1 :], strict=False):
+        follows[after].add(before)
+    assert all(len(others - {number}) >= min(2, count - 1) for number, others in follows.items())
+
+
+def test_the_first_turn_is_not_told(clock):
+    first = iter([10.0])
+    taken = interleaving.in_turns([lambda: clock.work(next(first, 1.0))()], turns=3)
+    assert taken == [[(1.0, 1.0)] * 3]
+
+
+@pytest.mark.parametrize(("works", "turns"), [([], 3), ([int], 0)])
+def test_nothing_to_time_is_refused(works, turns):
+    with pytest.raises(ValueError, match="at least one of each"):
+        interleaving.in_turns(works, turns)
+
+
+def test_what_goes_wrong_in_a_function_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        interleaving.in_turns([lambda: 1 / 0], turns=2)
+
+
+def test_several_processes_give_a_ratio_with_its_floor(clock):
+    slow, fast, slower = clock.work(3.0), clock.work(1.0), clock.work(3.3)
+    taken = [interleaving.in_turns([slow, fast, slower], turns=4) for _ in range(3)]
+    for which in (CPU, WALL):
+        ratio = Ratio.of_turns(taken, which, 1.05)
+        assert ratio.value == pytest.approx(3.15)
+        assert ratio.floor == pytest.approx(1.1), "what the first one differs from itself"
+
+
+def test_a_rehearsal_runs_each_once_and_has_no_time(monkeypatch):
+    monkeypatch.setattr(interleaving, "is_rehearsal", lambda: True)
+    called = []
+    with pytest.raises(NeedsValues, match="no time"):
+        interleaving.in_turns([lambda: called.append("a"), lambda: called.append("b")], turns=5)
+    assert called == ["a", "b"]
+
+
+def test_on_a_gpu_events_tell_and_the_device_is_waited_for(monkeypatch):
+    import torch
+
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+
+        def synchronize(self):
+            log.append("end reached")
+
+        def elapsed_time(self, end):
+            log.append("asked")
+            return 250.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("idle"))
+    taken = interleaving.in_turns([lambda: log.append("work")], turns=1)
+    assert taken == [[(0.25, 0.25)]]
+    assert log == ["work", "idle", "record", "work", "record", "end reached", "asked"]
+
+
+# ---- experiments
 
 
 def training(name, **arguments):
@@ -42,7 +158,7 @@ def compute(seconds):
 
 
 def side_by_side(first, second, turns=3, count=1, **options):
-    return processes.side_by_side(first, second, turns, count, **options)
+    return processes.side_by_side((first, second, first), turns, processes=count, **options)
 
 
 def test_three_take_turns_and_each_turn_has_its_seconds():
@@ -143,6 +259,34 @@ def test_what_ends_too_early_is_named(second, status, message):
 def test_turns_that_take_too_long_are_given_up():
     outcome = side_by_side(training("a"), function("slow", lambda _: time.sleep(30), 5), timeout=5)
     assert (outcome.status, outcome.message) == ("timed out", "no result within 5 s")
+
+
+def test_experiments_in_processes_of_their_own_take_turns_too():
+    outcome = processes.alternate((training("a"), function("b", lambda _: time.sleep(0.05), 9)), turns=3)
+    ((first, second),) = outcome.value
+    assert len(first) == len(second) == 3 and all(wall > 0.04 for wall, _ in second)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
+    """The second one cannot live where the first one does, in a process that sleeps."""
+
+    def work(name):
+        def step(_):
+            import os
+            import pathlib
+
+            (mine := pathlib.Path(tmp_path, f"{name}-{os.getpid()}")).touch()
+            others = {int(path.name.split("-")[1]) for path in pathlib.Path(tmp_path).iterdir()} - {os.getpid()}
+            if not together and any(pathlib.Path(f"/proc/{other}").exists() for other in others):
+                mine.unlink()
+                raise MemoryError("two are too many")
+
+        return step
+
+    outcome = processes.alternate([function(name, work(name), 4) for name in "ab"], turns=3)
+    assert outcome.ok and [len(turns) for turns in outcome.value[0]] == [3, 3], outcome.message
+    assert len({*tmp_path.iterdir()}) == (2 if together else 1 + 6)
 
 
 def test_turns_of_several_steps_count_the_fastest():

@@ -1,5 +1,6 @@
 """The lab as a user sees it: mistakes refused before anything is built, runs kept, comparisons in turns."""
 
+import json
 import time
 
 import pytest
@@ -122,6 +123,19 @@ def test_a_comparison_takes_turns(lab):
     assert "ratio (CPU time)" in comparison._repr_html_() and "by the clock" in repr(comparison)
 
 
+def test_several_are_compared_with_one_baseline_in_the_same_turns(lab):
+    two, four, gone = (lab.train(f"{n}", task=TINY, measure="memory", per_device_train_batch_size=n) for n in (2, 4, 2))
+    gone = lab.run(lambda task: 1 / 0, "gone", measure=("memory",))
+    found = lab.compare(two, four, gone, two, turns=4)
+    assert [each.other.name for each in found] == ["4", "gone", "2"] and all(each.baseline == two for each in found)
+    assert [each.speed_ratio.known for each in found] == [True, False, True]
+    assert found[0].memory_ratio > 1 == found[2].memory_ratio
+    assert found[0].step_seconds[0] == found[2].step_seconds[0] < found[0].step_seconds[1]
+    assert type(found[0]).from_dict(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    with pytest.raises(ValueError, match="give a run to compare"):
+        lab.compare(two)
+
+
 def test_inference_is_compared_too(lab):
     small, large = (lab.infer(f"{n}", task=TINY, measure=("time",), per_device_eval_batch_size=n) for n in (2, 64))
     assert small.timing.samples_per_second and len(small.timing.all_cpu_seconds) == small.timing.steps
@@ -160,22 +174,17 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
 def with_gpus(tmp_path):
     """A function: a lab on a machine that says it has GPUs, and what its processes were asked, for none is started."""
 
-    def make(count=1, free_bytes=20e9, reserved_bytes=6e9):
+    def make(count=1):
         lab = Lab("cpu", out=tmp_path)
-        gpus = tuple(Gpu(n, memory_bytes=80 * 2**30, free_bytes=free_bytes) for n in range(count))
+        gpus = tuple(Gpu(n, memory_bytes=80 * 2**30) for n in range(count))
         lab.machine, asked = Machine("rehearsed", "cuda", gpus=gpus), []
 
         def perform(function, *arguments):
             asked.append((function.__name__, *arguments))
-            if function.__name__ == "alternate":
-                turns = arguments[2]
-                return Outcome(value=((1.0,) * turns, (1.0,) * turns))
-            if function.__name__ == "side_by_side":
-                _, _, turns, count, *_ = arguments
-                return Outcome(value=[[[(1.0, 1.0)] * turns] * 3] * count)
-            memory = Memory(1, "allocated", breakdown={}, phases={}, reserved_bytes=int(reserved_bytes))
-            is_counted = function.__name__ == "account" or arguments[1] == "memory"
-            return Outcome(memory=memory if is_counted else None)
+            if function.__name__ in ("alternate", "side_by_side"):
+                experiments, turns, *_ = arguments
+                return Outcome(value=[[[(1.0, 1.0)] * turns] * len(experiments)])
+            return Outcome(memory=Memory(1, "allocated", breakdown={}, phases={}))
 
         lab._perform = perform
         return lab, asked
@@ -184,13 +193,10 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, asked, *runs):
-    """(threads of each, do both live at once?) of the comparison of two runs, and how many memory runs it took."""
+    """(how they took turns, threads of each) of each group of runs of a comparison."""
     asked.clear()
     lab.compare(*runs, turns=3)
-    *sizes, (name, first, second, *options) = asked
-    assert {size[0] for size in sizes} <= {"execute"}
-    together = "in one process" if name == "side_by_side" else options[3]
-    return (first.threads, second.threads), together, len(sizes)
+    return [(name, *(each.threads for each in experiments)) for name, experiments, *_ in asked]
 
 
 def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the_machine_has(with_gpus):
@@ -202,9 +208,12 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert lab.ratio([2.0] * 3, on_cpu).low == 2 / 1.3 and lab.ratio([2.0] * 3).low == 2 / 1.02
     assert lab.compare(on_cpu, on_cpu).speed_ratio.high == 1.05 and lab.compare(on_gpu, on_gpu).speed_ratio.high == 1.02
     assert lab.compare(on_cpu, three).speed_ratio.high == 1.3
-    assert turns_taken(lab, asked, on_cpu, on_cpu)[:2] == ((1, 1), "in one process")
-    assert turns_taken(lab, asked, on_gpu, three)[:2] == ((1, 1), True)
-    assert turns_taken(lab, asked, on_gpu, two)[0] == (None, None)
+    inside_one = ("side_by_side", 1, 1, 1)
+    assert turns_taken(lab, asked, on_cpu, on_cpu) == [inside_one]
+    assert turns_taken(lab, asked, on_gpu, three) == [("alternate", 1, 1)]
+    assert turns_taken(lab, asked, on_gpu, two) == [("alternate", None, None)]
+    several = turns_taken(lab, asked, on_cpu, on_cpu, three, on_gpu, two)
+    assert several == [("side_by_side", 1, 1, 1, 1), ("alternate", 1, 1), ("alternate", 1, 1)]
 
 
 def test_two_passes_beside_each_other_count_what_they_count_one_after_the_other(lab, monkeypatch):
@@ -229,41 +238,6 @@ def test_a_function_is_never_paired_for_its_passes_may_share_a_file():
 
 def test_on_a_cpu_every_run_has_the_floor_of_a_cpu(lab):
     assert lab.noise_floor() == 1.3 == lab.noise_floor(lab.run(lambda task: 1, measure=("none",)))
-
-
-@pytest.mark.parametrize(("free", "together"), [(20e9, True), (15e9, False), (None, False)])
-def test_runs_that_were_only_timed_take_turns_at_once_where_both_fit(with_gpus, free, together):
-    lab, asked = with_gpus(free_bytes=free)
-    four, one = (lab.train(f"{n}", task=TINY, measure=("time",), per_device_train_batch_size=n) for n in (4, 1))
-    assert turns_taken(lab, asked, four, one)[1:] == (together, 2), "one memory run of each"
-    assert turns_taken(lab, asked, one, four)[1:] == (together, 0), "and no more of them"
-    assert lab.runs == [four, one] and not any(run.memory for run in lab.runs)
-
-
-def test_the_memory_of_an_equal_run_is_taken_rather_than_measured_again(with_gpus):
-    lab, asked = with_gpus()
-    lab.train("measured", task=TINY, measure=("memory",), steps=9, per_device_train_batch_size=4, max_steps=2)
-    equal = lab.train("timed", task=TINY, measure=("time",), per_device_train_batch_size=4)
-    others = [
-        lab.train("batch", task=TINY, measure=("time",), per_device_train_batch_size=2),
-        lab.train("task", task=TINY.replace(seq_len=8), measure=("time",), per_device_train_batch_size=4),
-        lab.run(lambda task: 1, "function", task=TINY, measure=("time",)),
-    ]
-    assert turns_taken(lab, asked, equal, equal)[1:] == (True, 0)
-    for other in others:
-        assert turns_taken(lab, asked, equal, other)[1:] == (True, 1), other.name
-
-
-def test_runs_whose_size_cannot_be_had_take_turns_one_at_a_time(with_gpus):
-    lab, asked = with_gpus()
-    run, perform = lab.train("timed", task=TINY, measure=("time",)), lab._perform
-
-    def fails(function, *arguments):
-        outcome = perform(function, *arguments)
-        return Outcome("crashed", "x") if function.__name__ == "execute" else outcome
-
-    lab._perform = fails
-    assert turns_taken(lab, asked, run, run)[1:] == (False, 1)
 
 
 def test_a_comparison_of_runs_of_another_lab_is_refused(lab, tmp_path):

@@ -10,13 +10,15 @@ from perf_helpers.lab import Lab, optional_packages
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "some_extra").mkdir()
-    (tmp_path / "some_extra" / "__init__.py").write_text("answer = 42\n")
-    return tmp_path
+    monkeypatch.setattr(optional_packages, "FOLDER", tmp_path)
+    folder = tmp_path / "some_extra-{}.{}".format(*sys.version_info)
+    (folder / "some_extra").mkdir(parents=True)
+    (folder / "some_extra" / "__init__.py").write_text("answer = 42\n")
+    return folder
 
 
 def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(folder, tmp_path):
-    assert optional_packages.offer("some_extra", folder) is None
+    assert optional_packages.offer("some_extra") is None
     assert sys.path[-1] == str(folder), "what is installed comes first"
 
     def ask(task):
@@ -32,18 +34,18 @@ def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(f
     monkeypatch.setattr(optional_packages, "OFFERED", [])
     lab = Lab("cpu", out=tmp_path / "out", lesson="tests")
     servers = [lab.run(lambda task: __import__("os").getppid(), "before", measure=("none",)).value for _ in range(2)]
-    assert optional_packages.offer("some_extra", folder) is None
+    assert optional_packages.offer("some_extra") is None
     servers.append(lab.run(lambda task: __import__("os").getppid(), "after", measure=("none",)).value)
     assert servers[0] == servers[1] != servers[2], "they look for their extras when they are imported"
 
 
-def test_what_is_missing_is_told_with_how_to_get_it(tmp_path):
+def test_what_is_missing_is_told_with_how_to_get_it(folder):
     before = [*sys.path]
-    told = optional_packages.offer("no_such_package", tmp_path / "nowhere")
+    told = optional_packages.offer("no_such_package")
     assert "no_such_package" in told and "make build/no_such_package" in told
     assert sys.path == before
 
 
 def test_what_is_installed_is_left_as_it_is(folder):
     before = [*sys.path]
-    assert optional_packages.offer("numpy", folder) is None and sys.path == before
+    assert optional_packages.offer("numpy") is None and sys.path == before

@@ -7,7 +7,7 @@ import pytest
 from machines import TINY
 
 from perf_helpers.lab import processes
-from perf_helpers.lab.outcomes import Invalid
+from perf_helpers.lab.outcomes import Invalid, Outcome
 
 
 def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
@@ -55,3 +55,16 @@ def _hang(tell):
 def test_a_function_without_an_answer_says_why(function, error, message):
     with pytest.raises(error, match=message):
         processes.call(function, timeout=1 if function is _hang else 60)
+
+
+def test_who_fits_beside_others_only_by_giving_back_is_out_of_memory(monkeypatch):
+    import torch
+
+    stats, told = {"num_alloc_retries": 0}, []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(processes.worker, "perform", lambda experiment, measure, on_step: on_step(1) or Outcome())
+    assert processes._in_what_is_left(None, told.append).ok and told == [1]
+    stats["num_alloc_retries"] = 1
+    with pytest.raises(MemoryError):
+        processes._in_what_is_left(None, told.append)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from machines import RUN
 
-from perf_helpers.lab import Lab, roofline, stopwatch
+from perf_helpers.lab import Lab, interleaving, roofline
 from perf_helpers.lab.task import Task
 from perf_helpers.records import Ratio
 from perf_helpers.unknown import NeedsValues
@@ -126,7 +126,7 @@ class TestCeilings:
         assert roofline._copied_bytes("cpu") == roofline.COPIED_BYTES["cpu"]
 
     def test_a_rehearsal_has_none(self, monkeypatch):
-        monkeypatch.setattr(stopwatch, "is_rehearsal", lambda: True)
+        monkeypatch.setattr(interleaving, "is_rehearsal", lambda: True)
         monkeypatch.setattr(roofline, "_copied_bytes", lambda device: 4096)
         with pytest.raises(NeedsValues):
             roofline.ceilings("float32", "cpu")

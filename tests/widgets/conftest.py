@@ -12,7 +12,7 @@ from machines import GOOD, PLAIN, fake_nvml
 from watched import FIGURES, GPU, threads
 
 from perf_helpers import hardware
-from perf_helpers.lab.profiles import PROFILES
+from perf_helpers.lab.task import PROFILES
 from perf_helpers.records import Store
 from perf_helpers.widgets import system_stats
 from perf_helpers.widgets.frame import PLACES

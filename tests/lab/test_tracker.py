@@ -77,7 +77,7 @@ def given_back_by_another_thread(tell, ranks):
 
     import torch
 
-    from perf_helpers.lab.meters import MemoryMeter
+    from perf_helpers.lab.memory_meter import MemoryMeter
 
     with MemoryMeter(by_tensors=ranks > 1) as meter:
         model = torch.nn.Linear(10, 10)

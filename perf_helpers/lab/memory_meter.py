@@ -1,9 +1,8 @@
-"""The two meters of an experiment. They are never on at the same time.
+"""The memory meter of an experiment. It is never on at the same time as the time meter.
 
-The time meter sees each optimizer step through torch's global hooks, so the code that is measured needs no measuring
-code in it. The memory meter takes the total from the allocator itself and the categories from a dispatch mode that
-follows every tensor's storage from birth to death; what one operation allocates inside itself, where no mode can see
-it, is reported as a part of its own and never spread over the others.
+It takes the total from the allocator itself and the categories from a dispatch mode that follows every tensor's storage
+from birth to death; what one operation allocates inside itself, where no mode can see it, is reported as a part of its
+own and never spread over the others.
 """
 
 import bisect
@@ -11,128 +10,20 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import statistics
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.allocator_trace import MARK, Account, events, replayed, replayed_by_tensors
-from perf_helpers.lab.tracker import Tracker, Watcher, watched
-from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, Timing, explain
+from perf_helpers.lab.tracker import MARK, Tracker, Watcher, leave_mark, watched
+from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
 
-_timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
-
-
-class TimeMeter:
-    """Seconds of each optimizer step, device work included.
-
-    Args:
-        warmup_steps: steps left out at the start, at least 1 (the first one has no beginning to be measured from).
-        on_step: called after each step, outside of what is timed; may block (that is how two runs take turns).
-
-    On CUDA the clock is the device's own events, so that measuring adds no synchronisation to the steps.
-    """
-
-    def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
-        self.warmup_steps = max(1, warmup_steps)
-        self.on_step = on_step
-        self._intervals: list[tuple[Any, Any]] = []
-        self._cpu_seconds: list[float] = []
-        self._waited_seconds: list[float] = []
-        self._begin = self._cpu_begin = self._waited_begin = None
-        self._optimizer = None
-        self._seen = 0
-
-    def __enter__(self):
-        if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
-            TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
-        _timed[threading.get_ident()] = self
-        return self
-
-    def __exit__(self, *_):
-        del _timed[threading.get_ident()]
-        if not _timed:
-            TimeMeter._hook.remove()
-
-    @staticmethod
-    def _after_step(optimizer, *_):
-        if meter := _timed.get(threading.get_ident()):
-            meter._stepped_by(optimizer)
-
-    def _stepped_by(self, optimizer) -> None:
-        # A loop may step several optimizers: the first one seen is the one that counts steps.
-        self._optimizer = self._optimizer or weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
-            self.stepped()
-
-    def stepped(self) -> None:
-        """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
-        end, cpu_end, waited_end = _now(), time.process_time(), _waited()
-        if self._begin is not None:
-            self._intervals.append((self._begin, end))
-            self._cpu_seconds.append(cpu_end - self._cpu_begin)
-            if waited_end is not None:
-                self._waited_seconds.append(waited_end - self._waited_begin)
-        self._seen += 1
-        if self.on_step:
-            self.on_step(self._seen)
-        self._waited_begin = _waited()
-        self._begin, self._cpu_begin = _now(), time.process_time()
-
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of every step after the first, warm-up included."""
-        return tuple(_elapsed(begin, end) for begin, end in self._intervals)
-
-    def result(self, samples_per_step: int | None = None) -> Timing | None:
-        """Median and spread after the warm-up; None if there were too few steps to time one."""
-        seconds = self.seconds()[self.warmup_steps - 1 :]
-        if not seconds:
-            return None
-        median = statistics.median(seconds)
-        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median,) * 3
-        return Timing(
-            step_seconds=median,
-            spread_seconds=quartiles[2] - quartiles[0],
-            steps=len(seconds),
-            warmup_steps=self.warmup_steps,
-            samples_per_second=samples_per_step / median if samples_per_step else None,
-            all_seconds=seconds,
-            all_cpu_seconds=tuple(self._cpu_seconds[self.warmup_steps - 1 :]),
-            all_waited_seconds=tuple(self._waited_seconds[self.warmup_steps - 1 :]),
-        )
-
-
-def _now():
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _waited() -> float | None:
-    """Seconds that this thread has been ready to go on and had no core, by the kernel's scheduler; None where it does
-    not tell."""
-    try:
-        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _elapsed(begin, end) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return end - begin if isinstance(begin, float) and isinstance(end, float) else float("nan")
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+COLLECTIVES = "c10d."  # how the names of their operations begin
 
 
 class MemoryMeter:
@@ -143,9 +34,9 @@ class MemoryMeter:
 
     Args:
         categories: follow every tensor, for the breakdown. On a CPU following tensors allocates too, for the dispatch
-            mode wraps each scalar among an operation's arguments in an 8-byte tensor: so the total comes from a run
-            without categories, and `Memory.explained` joins the two. On CUDA those wraps lie on the host, and one run
-            does both. None: what one run can do.
+            mode wraps each scalar among an operation's arguments in an 8-byte tensor, and autograd does less in place:
+            so the total comes from a run without categories, and `Memory.explained` joins the two. On CUDA those wraps
+            lie on the host, and one run always does both.
         on_cpu: the experiment uses the CPU although there is a GPU.
         by_tensors: on a CPU the total is what tensors take, with what each operation allocates inside itself, and one
             run does both. For several ranks: threads of gloo may free a tensor last, and the allocator tells the
@@ -153,24 +44,21 @@ class MemoryMeter:
             now is a matter of time, and they lie in shared memory.
     """
 
-    def __init__(self, categories: bool | None = None, on_cpu: bool = False, by_tensors: bool = False):
+    def __init__(self, categories: bool = False, on_cpu: bool = False, by_tensors: bool = False):
         self._cuda = torch.cuda.is_available() and not on_cpu
-        self._by_tensors = by_tensors and not self._cuda
-        self._categories = self._cuda or self._by_tensors if categories is None else categories
+        self._categories = categories or self._cuda or by_tensors
+        self._replay = _replayed_by_tensors if by_tensors else _replayed
 
     def __enter__(self):
         self._context_bytes = _context_cost() if self._cuda else None
         self._stack = contextlib.ExitStack()
-        if self._cuda:
+        if not self._cuda:
+            self._tracker = _CpuTracker() if self._categories else Watcher()
+            self._profile = self._stack.enter_context(_profile())
+        else:
             self._tracker = _CudaTracker()
             if file := os.environ.get("REHEARSAL_SNAPSHOT"):
                 self._stack.enter_context(_recorded(file))
-        else:
-            self._tracker = _CpuTracker() if self._categories else _CpuWatcher()
-        if not self._cuda:
-            self._profile = self._stack.enter_context(
-                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-            )
         self._parameters = self._stack.enter_context(watched(self._tracker))
         return self
 
@@ -183,8 +71,7 @@ class MemoryMeter:
     def result(self) -> Memory:
         """The memory figures, in bytes; breakdowns are None without `categories`."""
         tracker = self._tracker
-        replay = replayed_by_tensors if self._by_tensors else replayed
-        account = tracker.account() if self._cuda else replay(self._profile, tracker)
+        account = tracker.account() if self._cuda else self._replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals.pop("start", None)
         memory = Memory(
@@ -231,8 +118,7 @@ class CompiledMemoryMeter:
     def __enter__(self):
         self._stack = contextlib.ExitStack()
         if not self._cuda:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            self._profile = self._stack.enter_context(torch.profiler.profile(activities=kinds, profile_memory=True))
+            self._profile = self._stack.enter_context(_profile())
         self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
         return self
 
@@ -244,19 +130,17 @@ class CompiledMemoryMeter:
         if self._cuda:
             self._peaks.append(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
-        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
-            pass
+        leave_mark()
 
     def result(self) -> Memory | None:
         """The memory figures, in bytes; None if there were fewer than two steps."""
         if self._cuda:
             peak = self._peaks[-1] if len(self._peaks) > 1 else None
         else:
-            changes, _, ends = events(self._profile)
-            times = [change.when for change in changes]
-            totals = list(itertools.accumulate(change.bytes for change in changes))
+            changes, _, ends = _events(self._profile)
+            times, totals = _running(changes)
             last = [bisect.bisect_right(times, when) for when in ends[-2:]]
-            peak = max(totals[max(0, last[0] - 1) : last[1]], default=None) if len(last) > 1 else None
+            peak = max(totals[last[0] : last[1] + 1]) if len(last) > 1 else None
         return peak and Memory(
             peak_bytes=peak,
             kind="allocated" if self._cuda else "counted",
@@ -266,24 +150,108 @@ class CompiledMemoryMeter:
         )
 
 
-class _CpuWatcher(Watcher):
-    """Leaves its marks among the profiler's events, so that both are told in one order."""
-
-    failed: Collection[int] = ()  # numbers of operations that raised an error, of which there is no result
-
-    def mark(self, label):
-        super().mark(label)
-        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
-            pass
+# ---- what an allocator says
 
 
-class _CpuTracker(_CpuWatcher, Tracker):
-    """Leaves a mark on each operation too."""
+@dataclass(slots=True)
+class _Account:
+    """What the allocator says, in bytes."""
+
+    peak_bytes: int
+    peak_operation: int  # index of the operation it fell in; -1: before the first
+    at_marks: list[int]  # the total at each mark
+    at_operations: list[int]  # the highest total during each operation
+
+
+class _Change(NamedTuple):
+    """Memory taken or given back."""
+
+    when: int  # ns, as all times here
+    bytes: int  # below 0: given back
+    thread: int
+
+
+class _Ran(NamedTuple):
+    """When an operation ran."""
+
+    begin: int
+    end: int
+    thread: int
+
+
+def _profile() -> torch.profiler.profile:
+    """torch's profiler, told of each change by a CPU's allocator."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def _events(profile: torch.profiler.profile) -> tuple[list[_Change], list[_Ran], list[int]]:
+    """What the profiler saw, in the order of time: changes, operations, and when there were marks."""
+    changes, operations, marks = [], [], []
+    for event in profile.profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append(_Change(event.start_ns(), event.nbytes(), event.start_thread_id()))
+        elif name == f"{MARK} op":
+            operations.append(_Ran(event.start_ns(), event.end_ns(), event.start_thread_id()))
+        elif name == f"{MARK} mark":
+            marks.append(event.start_ns())
+    changes.sort(key=lambda change: change.when)
+    return changes, sorted(operations), sorted(marks)
+
+
+def _running(changes: list[_Change]) -> tuple[list[int], list[int]]:
+    """When each change was, and the totals: before all, and after each."""
+    return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
+
+
+def _without(numbers: set[int], items: list) -> list:
+    return [item for number, item in enumerate(items) if number not in numbers]
+
+
+def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
+    """The account of the CPU allocator, from the events that it gave to the profiler."""
+    changes, operations, mark_times = _events(profile)
+    times, totals = _running(changes)
+    begins = [ran.begin for ran in _without(tracker.failed, operations)]
+    start = next((when for when, (label, _, _) in zip(mark_times, tracker.marks, strict=True) if label == "start"), 0)
+    peak = max(range(bisect.bisect_left(times, start), len(totals)), key=totals.__getitem__)
+    at_operations = []
+    for begin, end in itertools.pairwise([*begins, float("inf")]):
+        first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
+        at_operations.append(max(totals[first + 1 : last + 1], default=totals[first]))
+    operation = bisect.bisect_right(begins, times[peak - 1]) - 1 if peak else -1
+    at_marks = [totals[bisect.bisect_right(times, when)] for when in mark_times]
+    return _Account(totals[peak], operation, at_marks, at_operations)
+
+
+def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
+    """The account of what tensors take, in the order of the tracker's log, and of what operations allocate inside
+    themselves, which the profiler saw: how far it rose above where it stood when the operation had ended.
+
+    What gloo takes for itself is left out: it works in threads of its own, and lets go of its buffers at no certain
+    time.
+    """
+    changes, operations, _ = _events(profile)
+    times, totals = _running([change for change in changes if operations and change.thread == operations[0].thread])
+    live = [0, *itertools.accumulate(sign * block.bytes for block, sign in tracker.log)]
+    ended = _without(tracker.failed, [*zip(operations, tracker.begun, strict=True)])
+    at_operations = []
+    for (ran, before), (length, _, name, _) in zip(ended, tracker.operations, strict=True):
+        first, last = bisect.bisect_left(times, ran.begin), bisect.bisect_right(times, ran.end)
+        inside = 0 if name.startswith(COLLECTIVES) else max(totals[first : last + 1]) - totals[last]
+        at_operations.append(max(live[before : length + 1]) + inside)
+    start = next((count for label, _, count in tracker.marks if label == "start"), 0)
+    peak = max(range(start, len(at_operations)), key=at_operations.__getitem__, default=-1)
+    at_marks = [live[length] for _, length, _ in tracker.marks]
+    return _Account(at_operations[peak] if peak >= 0 else 0, peak, at_marks, at_operations)
+
+
+class _CpuTracker(Tracker):
+    """Tells the profiler when each operation runs."""
 
     def __init__(self):
         super().__init__()
         self.begun: list[int] = []  # length of the log before each operation
-        self.failed: set[int] = set()
         self._is_collective = False  # the last operation
 
     def execute(self, function, args, kwargs):
@@ -353,8 +321,8 @@ class _CudaTracker(Tracker):
             self._peak = 0
         self._at_marks.append(torch.cuda.memory_allocated())
 
-    def account(self) -> Account:
-        return Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
+    def account(self) -> _Account:
+        return _Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
 
 
 @contextlib.contextmanager

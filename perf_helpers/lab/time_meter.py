@@ -1,0 +1,120 @@
+"""The time meter of an experiment: seconds of each optimizer step, seen through torch's global hooks, so that the code
+that is measured needs no measuring code in it. It is never on at the same time as the memory meter."""
+
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from perf_helpers.records import Timing
+
+_timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
+
+
+class TimeMeter:
+    """Seconds of each optimizer step, device work included.
+
+    Args:
+        warmup_steps: steps left out at the start, at least 1 (the first one has no beginning to be measured from).
+        on_step: called after each step, outside of what is timed; may block (that is how two runs take turns).
+
+    On CUDA the clock is the device's own events, so that measuring adds no synchronisation to the steps.
+    """
+
+    def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
+        self.warmup_steps = max(1, warmup_steps)
+        self.on_step = on_step
+        self._intervals: list[tuple[Any, Any]] = []
+        self._cpu_seconds: list[float] = []
+        self._waited_seconds: list[float] = []
+        self._begin = self._cpu_begin = self._waited_begin = None
+        self._optimizer = None
+        self._seen = 0
+
+    def __enter__(self):
+        if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
+            TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
+        _timed[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, *_):
+        del _timed[threading.get_ident()]
+        if not _timed:
+            TimeMeter._hook.remove()
+
+    @staticmethod
+    def _after_step(optimizer, *_):
+        if meter := _timed.get(threading.get_ident()):
+            meter._stepped_by(optimizer)
+
+    def _stepped_by(self, optimizer) -> None:
+        # A loop may step several optimizers: the first one seen is the one that counts steps.
+        self._optimizer = self._optimizer or weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
+        end, cpu_end, waited_end = _now(), time.process_time(), _waited()
+        if self._begin is not None:
+            self._intervals.append((self._begin, end))
+            self._cpu_seconds.append(cpu_end - self._cpu_begin)
+            if waited_end is not None:
+                self._waited_seconds.append(waited_end - self._waited_begin)
+        self._seen += 1
+        if self.on_step:
+            self.on_step(self._seen)
+        self._waited_begin = _waited()
+        self._begin, self._cpu_begin = _now(), time.process_time()
+
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of every step after the first, warm-up included."""
+        return tuple(_elapsed(begin, end) for begin, end in self._intervals)
+
+    def result(self, samples_per_step: int | None = None) -> Timing | None:
+        """Median and spread after the warm-up; None if there were too few steps to time one."""
+        seconds = self.seconds()[self.warmup_steps - 1 :]
+        if not seconds:
+            return None
+        median = statistics.median(seconds)
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median,) * 3
+        return Timing(
+            step_seconds=median,
+            spread_seconds=quartiles[2] - quartiles[0],
+            steps=len(seconds),
+            warmup_steps=self.warmup_steps,
+            samples_per_second=samples_per_step / median if samples_per_step else None,
+            all_seconds=seconds,
+            all_cpu_seconds=tuple(self._cpu_seconds[self.warmup_steps - 1 :]),
+            all_waited_seconds=tuple(self._waited_seconds[self.warmup_steps - 1 :]),
+        )
+
+
+def _now():
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _waited() -> float | None:
+    """Seconds that this thread has been ready to go on and had no core, by the kernel's scheduler; None where it does
+    not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _elapsed(begin, end) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else float("nan")
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
