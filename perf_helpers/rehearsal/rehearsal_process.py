@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers.estimate.snapshot import place
+from perf_helpers.estimate.allocator_replay import place
 from perf_helpers.lab import Lab, Task, hardware, optional_packages
 from perf_helpers.lab.runs import Run
 from perf_helpers.rehearsal import build
