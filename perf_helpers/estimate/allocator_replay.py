@@ -42,7 +42,7 @@ class Replay:
     @property
     def peak(self) -> int:
         """After how many events most is allocated, from the first forward on."""
-        first = self._position("start")
+        first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
     def highest(self, begins: np.ndarray) -> np.ndarray:
@@ -67,9 +67,6 @@ class Replay:
             reserved_bytes=self.reserved_peak,
         )
 
-    def _position(self, label: str) -> int:
-        return next((position for own, position in self.log.marks if own == label), 0)
-
     def _breakdown(self, position: int) -> dict[str, int]:
         """Bytes by category after so many events; what no tensor shows lies inside operations."""
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
@@ -88,8 +85,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
         capacity: bytes that the card has for segments; None: no limit.
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity)
-    first = next((position for label, position in log.marks if label == "start"), 0)
-    allocated = []
+    first, allocated = log.position("start"), []
     try:
         for number, _ in enumerate(_played(log, allocator)):
             if number == first:
@@ -121,11 +117,7 @@ def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
 
 
 def place(file: str | os.PathLike) -> Path:
-    """Where a snapshot is to be written, as an absolute path.
-
-    Raises:
-        ValueError: no file can be made there.
-    """
+    """Where a snapshot is to be written, as an absolute path; raises ValueError where no file can be made."""
     path = Path(file).absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"snapshot={str(file)!r}: give the name of a file in a folder that can be written to")
@@ -133,18 +125,13 @@ def place(file: str | os.PathLike) -> Path:
 
 
 def save(file: Path, log: Log, settings: str = "", capacity: int | None = None) -> None:
-    """Write the snapshot of a log; the arguments are those of `snapshot`."""
+    """Write the snapshot of a log; the arguments are those of `replayed`."""
     file.write_bytes(pickle.dumps(snapshot(log, settings, capacity), protocol=_PROTOCOL))
 
 
 def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[str, Any]:
     """The allocator's memory after a log, and all that led to it, as `torch.cuda.memory._snapshot()` has them. Where
-    there is no room it ends as torch's does: with an entry "oom".
-
-    Args:
-        settings: as in PYTORCH_CUDA_ALLOC_CONF; ValueError where torch has no such option.
-        capacity: bytes that the card has for segments; None: no limit.
-    """
+    there is no room it ends as torch's does: with an entry "oom". The arguments are those of `replayed`."""
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label: the file stays small
     causes: dict[int, list[dict[str, Any]]] = {}  # the frames of segments, by address

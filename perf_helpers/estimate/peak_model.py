@@ -28,24 +28,20 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Category, Memory
 from perf_helpers.lab.store import write_whole
 from perf_helpers.lab.task import Task, positions
-from perf_helpers.lab.techniques import (
-    ADAFACTOR,
-    ADAM_8BIT,
-    ADAMW,
-    ADAMW_UNFUSED,
-    BF16,
-    BF16_WEIGHTS,
-    CHECKPOINTING,
-    FP16,
-    SGD,
-)
+from perf_helpers.lab.techniques import ADAMW, BF16_WEIGHTS, CHECKPOINTING, FP16, QUESTIONS
 from perf_helpers.lab.training import Experiment
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ACCUMULATION = (1, 2, 4, 8, 16, 32)
-PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in (BF16, FP16, BF16_WEIGHTS)}
-OPTIMIZERS = {technique.name: technique.arguments for technique in (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)}
+
+
+def _answers(*question: str) -> dict[str, dict[str, Any]]:
+    return {technique.name: technique.arguments for technique in QUESTIONS[question] if technique}
+
+
+PRECISIONS = {"fp32": {}} | _answers("bf16", "fp16", "dtype")
+OPTIMIZERS = _answers("optim")
 ATTENTION = ("sdpa", "eager")
 
 _SCHEMA = 7  # of the file; to be raised where the estimate says something else than it did

@@ -173,7 +173,7 @@ def _plain(experiment: Experiment, device: Device) -> Experiment:
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
     if experiment.training and not experiment.function:
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
-    return experiment.replace(arguments=arguments, task=task, processes=processes)
+    return experiment.replace(arguments=arguments, task=task)
 
 
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")

@@ -7,6 +7,7 @@ a weight is fake. What an operation allocates inside itself shows on no tensor: 
 Nothing here is to be called in a process that goes on to train: hooks and replaced functions are meant for a clean one.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from perf_helpers.estimate.trace_records import Operation, Spec, Trace, flat, nested, recorded
+from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, nested
 from perf_helpers.lab import forkserver, fsdp_hooks
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
@@ -409,6 +410,26 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         begins=begins,
         log=recorded(tracker) if tracker.places_modules else None,
     )
+
+
+def recorded(tracker: FakeTracker) -> Log:
+    """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
+    entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
+    ends = [end for end, *_ in tracker.operations]
+    numbers: dict[int, int] = {}  # of the blocks
+    labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
+    blocks, events, length = [], [], max((position for _, position in marks), default=0)
+    for position, (block, sign) in enumerate(entries):
+        if sign < 0:
+            events.append(~numbers[id(block)])
+            continue
+        _, phase, _, module = tracker.operations[min(bisect.bisect_right(ends, position), len(ends) - 1)]
+        label = Label(block.operation, block.category, phase, module, block.stream)
+        numbers[id(block)] = len(blocks)
+        events.append(len(blocks))
+        blocks.append((block.bytes, labels.setdefault(label, label)))
+        length = max(length, len(events))
+    return Log(blocks, events[:length], marks, tuple(tracker.emptied))
 
 
 def _shared(operations: Iterator[tuple[Operation, int]]) -> list[Operation]:

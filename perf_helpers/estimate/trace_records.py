@@ -4,7 +4,6 @@ births and deaths of its blocks in their order, which is what an allocator is as
 No torch is needed to hold or to read a trace. How one is made stands in `trace`.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -142,25 +141,9 @@ class Log:
     marks: list[tuple[str, int]]  # (label, how many events are before it): "start" of the first forward, ends of phases
     emptied: tuple[int, ...] = ()  # after how many events the allocator is told to give back what is free
 
-
-def recorded(tracker: Any) -> Log:
-    """The log of a training that a `tracker.Tracker` has followed, without what dies after the last birth and mark."""
-    entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
-    ends = [end for end, *_ in tracker.operations]
-    numbers: dict[int, int] = {}  # of the blocks
-    labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
-    blocks, events, length = [], [], max((position for _, position in marks), default=0)
-    for position, (block, sign) in enumerate(entries):
-        if sign < 0:
-            events.append(~numbers[id(block)])
-            continue
-        _, phase, _, module = tracker.operations[min(bisect.bisect_right(ends, position), len(ends) - 1)]
-        label = Label(block.operation, block.category, phase, module, block.stream)
-        numbers[id(block)] = len(blocks)
-        events.append(len(blocks))
-        blocks.append((block.bytes, labels.setdefault(label, label)))
-        length = max(length, len(events))
-    return Log(blocks, events[:length], marks, tuple(tracker.emptied))
+    def position(self, label: str) -> int:
+        """How many events are before the first mark of this label; 0 where there is none."""
+        return next((position for own, position in self.marks if own == label), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,18 @@
 """A training followed on fake tensors: what is carried out and what is not, and the bytes at each operation."""
 
 import pickle
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow
+from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow, recorded
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.runs import TENSOR_CATEGORIES, Phase
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.tracker import Block
 from perf_helpers.lab.training import Experiment
 
 
@@ -114,6 +116,21 @@ def test_what_was_replaced_to_follow_a_training_is_back_after_it():
     with pytest.raises(ZeroDivisionError):
         followed(lambda task: 1 / 0)
     assert state() == before
+
+
+def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
+    one, other = (Block(size, "weights", "aten.empty") for size in (3, 5))
+    log = recorded(
+        SimpleNamespace(
+            log=[(one, 1), (other, 1), (one, -1), (other, -1)],
+            operations=[(1, "setup", "", ""), (3, "forward", "", "layers.1.mlp")],
+            marks=[("start", 1, 1), ("forward", 3, 2)],
+            emptied=[1],
+        )
+    )
+    assert [size for size, _ in log.blocks] == [3, 5] and log.events == [0, 1, ~0]
+    assert [label.phase + label.module for _, label in log.blocks] == ["setup", "forwardlayers.1.mlp"]
+    assert log.marks == [("start", 1), ("forward", 3)] and log.emptied == (1,)
 
 
 # ---- what operations make of fake tensors is the same from the cache as from torch

@@ -1,11 +1,8 @@
-"""Operations without their data: what makes two alike, and how one is put together again; births and deaths."""
-
-from types import SimpleNamespace
+"""Operations without their data: what makes two alike, and how one is put together again."""
 
 import torch
 
-from perf_helpers.estimate.trace_records import Operation, Spec, flat, nested, recorded
-from perf_helpers.lab.tracker import Block
+from perf_helpers.estimate.trace_records import Operation, Spec, flat, nested
 
 F32 = torch.float32
 
@@ -33,18 +30,3 @@ def test_other_numbers_make_the_operation_at_another_size():
     assert other.leaves == (Spec((6, 8), (8, 1), F32), 8, True, None, 0.5)
     assert (one.bytes, other.made_bytes, other.bytes) == (48, 96, 6 * 8 * 4 + 96)
     assert one.lengths == [3, 4, 4]
-
-
-def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
-    one, other = (Block(size, "weights", "aten.empty") for size in (3, 5))
-    log = recorded(
-        SimpleNamespace(
-            log=[(one, 1), (other, 1), (one, -1), (other, -1)],
-            operations=[(1, "setup", "", ""), (3, "forward", "", "layers.1.mlp")],
-            marks=[("start", 1, 1), ("forward", 3, 2)],
-            emptied=[1],
-        )
-    )
-    assert [size for size, _ in log.blocks] == [3, 5] and log.events == [0, 1, ~0]
-    assert [label.phase + label.module for _, label in log.blocks] == ["setup", "forwardlayers.1.mlp"]
-    assert log.marks == [("start", 1), ("forward", 3)] and log.emptied == (1,)
