@@ -27,8 +27,8 @@ from measuring import RESULTS
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
-from perf_helpers.estimate.event_log import Log
 from perf_helpers.estimate.prediction import Device, Known, trace_of
+from perf_helpers.estimate.trace_records import Log
 from perf_helpers.lab import Lab, Task, hardware, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train

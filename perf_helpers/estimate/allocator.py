@@ -32,20 +32,7 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 
 class OutOfMemory(MemoryError):
-    """The card does not hold the bytes asked for, whatever is freed of the cache.
-
-    Attributes:
-        requested: bytes that were asked for.
-        allocated: bytes of the blocks in use.
-        reserved: bytes of the segments, once the cache was freed.
-    """
-
-    def __init__(self, requested: int, allocated: int, reserved: int):
-        super().__init__(requested, allocated, reserved)
-        self.requested, self.allocated, self.reserved = requested, allocated, reserved
-
-    def __str__(self) -> str:
-        return f"no room for {self.requested} bytes: {self.allocated} are allocated and {self.reserved} reserved"
+    """The card does not hold the bytes asked for, whatever is freed of the cache."""
 
 
 class CachingAllocator:
@@ -209,7 +196,8 @@ class CachingAllocator:
         if block is None:
             if self._tell:
                 self._tell("oom", self._capacity - self._device_bytes, size)
-            raise OutOfMemory(requested, self.allocated_bytes, self.reserved_bytes)
+            now = f"{self.allocated_bytes} are allocated and {self.reserved_bytes} reserved"
+            raise OutOfMemory(f"no room for {requested} bytes: {now}")
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels
-from perf_helpers.estimate.fake_deepspeed import DeviceName
+from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
 from perf_helpers.lab.tracker import Block, name_of
 from perf_helpers.records import Category, Phase
@@ -36,18 +36,12 @@ class DeviceTracker(FakeTracker):
     Args:
         capability: the GPU's compute capability.
         is_function: a user's loop is followed, whose fake tensors are on the device from the start.
-        cache: what is known of operations on a GPU.
     """
 
     places_modules = True
 
-    def __init__(
-        self,
-        capability: tuple[int, int],
-        is_function: bool = False,
-        cache: OperationCache | None = None,
-    ):
-        super().__init__(cache=cache)
+    def __init__(self, capability: tuple[int, int], is_function: bool = False, cache: OperationCache | None = None):
+        super().__init__(cache)
         self._is_function = is_function
         self._kernels = kernels.Kernels(capability)
         self.is_there = is_function  # whether anything was sent to the device

@@ -1,8 +1,8 @@
 """Peak memory of a training, predicted without running it: what is asked and what is answered.
 
 The way of a question: `estimate` asks `prediction.predict` in a clean process, which follows the training on fake
-tensors (`trace`) and asks what operations hide (`probe`). What clean processes learn of operations is kept for the next
-ones (`Knowledge`).
+tensors (`trace`) and asks what operations hide (`operator_workspaces`). What clean processes learn of operations is
+kept for the next ones (`Knowledge`).
 """
 
 import dataclasses
@@ -10,57 +10,21 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import prediction
+from perf_helpers.estimate.allocator_replay import place, save
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.prediction import Device, Tell
-from perf_helpers.estimate.snapshot import place, save
+from perf_helpers.estimate.prediction import Device, MemoryEstimate, Tell
 from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Memory
-from perf_helpers.texts import bytes_text
 
 Answer = TypeVar("Answer")
 
 _MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """The predicted peak of one experiment."""
-
-    name: str  # what it is called in tables and pictures
-    task: dict[str, Any]  # see `Task.to_dict`
-    arguments: dict[str, Any]  # training arguments, as they were given
-    device: str  # "cpu" or "cuda"
-    memory: Memory  # with the same fields, in bytes, as that of a measured run
-    assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    seconds: float  # that the prediction took
-    own_bytes: int | None  # peak memory of the process that made it
-    processes: int = 1  # ranks of the training; the figures are those of one rank
-    is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
-    attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.memory.peak_bytes
-
-    def needed_bytes(self, context_bytes: int = 0) -> int:
-        """Bytes that the device must have: what the allocator reserves, or the peak where that is not known, and the
-        CUDA context, or `context_bytes` where that is not known; a CPU has none."""
-        reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
-        return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
-        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device}"
 
 
 def estimate(
@@ -129,22 +93,11 @@ def estimate(
     if not made or file:
         began, job = time.perf_counter(), (prediction.predict, experiment, whose, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
-            said = KNOWLEDGE.ask(*job, model=task.model, timeout=timeout, on_percent=lambda at: bar.update(at - bar.n))
-        made = MemoryEstimate(
-            name=experiment.name,
-            task=task.to_dict(),
-            arguments=dict(experiment.arguments.given),
-            device=whose.kind,
-            memory=said.memory,
-            assumptions=said.assumptions,
-            seconds=time.perf_counter() - began,
-            own_bytes=said.own_bytes,
-            processes=processes,
-            is_too_large=said.is_too_large,
-            attention=said.attention,
-        )
+            more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
+            made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
+        made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
-            save(file, said.log, whose.settings, whose.memory_bytes)
+            save(file, log, whose.settings, whose.memory_bytes)
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 

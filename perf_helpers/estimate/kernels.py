@@ -13,9 +13,8 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.estimate import memory_formats, reduction_scratch
+from perf_helpers.estimate import reduction_scratch
 from perf_helpers.estimate.allocator import workspace_bytes
-from perf_helpers.estimate.memory_formats import contiguous
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -52,7 +51,7 @@ class Kernels:
         if packet in _COPIED:
             first, positions = _COPIED[packet]
             layout = suggest_memory_format(args[positions[-1]]) if packet in _ON_IMAGES else torch.contiguous_format
-            copies = [size for position in positions for size in contiguous(args[position], layout)]
+            copies = [size for position in positions for size in _contiguous(args[position], layout)]
             return [*copies, *made] if first else [*made, *copies]
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
@@ -82,7 +81,7 @@ class Kernels:
         tiles = -(-length // side) * -(-head // side)
         rows = 4 * batch * heads * length
         tiled = batch * heads * tiles * (16 + 4 * side * side)
-        copies = contiguous(gradient.transpose(1, 2))
+        copies = _contiguous(gradient.transpose(1, 2))
         first = len(copies)
         if query.dtype in HALF:
             return [*copies, *made, rows, tiled, Free(first), Free(first)]
@@ -98,7 +97,7 @@ class Kernels:
         batch, heads, length, head = query.shape
         rows = batch * heads * (-(-length // 128) * 128)
         wide = -(-head // 32) * 32 if head <= 192 else 256
-        copies = [bytes_ for each in (gradient, out) for bytes_ in contiguous(each.transpose(1, 2))]
+        copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
         grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
         return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
 
@@ -114,14 +113,14 @@ class Kernels:
     # ---- sorts and what is sorted
 
     def _embedding(self, made, weight, indices, *_, **__):
-        return [*contiguous(indices), *made]
+        return [*_contiguous(indices), *made]
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
         """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
         added, or where few rows are asked for often added to fp32 rows at once; few indices need neither
         (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
         count, width = indices.numel(), gradient.shape[-1]
-        copies = [*contiguous(gradient), *contiguous(indices)]
+        copies = [*_contiguous(gradient), *_contiguous(indices)]
         if count <= 3072 and not scale_by_frequency:
             return [*copies, *made]
         rows = min(count, weights)
@@ -156,7 +155,7 @@ class Kernels:
         sort = self._sort_bytes(count, rows) if count > 2304 else 1
         each = count * WORD
         place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
-        return [*made, *checks, *place, *contiguous(values), each, each, each, sort]
+        return [*made, *checks, *place, *_contiguous(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
         """Smallest and largest at once, and whether they are inside."""
@@ -177,7 +176,7 @@ class Kernels:
         """Experts are counted in floats on a CPU, in int32 on a GPU (transformers/integrations/moe.py)."""
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
-        copy = [] if cast else contiguous(tensor)
+        copy = [] if cast else _contiguous(tensor)
         is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
         tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
         return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
@@ -198,7 +197,7 @@ class Kernels:
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
-        copies = [*contiguous(gradient), *contiguous(output)]
+        copies = [*_contiguous(gradient), *_contiguous(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
@@ -206,7 +205,7 @@ class Kernels:
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _layer_norm_backward(self, made, gradient, tensor, *_, **__):
-        return [*contiguous(tensor), *made, *contiguous(gradient)]
+        return [*_contiguous(tensor), *made, *_contiguous(gradient)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
@@ -220,32 +219,32 @@ class Kernels:
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
         """One dimension after the other (TensorTransformations.h: roll_common)."""
-        steps: list[Step] = contiguous(tensor)
+        steps: list[Step] = _contiguous(tensor)
         for _ in dims[1:]:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
         return [*steps, *made]
 
     def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
-        layout = memory_formats.of_convolution(tensor, weight)
-        return [*contiguous(tensor, layout), *made, *contiguous(weight, layout)]
+        layout = _layout_of_convolution(tensor, weight)
+        return [*_contiguous(tensor, layout), *made, *_contiguous(weight, layout)]
 
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
         """Gradients of the images, the weights and the bias; torch's own kernel makes that of the weights first
         (native/Convolution.cpp: convolution_backward)."""
-        layout = memory_formats.of_convolution(tensor, weight)
+        layout = _layout_of_convolution(tensor, weight)
         rest = iter(made)
         images, weights, bias = (next(rest) if each else None for each in wanted)
-        copies = contiguous(gradient, layout)
-        whole = contiguous(tensor) if tensor.dim() == 3 else []  # held to the end
+        copies = _contiguous(gradient, layout)
+        whole = _contiguous(tensor) if tensor.dim() == 3 else []  # held to the end
         if wanted[1] and not whole:
-            copies += contiguous(tensor, layout)
+            copies += _contiguous(tensor, layout)
         of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
-        if not transposed and memory_formats.is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
+        if not transposed and _is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
             steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
         else:
-            turned = contiguous(weight, layout) if wanted[0] else []
+            turned = _contiguous(weight, layout) if wanted[0] else []
             steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
             steps += [Free(len(whole))] * len(copies)
         if bias is None:
@@ -284,6 +283,52 @@ def _whole(size: int) -> int:
     """Bytes, as CUB lays parts of its memory."""
     return -(-size // 256) * 256
 
+
+# ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first
+
+
+def _contiguous(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
+    """The bytes of the copy that puts a tensor into this order, if one is needed."""
+    return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
+
+
+def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """The order in which a convolution works: channels last if the images or the weights lie so
+    (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
+        return torch.contiguous_format
+    suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
+    return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
+
+
+def _is_torchs_own_depthwise(
+    tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether torch convolves each channel by itself with its own kernel, and not with cuDNN's
+    (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter)."""
+    if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
+        return False
+    if _layout_of_convolution(tensor, weight) is torch.channels_last:
+        return False
+    height, width = (1, tensor.shape[2]) if tensor.dim() == 3 else tensor.shape[2:]
+    step, side = stride[-1], weight.shape[-1]
+    fits = tensor.dtype is torch.float16 and set(dilation) == {1} and groups >= 32
+    if not fits or not (stride[0] == step or height == 1):
+        return True
+    if height == 1 and step == 1:
+        return False
+    if tensor.dim() == 3 or weight.shape[2] != side or side not in (1, 3, 5) or width < 7 or step > 2:
+        return True
+    if step == 1:
+        return False
+    if tensor.shape[0] == 1:
+        return side == 1 and width > 28
+    if side == 1:
+        return not (tensor.shape[0] <= 16 and groups >= 128 and width <= 7)
+    return not (groups >= 512 or (groups >= 256 and width >= 28))
+
+
+# ---- which operation has which rule
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,

@@ -69,19 +69,20 @@ class Probe:
 
     Args:
         threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
+        known: what is known already, among other facts: by (threads, the operation's signature). It is added to.
         runner: runs operations, see `Runner`; None: one in a process of its own.
     """
 
-    def __init__(self, threads: int | None = None, runner: Callable | None = None):
+    def __init__(
+        self, threads: int | None = None, known: dict[tuple, Any] | None = None, runner: Callable | None = None
+    ):
         self.threads = threads or torch.get_num_threads()
-        self.known: dict[tuple, Hidden] = {}  # by (threads, the operation's signature)
+        self.known = {} if known is None else known
         self._runner = runner or Runner()
 
     def under(self, threads: int | None) -> "Probe":
         """A probe that shares what this one knows, for an experiment on so many threads."""
-        other = Probe(threads, self._runner)
-        other.known = self.known
-        return other
+        return Probe(threads, self.known, self._runner)
 
     def close(self) -> None:
         """End the process in which operations were run."""

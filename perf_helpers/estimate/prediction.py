@@ -1,8 +1,8 @@
 """What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
 
 The way of one experiment: it is put into the form in which it can be followed; its trace is made in a fork of this
-process (`trace`); what no tensor shows is added, bytes inside operations on a CPU (`probe`), segments and workspaces on
-CUDA (`allocator`); the highest total is the peak.
+process (`trace`); what no tensor shows is added, bytes inside operations on a CPU (`operator_workspaces`), segments and
+workspaces on CUDA (`allocator_replay`); the highest total is the peak.
 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
@@ -13,24 +13,23 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.event_log import Log
-from perf_helpers.estimate.trace_records import Trace
+from perf_helpers.estimate.trace_records import Log, Trace
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, explain
+from perf_helpers.texts import bytes_text
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
-    from perf_helpers.estimate.trace import OperationCache
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
 
@@ -46,19 +45,43 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a clean process says of one experiment."""
+class MemoryEstimate:
+    """The predicted peak of one experiment."""
 
-    memory: Memory
+    name: str  # what it is called in tables and pictures
+    task: dict[str, Any]  # see `Task.to_dict`
+    arguments: dict[str, Any]  # training arguments, as they were given
+    device: str  # "cpu" or "cuda"
+    memory: Memory  # with the same fields, in bytes, as that of a measured run
     assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    own_bytes: int | None  # peak memory of the clean process
-    is_too_large: bool = False  # for the card whose memory was given
-    log: Log | None = None  # on CUDA: what it was predicted from
-    attention: tuple[str, ...] = ()  # see `attention_kernels`
+    seconds: float  # that the prediction took
+    own_bytes: int | None  # peak memory of the process that made it
+    processes: int = 1  # ranks of the training; the figures are those of one rank
+    is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
+    attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def needed_bytes(self, context_bytes: int = 0) -> int:
+        """Bytes that the device must have: what the allocator reserves, or the peak where that is not known, and the
+        CUDA context, or `context_bytes` where that is not known; a CPU has none."""
+        reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
+        return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device}"
 
 
-def predict(experiment: Experiment, device: Device, with_log: bool, known: "Known", tell: Tell) -> Prediction:
-    """Predict the memory of one experiment. To be called by `with_known`: it replaces parts of torch.
+def predict(
+    experiment: Experiment, device: Device, with_log: bool, known: "Known", tell: Tell
+) -> tuple[MemoryEstimate, Log | None]:
+    """The estimate of one experiment, and the births and deaths on CUDA that it was made from where they are wanted.
+    To be called by `with_known`: it replaces parts of torch.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
@@ -66,13 +89,22 @@ def predict(experiment: Experiment, device: Device, with_log: bool, known: "Know
     from perf_helpers.lab import memory_meter
 
     (followed,) = follow_all([experiment], device, known, tell)
-    if device.kind == "cuda":
-        memory, is_too_large = _on_cuda(followed.trace, device)
-    else:
-        memory, is_too_large = memory_of(followed), False
-    log = followed.trace.log if with_log else None  # it would travel with every estimate
-    kernels = attention_kernels(followed.trace)
-    return Prediction(memory, followed.assumptions, memory_meter.peak_rss_bytes(), is_too_large, log, kernels)
+    on_cuda = device.kind == "cuda"
+    memory, is_too_large = _on_cuda(followed.trace, device) if on_cuda else (memory_of(followed), False)
+    made = MemoryEstimate(
+        name=experiment.name,
+        task=experiment.task.to_dict(),
+        arguments=dict(experiment.arguments.given),
+        device=device.kind,
+        memory=memory,
+        assumptions=followed.assumptions,
+        seconds=0.0,  # whoever waits for this process knows
+        own_bytes=memory_meter.peak_rss_bytes(),
+        processes=experiment.processes,
+        is_too_large=is_too_large,
+        attention=attention_kernels(followed.trace),
+    )
+    return made, followed.trace.log if with_log else None  # it would travel with every estimate
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -88,24 +120,24 @@ class Known(contextlib.AbstractContextManager):
     def __init__(self, learned: Sequence[bytes] = ()):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
         from perf_helpers.estimate.operator_workspaces import Probe
-        from perf_helpers.estimate.trace import OperationCache
 
-        self.caches = {"cpu": OperationCache(), "cuda": OperationCache()}  # what operations make, by the device
-        self.probe = Probe()  # what operations hide
-        self._all = *(cache.known for cache in self.caches.values()), self.probe.known
+        self.facts: dict[tuple, Any] = {}  # what operations make (see `trace.OperationCache`), and what they hide
         for news in learned:
-            for known, more in zip(self._all, pickle.loads(news), strict=True):
-                known.update(more)
-        self._before = [set(known) for known in self._all]
+            self.facts.update(pickle.loads(news))
+        self._before = set(self.facts)
+        self.probe = Probe(known=self.facts)
 
     def news(self) -> bytes:
         """What was learnt here; b"" where it is nothing. Only clean processes can read it: it holds types of torch."""
-        pairs = zip(self._all, self._before, strict=True)
-        news = [{key: known[key] for key in known.keys() - before} for known, before in pairs]
-        return pickle.dumps(news) if any(news) else b""
+        news = _news(self.facts, self._before)
+        return pickle.dumps(news) if news else b""
 
     def __exit__(self, *_):
         self.probe.close()
+
+
+def _news(facts: dict[tuple, Any], before: set[tuple]) -> dict[tuple, Any]:
+    return {key: facts[key] for key in facts.keys() - before}
 
 
 # ---- an experiment is followed
@@ -122,7 +154,7 @@ class Followed:
 
 def follow_all(experiments: Sequence[Experiment], device: Device, known: Known, tell: Tell) -> list[Followed]:
     """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    traces = _traces([_plain(each, device) for each in experiments], device, known.caches[device.kind], tell)
+    traces = _traces([_plain(each, device) for each in experiments], device, known.facts, tell)
     return [
         _followed(experiment, trace, device, known.probe) for experiment, trace in zip(experiments, traces, strict=True)
     ]
@@ -142,7 +174,7 @@ def _plain(experiment: Experiment, device: Device) -> Experiment:
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
     if experiment.training and not experiment.function:
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
-    return experiment.replace(arguments=arguments, task=task, processes=processes)
+    return experiment.replace(arguments=arguments, task=task)
 
 
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
@@ -153,16 +185,16 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
     return 4 * arguments.samples_per_step(processes)
 
 
-def _traces(experiments: Sequence[Experiment], device: Device, cache: "OperationCache", tell: Tell) -> list[Trace]:
-    """The traces of experiments, made in forks of this process. What is learnt there goes into the cache. 80 of 100 per
-    cent of the work are done then."""
+def _traces(experiments: Sequence[Experiment], device: Device, facts: dict[tuple, Any], tell: Tell) -> list[Trace]:
+    """The traces of experiments, made in forks of this process. What is learnt there is added to the facts. 80 of 100
+    per cent of the work are done then."""
     traces = []
     fork, count = multiprocessing.get_context("fork"), min(len(experiments), os.cpu_count() or 1)
     # A fork has these from the start: they need not travel.
-    with ProcessPoolExecutor(count, fork, _fork.update, [{"device": device, "cache": cache}]) as pool:
-        for number, (trace, learned) in enumerate(pool.map(_follow_in_fork, experiments), 1):
+    with ProcessPoolExecutor(count, fork, _fork.update, [{"device": device, "facts": facts}]) as pool:
+        for number, (trace, news) in enumerate(pool.map(_follow_in_fork, experiments), 1):
             traces.append(trace)
-            cache.known |= learned
+            facts |= news
             tell(80 * number // len(experiments))
     return traces
 
@@ -170,34 +202,29 @@ def _traces(experiments: Sequence[Experiment], device: Device, cache: "Operation
 _fork: dict[str, Any] = {}  # filled in forks only: what one follows with, from one experiment to the next
 
 
-def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict]:
+def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     """The trace of an experiment, and what was learnt of operations."""
     import torch
 
+    torch.set_num_threads(1)
+    before = set(_fork["facts"])
+    return trace_of(experiment, **_fork), _news(_fork["facts"], before)
+
+
+def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
+    """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: see `Known`."""
     from perf_helpers.estimate import trace
 
-    torch.set_num_threads(1)
-    device, cache = _fork["device"], _fork["cache"]
-    before = set(cache.known)
-    if device.kind == "cuda":
-        followed = trace_of(experiment, device, cache)
-    else:
-        followed = trace.follow(experiment, trace.FakeTracker(cache=cache))
-    return followed, {key: cache.known[key] for key in cache.known.keys() - before}
-
-
-def trace_of(experiment: Experiment, device: Device, cache: "OperationCache | None" = None) -> Trace:
-    """The trace of an experiment on CUDA, with the log of its births and deaths. To be called in a clean process: it
-    replaces parts of torch."""
-    from perf_helpers.estimate import cuda, event_log, trace
+    cache = trace.OperationCache(facts, device.kind)
+    if device.kind == "cpu":
+        return trace.follow(experiment, trace.FakeTracker(cache))
+    from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker
 
-    is_function = experiment.function is not None
-    tracker = DeviceTracker(device.compute_capability, is_function, cache)
+    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        followed = trace.follow(experiment, tracker)
-    return followed.replace(log=event_log.recorded(tracker))
+        return trace.follow(experiment, tracker)
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

@@ -1,11 +1,13 @@
 """A training followed on fake tensors: every birth and death of a storage, with no bytes behind it.
 
 The code that runs is the one that is measured, transformers' Trainer included: the data are real, and whatever touches
-a weight is fake. What an operation allocates inside itself shows on no tensor: see `probe`.
+a weight is fake. What an operation allocates inside itself shows on no tensor: see
+`operator_workspaces`.
 
 Nothing here is to be called in a process that goes on to train: hooks and replaced functions are meant for a clean one.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -27,10 +29,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _foreach_utils
 
-from perf_helpers.estimate.fake_deepspeed import on_a_card
-from perf_helpers.estimate.fake_fsdp import taken_up
-from perf_helpers.estimate.fake_rank import one_rank_of
-from perf_helpers.estimate.trace_records import Operation, Spec, Trace, flat, nested
+from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
+from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, local, name_of, watched
@@ -46,12 +46,11 @@ _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 
-def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trace:
+def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Follow an experiment on fake tensors: two optimizer steps, two forward passes, or the user's function. Raises
     Invalid where it cannot be built, or where what one of its operations makes depends on values."""
     import cloudpickle
 
-    tracker = tracker or FakeTracker()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
         # Modules stay where they are: fake weights cannot be exchanged for others.
@@ -65,11 +64,11 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
-            stack.enter_context(taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
+            stack.enter_context(fsdp_taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
         if deepspeed:
             tracker.empties_weights = True
             if tracker.places_modules:
-                stack.enter_context(on_a_card(deepspeed, tracker.cache_emptied))
+                stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
         with watched(tracker) as parameters:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
@@ -83,19 +82,15 @@ def follow(experiment: Experiment, tracker: "FakeTracker | None" = None) -> Trac
 
 class FakeTracker(Tracker):
     """Follows a training whose weights are fake: an operation is carried out only where all its tensors are real.
-
-    Args:
-        granularity: bytes that the size of each block is a multiple of.
-        cache: what is known of operations; None: nothing is kept.
-    """
+    `cache`: what is known of operations; it learns what is not."""
 
     places_modules = False  # whether a module that is sent to a device is to be noticed there
     empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
 
-    def __init__(self, granularity: int = 1, cache: "OperationCache | None" = None):
-        super().__init__(granularity)
+    def __init__(self, cache: "OperationCache | None" = None):
+        super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.cache = cache
+        self.cache = cache or OperationCache()
         self.emptied: list[int] = []  # lengths of the log at which an allocator was told to give back what is free
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
         self._any_uniform = False  # whether any fake tensor has a value that is known, see `_uniform_value`
@@ -121,7 +116,7 @@ class FakeTracker(Tracker):
             return _number_read(tensors[0])
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
-        if any_fake and self.cache is not None:
+        if any_fake:
             ask = functools.partial(self._fake_result, function, args, kwargs, operation)
             result = self.cache.result(operation, function, args, tensors, self.fake, ask)
         else:
@@ -284,17 +279,23 @@ Made = Spec | View | tuple[Spec | None, ...] | list[Spec | None] | None
 
 
 class OperationCache:
-    """{operation and arguments: what it makes}. To ask torch for it takes most of the time of following a training, and
-    it depends on the arguments alone. Left out is whatever cannot be made again from a `Made`."""
+    """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
+    depends on the arguments alone. Left out is whatever cannot be made again from a `Made`.
 
-    def __init__(self, known: dict[tuple, Made] | None = None):
-        self.known: dict[tuple, Made] = dict(known or {})
+    Args:
+        known: what is known already, among other facts; it is added to.
+        device: "cpu" or "cuda", whose kernels make it.
+    """
+
+    def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
+        self.known = {} if known is None else known
+        self._device = device
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
         """What the operation makes of fake tensors, with `ask` where it is not known yet. `tensors`: all its arguments
         that are one."""
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        key = *operation.signature, operation.structure, offset  # all that the result depends on
+        key = self._device, *operation.signature, operation.structure, offset  # all that the result depends on
         if key not in self.known:
             result = ask()
             self._keep(key, function, args, result, tensors)
@@ -308,7 +309,7 @@ class OperationCache:
 
     def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
         """Keep a result, if the next one can be made of it."""
-        if torch.Tag.inplace_view in function.tags or key[0].startswith(("aten.resize", "aten.set")):
+        if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:
             on_fake = tensors and isinstance(tensors[0], FakeTensor)
@@ -402,13 +403,33 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],
-        before=total[begins[:-1]],
         high=np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)]),
         marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
         parameters=parameters,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
         begins=begins,
+        log=recorded(tracker) if tracker.places_modules else None,
     )
+
+
+def recorded(tracker: FakeTracker) -> Log:
+    """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
+    entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
+    ends = [end for end, *_ in tracker.operations]
+    numbers: dict[int, int] = {}  # of the blocks
+    labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
+    blocks, events, length = [], [], max((position for _, position in marks), default=0)
+    for position, (block, sign) in enumerate(entries):
+        if sign < 0:
+            events.append(~numbers[id(block)])
+            continue
+        _, phase, _, module = tracker.operations[min(bisect.bisect_right(ends, position), len(ends) - 1)]
+        label = Label(block.operation, block.category, phase, module, block.stream)
+        numbers[id(block)] = len(blocks)
+        events.append(len(blocks))
+        blocks.append((block.bytes, labels.setdefault(label, label)))
+        length = max(length, len(events))
+    return Log(blocks, events[:length], marks, tuple(tracker.emptied))
 
 
 def _shared(operations: Iterator[tuple[Operation, int]]) -> list[Operation]:

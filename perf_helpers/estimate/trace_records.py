@@ -1,4 +1,5 @@
-"""What is kept of a training that was followed: its operations, and the bytes that lived at each of them.
+"""What is kept of a training that was followed: its operations, the bytes that lived at each of them, and on CUDA the
+births and deaths of its blocks in their order, which is what an allocator is asked for.
 
 No torch is needed to hold or to read a trace. How one is made stands in `trace`.
 """
@@ -17,8 +18,6 @@ from perf_helpers.records import Phase
 
 if TYPE_CHECKING:
     import torch
-
-    from perf_helpers.estimate.event_log import Log
 
 
 class Spec(NamedTuple):
@@ -123,6 +122,30 @@ def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]
     return values[:count], dict(zip(names, values[count:], strict=True))
 
 
+class Label(NamedTuple):
+    """What a block is."""
+
+    operation: str  # that made it
+    category: str  # of `Category`
+    phase: str  # of its birth
+    module: str  # that it belongs to, by its name in the model
+    stream: int = 0  # see `tracker.Block`
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Births and deaths of blocks in their order, from the loading of the model on."""
+
+    blocks: list[tuple[int, Label]]  # (bytes, not rounded; what it is), in the order of birth
+    events: list[int]  # n: the birth of block n; ~n: its death
+    marks: list[tuple[str, int]]  # (label, how many events are before it): "start" of the first forward, ends of phases
+    emptied: tuple[int, ...] = ()  # after how many events the allocator is told to give back what is free
+
+    def position(self, label: str) -> int:
+        """How many events are before the first mark of this label; 0 where there is none."""
+        return next((position for own, position in self.marks if own == label), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1), in
@@ -132,13 +155,9 @@ class Trace:
     phases: list[Phase]  # in which each runs
     modules: list[str]  # to which each belongs, by its name in the model; "" outside of all
     live: np.ndarray  # (operations, categories): what lives when it has ended
-    before: np.ndarray  # (operations,): the total when it begins
     high: np.ndarray  # (operations,): the highest total until the next one begins
     marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
     parameters: int  # numbers in the model's weights
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
-    log: "Log | None" = None  # of births and deaths, where a device's memory is followed
-
-    def replace(self, **changes) -> "Trace":
-        return dataclasses.replace(self, **changes)
+    log: Log | None = None  # of births and deaths, where a device's memory is followed

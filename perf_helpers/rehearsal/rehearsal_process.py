@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from perf_helpers.cards import Card, card
-from perf_helpers.estimate.snapshot import place
+from perf_helpers.estimate.allocator_replay import place
 from perf_helpers.lab import Lab, Task, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build

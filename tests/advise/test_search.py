@@ -7,7 +7,7 @@ import pytest
 
 from perf_helpers.advise import search
 from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.event_log import Label, Log
+from perf_helpers.estimate.trace_records import Label, Log
 
 MB = 10**6
 

@@ -17,7 +17,6 @@ def trace(*operations, phase=Phase.FORWARD):
         phases=[phase] * len(operations),
         modules=[module for _, module in operations],
         live=np.zeros((len(operations), len(TENSOR_CATEGORIES)), dtype=np.int64),
-        before=zeros,
         high=zeros,
         marks={},
         parameters=0,

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from perf_helpers import Task, cli
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import MIB, CachingAllocator
-from perf_helpers.estimate.event_log import Label, Log
-from perf_helpers.estimate.snapshot import place, snapshot
+from perf_helpers.estimate.allocator_replay import place, snapshot
+from perf_helpers.estimate.trace_records import Label, Log
 from perf_helpers.lab import processes
 from perf_helpers.records import Category
 

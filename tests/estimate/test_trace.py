@@ -1,15 +1,17 @@
 """A training followed on fake tensors: what is carried out and what is not, and the bytes at each operation."""
 
 import pickle
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow
+from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow, recorded
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.tracker import Block
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Phase
 
@@ -46,7 +48,7 @@ def test_the_bytes_at_each_operation_are_those_counted_by_hand():
     product = next(i for i, each in enumerate(trace.operations) if each.name == "aten.mm.default")
     live = dict(zip(TENSOR_CATEGORIES, trace.live[product].tolist(), strict=True))
     assert live["weights"] == weights and live["inputs"] == inputs and live["activations"] == 4 * 7 * 3
-    assert trace.before[product] == weights + inputs and trace.operations[product].made_bytes == 4 * 7 * 3
+    assert trace.operations[product].made_bytes == 4 * 7 * 3
     assert trace.parameters == 15
     last = dict(zip(TENSOR_CATEGORIES, trace.marks["step"].tolist(), strict=True))
     assert (last["gradients"], last["optimizer_states"]) == (weights, weights)
@@ -55,8 +57,13 @@ def test_the_bytes_at_each_operation_are_those_counted_by_hand():
     assert Phase.FORWARD in trace.phases[first:end] and 0 < first < end
 
 
+class Forgetful(OperationCache):
+    def _keep(self, *_):
+        pass
+
+
 def test_following_from_a_cache_gives_the_same_trace():
-    plain, cache = followed(loop), OperationCache()
+    plain, cache = followed(loop, cache=Forgetful()), OperationCache()
     first = followed(loop, cache=cache)
     known = dict(cache.known)
     again = followed(loop, cache=cache)
@@ -64,11 +71,6 @@ def test_following_from_a_cache_gives_the_same_trace():
     for trace in (first, again):
         assert trace.operations == plain.operations and trace.phases == plain.phases
         assert (trace.live == plain.live).all() and (trace.high == plain.high).all()
-
-
-def test_blocks_are_rounded_up_where_the_allocator_does_so():
-    trace = followed(loop, granularity=512)
-    assert set((trace.live % 512).flatten().tolist()) == {0}
 
 
 def test_small_data_are_real_and_weights_are_fake(tracker):
@@ -114,6 +116,21 @@ def test_what_was_replaced_to_follow_a_training_is_back_after_it():
     with pytest.raises(ZeroDivisionError):
         followed(lambda task: 1 / 0)
     assert state() == before
+
+
+def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
+    one, other = (Block(size, "weights", "aten.empty") for size in (3, 5))
+    log = recorded(
+        SimpleNamespace(
+            log=[(one, 1), (other, 1), (one, -1), (other, -1)],
+            operations=[(1, "setup", "", ""), (3, "forward", "", "layers.1.mlp")],
+            marks=[("start", 1, 1), ("forward", 3, 2)],
+            emptied=[1],
+        )
+    )
+    assert [size for size, _ in log.blocks] == [3, 5] and log.events == [0, 1, ~0]
+    assert [label.phase + label.module for _, label in log.blocks] == ["setup", "forwardlayers.1.mlp"]
+    assert log.marks == [("start", 1), ("forward", 3)] and log.emptied == (1,)
 
 
 # ---- what operations make of fake tensors is the same from the cache as from torch

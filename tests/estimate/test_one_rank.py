@@ -2,7 +2,7 @@
 
 import torch
 
-from perf_helpers.estimate import fake_rank
+from perf_helpers.estimate import one_rank
 from perf_helpers.lab import processes
 
 
@@ -29,7 +29,7 @@ def made(steps, tell=None, **options):
                 found[-1].append(result.numel())
             return result
 
-    with fake_rank.one_rank_of(2), Seen():
+    with one_rank.one_rank_of(2), Seen():
         found.append([])
         model = torch.nn.parallel.DistributedDataParallel(Scaled(), **options)
         del found[-1][:-5]  # the model's own
