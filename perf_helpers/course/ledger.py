@@ -83,6 +83,12 @@ class Claim:
             case _:
                 return self.threshold, math.inf
 
+    def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
+        """What is expected on a kind of machine ("cpu" or "cuda") at a profile's sizes; nothing, where its quantity is
+        predicted and it does not say."""
+        expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
+        return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
+
     def threshold_text(self) -> str:
         """The rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
         if not self.direction:

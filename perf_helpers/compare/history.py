@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from perf_helpers.course.regressions import differences, identity_text, keyed
-from perf_helpers.course.report import template
+from perf_helpers.compare.compare import differences, keyed
+from perf_helpers.compare.step_times import fastest
 from perf_helpers.course.results import load_results
-from perf_helpers.course.speed_changes import fastest
 from perf_helpers.lab.runs import Run
 from perf_helpers.lab.store import write_whole
+from perf_helpers.texts import template
 
 FEWEST = 4  # points that a line with noise needs before anything is said of it
 FALSE_CUTS = 0.01  # pages with a cut that noise made
@@ -95,7 +95,7 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
         raise ValueError(f"no results of a course in {folder} or below: name the folder that has one for each night")
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
-        groups.setdefault((identity_text(run["machine"]), str(run.get("profile"))), []).append(run)
+        groups.setdefault((_machine_text(run["machine"]), str(run.get("profile"))), []).append(run)
     return [_history(*key, group) for key, group in groups.items()], unread
 
 
@@ -106,8 +106,18 @@ def write(folder: str | Path, page: str | Path) -> list[History]:
         ValueError: as `read`.
     """
     histories, unread = read(folder)
-    write_whole(Path(page), template("history.html.j2").render(histories=histories, unread=unread, sketch=sketch))
+    write_whole(
+        Path(page), template("compare/history.html.j2").render(histories=histories, unread=unread, sketch=sketch)
+    )
     return histories
+
+
+def _machine_text(machine: dict) -> str:
+    """What a machine is called where its runs are told apart from another's."""
+    gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
+    parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
+    told = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
+    return " · ".join([*told, *(["rehearsed"] if machine.get("rehearsed") else [])])
 
 
 def _history(machine: str, profile: str, runs: list[dict]) -> History:
