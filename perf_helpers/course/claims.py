@@ -256,14 +256,10 @@ def finish(lab: "Lab") -> None:
         raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
     name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
     owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
-
-    def of_this_lesson() -> dict[str, Decision]:
-        return {id: decision for id, decision in _decided.items() if decision.lesson in (None, name)}
-
     for id in owned if rehearsed else ():
-        if id not in of_this_lesson():  # the statement needed values, and the claim was left out with it
+        if id not in _decided_in(name):  # the statement needed values, and the claim was left out with it
             check(id, missing="a rehearsal: its cell needs values")
-    decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in of_this_lesson().items()}
+    decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
     _decided.update(decided)
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
     rows = [decision.to_dict() for decision in made]
@@ -277,7 +273,7 @@ def finish(lab: "Lab") -> None:
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
     display(Scoreboard(title, made, problems))
     if not rehearsed:  # the journal is the learner's, of what was measured
-        learner_log.finished(lab, {decision.id: decision.verdict for decision in made})
+        learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
     if lab.out:
         content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
         content |= {"versions": dict(lab.versions), "date": date, "claims": rows}
@@ -285,6 +281,11 @@ def finish(lab: "Lab") -> None:
         write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
     if lab.strict and problems:
         raise NotReproduced("; ".join(problems))
+
+
+def _decided_in(lesson: str) -> dict[str, Decision]:
+    """The decisions filed under a lesson, and those that no lesson closed with yet."""
+    return {id: decision for id, decision in _decided.items() if decision.lesson in (None, lesson)}
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:

@@ -41,11 +41,6 @@ class CourseResult:
         """What keeps the run from being ok: failures, and verdicts that are not expected. One line each."""
         return problems(self.data)
 
-    @property
-    def ok(self) -> bool:
-        """Every lesson ran, every verdict is an expected one, and at least one claim was decided."""
-        return not self.problems
-
 
 def run_course(
     lessons: str | Path | Sequence[str | Path] | None = None,
