@@ -9,10 +9,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.profiles import PROFILES
@@ -103,27 +104,26 @@ class Claim:
         return rule if self.no_effect is None else f"{rule}; {number_text(self.no_effect)} is no effect"
 
 
-def load(path: str | Path | None = None) -> dict[str, Claim]:
-    """Read the ledger (claims.toml by default) and check all of it: the claims by id, in the order of the file.
+@functools.cache
+def load() -> Mapping[str, Claim]:
+    """The ledger (claims.toml), read and checked once: the claims by id, in the order of the file."""
+    return MappingProxyType(read(LEDGER.read_text(encoding="utf-8")))
+
+
+def read(text: str) -> dict[str, Claim]:
+    """The claims of a ledger's text by id, all of it checked.
 
     Raises:
         ValueError: names the claim and the field that is wrong, and says what to write there.
     """
-    path = Path(path or LEDGER)
-    return dict(_load(path, path.stat().st_mtime_ns))
-
-
-@functools.lru_cache(maxsize=4)
-def _load(path: Path, changed: int) -> dict[str, Claim]:
-    """The same, read once as long as the file is not `changed`."""
     claims: dict[str, Claim] = {}
-    for table in tomllib.loads(path.read_text(encoding="utf-8")).get("claim", []):
+    for table in tomllib.loads(text).get("claim", []):
         claim = _read(table)
         if claim.id in claims:
             raise ValueError(f"claim {claim.id!r}, field 'id': written twice; give one of the two another id")
         claims[claim.id] = claim
     if not claims:
-        raise ValueError(f"{path} holds no [[claim]] table: a ledger has at least one")
+        raise ValueError("no [[claim]] table: a ledger has at least one")
     return claims
 
 
