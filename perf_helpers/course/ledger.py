@@ -142,23 +142,21 @@ def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supp
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE
-    low, high = value if isinstance(value, tuple) else (value, value)
+    ends = value if isinstance(value, tuple) else (value, value)
     least, most = claim.window()
+    at_one_end, at_the_other = (_verdict_on(number, least, most, claim) for number in ends)
+    holds_between_them = ends[0] < least and most < ends[1]
+    return Verdict.TOO_SMALL if holds_between_them or at_one_end is not at_the_other else at_one_end
+
+
+def _verdict_on(number: float, least: float, most: float, claim: Claim) -> Verdict:
     if claim.direction in ("below", "above"):  # the threshold itself does not hold
-        inside = least < low and high < most
+        inside = least < number < most
     else:
-        inside = least <= low and high <= most
-    if inside:
-        return Verdict.HOLDS
+        inside = least <= number <= most
     none = claim.no_effect
-    if none is None:
-        apart = high <= least or most <= low if claim.direction in ("below", "above") else high < least or most < low
-        return Verdict.REFUTED if apart else Verdict.TOO_SMALL
-    if none <= least:  # the effect is a rise
-        smaller, refuted = none < low and high <= least, high <= none or most < low
-    else:
-        smaller, refuted = most <= low and high < none, none <= low or high < least
-    return Verdict.SMALLER if smaller else Verdict.REFUTED if refuted else Verdict.TOO_SMALL
+    smaller = none is not None and (none < number <= least or most <= number < none)
+    return Verdict.HOLDS if inside else Verdict.SMALLER if smaller else Verdict.REFUTED
 
 
 def _read(table: dict) -> Claim:

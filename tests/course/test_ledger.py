@@ -622,6 +622,8 @@ def test_without_its_machine_nothing_is_decided(value):
         ((1.9, 2.1), TOO_SMALL),
         ((3.9, 4.1), TOO_SMALL),
         ((0.2, 0.9), REFUTED),
+        ((0.2, 4.5), TOO_SMALL),
+        ((1.5, 2), TOO_SMALL),
     ],
 )
 def test_between_may_be_a_promise_with_a_size(value, verdict):
