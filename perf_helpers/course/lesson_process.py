@@ -25,6 +25,7 @@ from queue import Empty
 from typing import Any, NamedTuple
 
 from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Verdict
+from perf_helpers.course.results import NEEDED
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
 LONG_SECONDS = 60  # a cell that runs so long is told
@@ -205,7 +206,8 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)  # "NaN": a diverged loss, not unknown
         complete, lesson, runs = record["complete"], record["lesson"], record["runs"]
-        decided = [claim["id"] for claim in record["claims"] if claim["verdict"] != Verdict.NOT_TESTABLE]
+        rows = [{field: claim[field] for field in NEEDED["claims"]} for claim in record["claims"]]
+        decided = [row["id"] for row in rows if row["verdict"] != Verdict.NOT_TESTABLE]
     except FileNotFoundError:
         return {}, f"it wrote no {path.name}: its last cell is claims.finish(lab)"
     except (OSError, ValueError, LookupError, TypeError) as error:

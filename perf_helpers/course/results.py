@@ -1,8 +1,8 @@
 """results.json: what a course run leaves for machines, checked when it is read.
 
-{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs"}: `_NEEDED` says
-what a lesson has at least, and a claim, which is a row of `claims.Decision.to_dict`. A run is `Run.to_dict` with its
-lesson, for `Run.from_dict` to read. A night (`perf_helpers.compare`) adds "paces", "fail_on" and "baseline".
+{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs"}: `NEEDED` says what a lesson
+has at least, and a claim, which is a row of `claims.Decision.to_dict`. A run is `Run.to_dict` with its lesson, for
+`Run.from_dict` to read. A night (`perf_helpers.compare`) adds "paces", "fail_on" and "baseline".
 """
 
 import json
@@ -14,7 +14,7 @@ from perf_helpers.course.ledger import Verdict, decide, load
 from perf_helpers.texts import number_text
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
-_NEEDED = {
+NEEDED = {  # of each lesson and of each claim, at least
     "lessons": ("name", "status", "seconds", "message"),
     "claims": ("id", "lesson", "verdict", "as_expected", "value"),
 }
@@ -32,7 +32,7 @@ def load_results(path: str | Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ValueError(f"it has schema {data['schema']!r}, this version reads {SCHEMA}")
-        for part, names in _NEEDED.items():
+        for part, names in NEEDED.items():
             [item[name] for item in data[part] for name in names]
         return data | {"date": str(data["date"]), "machine": dict(data["machine"]), "versions": dict(data["versions"])}
     except FileNotFoundError:
