@@ -53,7 +53,7 @@ check: $(STAMP)
 
 # What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
 # one; the last line says which failed.
-TIMED := tests/course/test_planted_speeds.py tests/test_lessons.py
+TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
 STAGES = failed=; \
 	stage() { \
 		name=$$1; began=$$(date +%s); shift; "$$@" || failed="$$failed $$name,"; \

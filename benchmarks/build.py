@@ -33,9 +33,9 @@ from measuring import RESULTS
 from tables import MIB, mebibytes, share, table, versions
 
 from perf_helpers import plots
+from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import SINCE, Verdict, load
-from perf_helpers.course.regressions import Noise
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
@@ -338,18 +338,18 @@ def _nights() -> str:
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
     rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
-    told = f"A step of each of a few recipes (`perf_helpers.lab.step_times`), night by night. {about}."
+    told = f"A step of each of a few recipes (`perf_helpers.compare.step_times`), night by night. {about}."
     head = ["pairs of nights", "all, half beside a busy neighbour", "both quiet"]
     return "\n\n".join([claims, told, table(head, rows)])
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """(how many pairs of recorded self-comparisons there are, how many of these `changes.Noise` would call a change),
+    """(how many pairs of recorded self-comparisons there are, how many of these the comparison would call a change),
     where as many figures are looked at as the ledger has claims about time."""
     report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
-    noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
+    number = sum(claim.decided_by == "time" for claim in load().values())
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
-    return len(pairs), sum(noise.is_exceeded(a[0], a[1:], b[0], b[1:]) for a, b in pairs)
+    return len(pairs), sum(is_beyond_noise(a[0], a[1:], b[0], b[1:], number) for a, b in pairs)
 
 
 def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gpu_rows import FIRST, NOT_TESTABLE, Kept
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import decide, load
 from perf_helpers.lab import hardware
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.records import Ratio
@@ -238,8 +238,7 @@ def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str
             met, missing, value = False, str(absent), None
         number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
         verdict = decide(claim, interval or number, met)
-        expected = claim.expected.get(machine.kind, (Verdict.NOT_TESTABLE,))
-        expected = claim.expected.get(profile, expected) if machine.kind == "cuda" else expected
+        expected = claim.expected_on(machine.kind, profile)
         told = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
         told |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
         told |= {"interval": interval and list(interval), "missing": missing or None, "rows": asked.used}

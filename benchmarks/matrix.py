@@ -32,8 +32,8 @@ from measuring import RESULTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from perf_helpers.compare.compare import compare, keyed
 from perf_helpers.course.course import find_lessons
-from perf_helpers.course.regressions import compare, keyed
 from perf_helpers.course.results import load_results
 from perf_helpers.lab import hardware
 from perf_helpers.records import write_whole

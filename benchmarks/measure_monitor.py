@@ -44,14 +44,16 @@ print("RESULT" + json.dumps(dict(pairs=pairs, **about)))
 
 def main() -> None:
     import nbformat
+    from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
 
-    from perf_helpers.course.papermill_engine import Manager
+    from perf_helpers.course.lesson_process import asking
 
     options = measuring.options(__doc__, rounds=5, seconds=20.0)
     source = CELL.format(out="build/monitor", seconds=options.seconds, rounds=options.rounds)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    NotebookClient(notebook, kernel_name="python3", kernel_manager_class=Manager).execute()
+    AsyncZMQSocketChannel.get_msg = asking(AsyncZMQSocketChannel.get_msg)
+    NotebookClient(notebook, kernel_name="python3").execute()
     printed = "".join(output.text for output in notebook.cells[0].outputs if output.get("name") == "stdout")
     result = json.loads(printed.partition("RESULT")[2])
     pairs = result.pop("pairs")

@@ -20,12 +20,12 @@ from pathlib import Path
 import measuring
 from measure_speed import neighbour
 
-from perf_helpers.course import speed_changes
+from perf_helpers.compare.compare import compare_steps
 from perf_helpers.lab import hardware
 
 SABOTAGE = Path(__file__).parents[1] / "tests" / "sabotage"
 SLOWER = (0.1, 0.4)  # shares of a step
-NIGHT = "import json; from perf_helpers.course import course; print(json.dumps(course.paces_of('cpu')))"
+NIGHT = "import json; from perf_helpers.compare import step_times; print(json.dumps(step_times.tonight('cpu')))"
 
 
 def night(busy: bool, slower: float = 0.0) -> dict:
@@ -47,7 +47,7 @@ def night(busy: bool, slower: float = 0.0) -> dict:
 
 
 def is_called_slower(old: dict, new: dict) -> bool:
-    return any(change.is_slower for change in speed_changes.moved(old["paces"], new["paces"])[0])
+    return any(change["worse"] for change in compare_steps(old["paces"], new["paces"])[0])
 
 
 def counted(pairs: list) -> str:

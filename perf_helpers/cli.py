@@ -73,15 +73,15 @@ def course(
 ) -> int:
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
     every verdict is the expected one. Else 1, and 2 where it could not run."""
-    from perf_helpers.course import course as module
+    from perf_helpers.compare.night import run_night
     from perf_helpers.course.results import to_send
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
     options = {"baseline": baseline, "fail_on": _axes(fail_on), "speeds": speeds, "timeout_per_lesson": timeout}
-    result = module.run_course(lessons or None, profile, strict, out=out, **options)
-    for line in result.worse:
-        typer.echo(f"worse than the baseline: {line}", err=True)
+    result, worse = run_night(lessons or None, profile, strict, out, **options)
+    for change in worse:
+        typer.echo(f"worse than the baseline: {change['text']}", err=True)
     if lines := to_send(result.data):
         told = [
             "This machine differs from those we know. Please send us these lines (an issue of the repository):",
@@ -89,7 +89,7 @@ def course(
         ]
         typer.echo("\n  ".join(told), err=True)
     _print([str(out / "index.html")])
-    return int(bool(result.failures or result.worse or (strict and result.problems)))
+    return int(bool(result.failures or worse or (strict and result.problems)))
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -239,15 +239,15 @@ def compare(
 
     Exit code 0: the same or better; 1: worse; 2: could not be compared.
     """
-    from perf_helpers.course import regressions, report
+    from perf_helpers.compare import compare as module
     from perf_helpers.records import write_whole
 
     axes = _axes(fail_on)
-    found = regressions.compare(old, new)
+    found = module.compare(old, new)
     if html:
-        write_whole(html, report.changes_page(found.to_dict()))
+        write_whole(html, found.to_html())
     if junit:
-        write_whole(junit, report.changes_junit(found.to_dict(), axes))
+        write_whole(junit, found.to_junit(axes))
     _print(found.to_dict() if json_output else [found.to_text()])
     return int(bool(found.worse(axes)))
 
@@ -259,7 +259,7 @@ def history(
     json_output: Json = False,
 ) -> None:
     """All results.json below a folder as lines over time, with the runs in which a line changed."""
-    from perf_helpers.course import history as module
+    from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)
     _print({"histories": [each.to_dict() for each in histories]} if json_output else [str(out)])
@@ -293,9 +293,9 @@ def sweep(
 @app.command()
 def report(directory: Path) -> None:
     """Make the pages of a course run again from its results.json and executed notebooks."""
-    from perf_helpers.course import report as pages
+    from perf_helpers.compare import night
 
-    _print([str(pages.report(directory))])
+    _print([str(night.report(directory))])
 
 
 @app.command()
@@ -372,7 +372,7 @@ def _function(text: str) -> Callable[[Task], Any]:
 
 def _axes(text: str) -> list[str]:
     """What "memory,speed" names."""
-    from perf_helpers.course.regressions import AXES
+    from perf_helpers.compare.compare import AXES
 
     axes = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := set(axes) - {*AXES}:

@@ -1,12 +1,17 @@
 """Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from perf_helpers.unknown import is_measured
+
+if TYPE_CHECKING:
+    import jinja2
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -95,3 +100,14 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     if size < least:
         raise ValueError(f"{name}={memory!r} is {size:g} bytes, which is too few: {example}")
     return int(size)
+
+
+@functools.cache
+def template(path: str) -> "jinja2.Template":
+    """A Jinja template of this package, e.g. "course/report.html.j2"; what it is given is escaped."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = number_text
+    return environment.get_template(path)

@@ -17,22 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers.course import learner_log
-from perf_helpers.course.ledger import (
-    GPU_PROFILES,
-    LESSONS_WITHOUT_CLAIMS,
-    Claim,
-    Guide,
-    Verdict,
-    decide,
-    load,
-    recorded_since,
-)
-from perf_helpers.course.report import template
-from perf_helpers.course.results import claim_row, expectation_text, interval_text, unexpected
+from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Claim, Verdict, decide, load, recorded_since
+from perf_helpers.course.results import expectation_text, interval_text, unexpected
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, write_whole
-from perf_helpers.texts import nearest_text, number_text
+from perf_helpers.texts import nearest_text, number_text, template
 from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
@@ -52,31 +42,53 @@ SIGNS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
-    """A claim, what was measured here, and the verdict."""
+    """A claim, what was measured of it here, and the verdict."""
 
-    id: str
-    lesson: str  # that owns the claim, two digits
-    says: str
-    quantity: str | None  # None for a text claim
-    where: str  # the machine that the claim needs
+    claim: Claim
     verdict: Verdict
-    expected: tuple[Verdict, ...]  # by the ledger, of this kind of machine; empty where the quantity is predicted
-    as_expected: bool
-    value: float | None  # in the unit of the quantity; None: not measured
+    value: float | None  # in the unit of the claim's quantity; None: not measured
     interval: tuple[float, float] | None  # in the same unit; None: an exact count, or a single measurement
-    threshold: str  # the rule in words
-    guide: Guide
-    reason: str | None  # the ledger's, where a claim is expected not to hold
     missing: str | None  # what is lacking here to measure it
     note: str  # the lesson's own
-    rehearsed: bool = False  # whether the machine computes nothing, see Machine.rehearsed
-    since: str | None = None  # with which libraries it came out otherwise, where the library matrix saw that
-    predicted: tuple[float, float] | None = None  # what other measurements of this run let expect, in the same unit
-    predicted_from: str | None = None  # which these are
+    predicted: tuple[float, float] | None  # what other measurements of this run let expect, in the same unit
+    predicted_from: str | None  # which these are
+    kind: str  # of this machine, "cpu" or "cuda"
+    profile: str  # at whose sizes it was measured
+    rehearsed: bool  # whether the machine computes nothing, see Machine.rehearsed
+    excused: bool  # the machine lacks what the claim needs, or a rehearsal cannot measure it: nothing is expected
+    lesson: str | None = None  # that closed with it, see `finish`
+
+    @property
+    def id(self) -> str:
+        """The claim's."""
+        return self.claim.id
+
+    @property
+    def expected(self) -> tuple[Verdict, ...]:
+        """By the ledger, of this kind of machine under this profile; empty where the quantity is predicted."""
+        return self.claim.expected_on(self.kind, self.profile)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether value and prediction, with their intervals, agree; where nothing is predicted, by the ledger."""
+        if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
+            (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
+            return least <= high and low <= most
+        return self.excused or self.verdict in self.expected
+
+    @property
+    def reason(self) -> str:
+        """The ledger's, where a claim is expected not to hold: why, since when, and where that was discussed."""
+        claim = self.claim
+        return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
     def to_dict(self) -> dict:
-        """Types as JSON has them; `guide` becomes a table of source, value, text and hardware."""
-        return json.loads(json.dumps(asdict(self)))
+        """A claim's row in the files of a lesson and of a course, with types as JSON has them."""
+        row = {name: getattr(self, name) for name in ("lesson", "id", "verdict", "expected", "as_expected", "value")}
+        row |= {name: getattr(self, name) for name in ("interval", "note", "rehearsed", "predicted", "predicted_from")}
+        row |= {"says": self.claim.says, "quantity": self.claim.quantity, "threshold": self.claim.threshold_text()}
+        row |= {"reference": asdict(self.claim.guide), "reason": self.missing or self.reason}
+        return json.loads(json.dumps(row))
 
     def headline(self) -> str:
         """The verdict with its sign, and what the ledger expected where that differs."""
@@ -93,32 +105,34 @@ class Decision:
 
     def guide_text(self) -> str:
         """The guides' figure with its source and its hardware, or that there is none."""
-        value = [] if self.guide.value is None else [number_text(self.guide.value)]
-        figure = ": ".join([*value, self.guide.text or "no figure"])
-        return f"{figure} ({'; '.join(filter(None, (self.guide.source, self.guide.hardware)))})"
+        guide = self.claim.guide
+        value = [] if guide.value is None else [number_text(guide.value)]
+        figure = ": ".join([*value, guide.text or "no figure"])
+        return f"{figure} ({'; '.join(filter(None, (guide.source, guide.hardware)))})"
 
     def rows(self) -> list[tuple[str, str]]:
         """What is shown below the statement, as (name, text); the reason only where the claim does not simply hold."""
-        finding = self.verdict is not Verdict.HOLDS or not self.as_expected
+        tested, quantity = self.verdict is not Verdict.NOT_TESTABLE, self.claim.quantity
+        finding = tested and not (self.verdict is Verdict.HOLDS and self.as_expected)
         rows = {
-            "measured": self.quantity and self.measured(),
+            "measured": quantity and self.measured(),
             "predicted": self.predicted and f"{interval_text(self.predicted)} on this machine: {self.predicted_from}",
-            "quantity": self.quantity,
-            "holds if": self.threshold,
+            "quantity": quantity,
+            "holds if": self.claim.threshold_text(),
             "guide": self.guide_text(),
             "missing": self.missing,
-            "why": self.reason if finding and self.verdict is not Verdict.NOT_TESTABLE else None,
-            "since": self.since if self.verdict is not Verdict.NOT_TESTABLE else None,
+            "why": self.reason if finding else None,
+            "since": recorded_since().get(self.id) if tested else None,
             "note": self.note,
         }
         return [(name, text) for name, text in rows.items() if text]
 
     def __repr__(self) -> str:
         rows = [f"  {name:<9} {text}" for name, text in self.rows()]
-        return "\n".join([f"{self.headline()} [{self.id}]", f"  {self.says}", *rows])
+        return "\n".join([f"{self.headline()} [{self.id}]", f"  {self.claim.says}", *rows])
 
     def _repr_html_(self) -> str:
-        return template("claims.html.j2").module.decision(self)
+        return template("course/claims.html.j2").module.decision(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,17 +155,17 @@ class Scoreboard:
         return "\n".join([self.title, self.counts(), *rows, *(f"  warning: {text}" for text in self.problems)])
 
     def _repr_html_(self) -> str:
-        return template("claims.html.j2").module.scoreboard(self)
+        return template("course/claims.html.j2").module.scoreboard(self)
 
 
 class NotReproduced(Exception):
     """A strict lesson did not give the verdicts that the ledger expects."""
 
 
-# The decisions of this kernel, by lesson and claim. A check does not say which lesson it belongs to: its decision
-# stands under None until the next `finish` files it under that lesson. So a notebook that is run twice replaces its
+# The decisions of this kernel by claim, in the order of their first checks. A check does not say which lesson it
+# belongs to: the next `finish` files its decision under that lesson. So a notebook that is run twice replaces its
 # decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
-_decided: dict[str | None, dict[str, Decision]] = {}
+_decided: dict[str, Decision] = {}
 
 
 def check(
@@ -197,31 +211,27 @@ def check(
             raise ValueError(f"claim {id!r} can be measured here: {what}")
         missing = "a rehearsal, and it was not measured"
     verdict = decide(claim, interval or number, met and not missing)
-    reasons = (claim.reason, claim.since and f"since: {claim.since}", claim.thread)
     decision = Decision(
-        **{name: getattr(claim, name) for name in ("id", "lesson", "says", "quantity", "where", "guide")},
-        verdict=verdict,
-        expected=(),
-        as_expected=False,
+        claim,
+        verdict,
         value=number,
         interval=interval,
-        threshold=claim.threshold_text(),
-        reason=" · ".join(filter(None, reasons)) or None,
         missing=(missing or None) if met else lacking,
         note=str(note),
-        rehearsed=machine.rehearsed,
-        since=recorded_since().get(id),
         predicted=range_,
         predicted_from=why_unpredicted or claim.predicted,
+        kind="cuda" if hardware.supports("cuda")[0] else "cpu",
+        profile=choose_profile("auto", machine).name,
+        rehearsed=machine.rehearsed,
+        excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
     )
-    decision = _judged(decision, claim, choose_profile("auto", machine).name)
-    _decided.setdefault(None, {})[id] = decision
+    _decided[id] = decision
     return decision
 
 
 def decisions() -> list[Decision]:
     """The decisions of this kernel, in the order in which their claims were first checked."""
-    return [*{id: decision for made in _decided.values() for id, decision in made.items()}.values()]
+    return [*_decided.values()]
 
 
 def reset() -> None:
@@ -245,26 +255,24 @@ def finish(lab: "Lab") -> None:
         raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
     name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
     owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
-    decided = _decided.setdefault(name, {})
-    decided |= _decided.get(None, {})
     for id in owned if rehearsed else ():
-        if id not in decided:  # the statement needed values, and the claim was left out with it
+        if id not in _decided_in(name):  # the statement needed values, and the claim was left out with it
             check(id, missing="a rehearsal: its cell needs values")
-    decided |= _decided.pop(None, {})
-    for id, one in decided.items():
-        decided[id] = _judged(one, ledger[id], lab.profile.name)
+    decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
+    _decided.update(decided)
     made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
     rows = [decision.to_dict() for decision in made]
-    problems = unexpected([claim_row(name, row) for row in rows])
+    problems = unexpected(rows)
     problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in decided]
-    problems += [f"{d.id}: belongs to lesson {d.lesson}, not to this one" for d in made if d.lesson != name[:2]]
+    others = ((id, one.claim.lesson) for id, one in decided.items() if id not in owned)
+    problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
     if not made and name[:2] not in LESSONS_WITHOUT_CLAIMS:
         problems.append("nothing was checked: call claims.check before claims.finish")
     versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
     display(Scoreboard(title, made, problems))
     if not rehearsed:  # the journal is the learner's, of what was measured
-        learner_log.finished(lab, {decision.id: decision.verdict for decision in made})
+        learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
     if lab.out:
         content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
         content |= {"versions": dict(lab.versions), "date": date, "claims": rows}
@@ -272,6 +280,11 @@ def finish(lab: "Lab") -> None:
         write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
     if lab.strict and problems:
         raise NotReproduced("; ".join(problems))
+
+
+def _decided_in(lesson: str) -> dict[str, Decision]:
+    """The decisions filed under a lesson, and those that no lesson closed with yet."""
+    return {id: decision for id, decision in _decided.items() if decision.lesson in (None, lesson)}
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
@@ -308,22 +321,3 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
     if not low <= high:  # nan is no prediction either
         raise ValueError(f"claim {claim.id!r}: predicted={predicted!r} is no range (low, high)")
     return (low, high), None
-
-
-def _judged(decision: Decision, claim: Claim, profile: str) -> Decision:
-    """The decision with what is expected of this kind of machine under this profile, and whether it came out so.
-
-    What the machine lacks is always excused, and so is what a rehearsal cannot measure.
-    """
-    kind = "cuda" if hardware.supports("cuda")[0] else "cpu"
-    expected = claim.expected.get(kind, () if claim.predicted else (Verdict.NOT_TESTABLE,))
-    if kind == "cuda" and profile in GPU_PROFILES:
-        expected = claim.expected.get(profile, expected)
-    untested = decision.verdict is Verdict.NOT_TESTABLE
-    if decision.predicted and not untested:
-        (low, high), (least, most) = decision.predicted, decision.interval or (decision.value, decision.value)
-        as_expected = least <= high and low <= most
-    else:
-        as_expected = decision.verdict in expected
-    excused = not hardware.supports(claim.where)[0] or (decision.rehearsed and untested)
-    return replace(decision, expected=expected, as_expected=excused or as_expected)

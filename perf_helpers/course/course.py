@@ -14,11 +14,10 @@ from typing import Any
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
-from perf_helpers.course.regressions import AXES, compare, worse_of
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, claim_row, failures, load_results, problems
-from perf_helpers.lab import hardware, step_times
-from perf_helpers.lab.task import Task, choose_profile
+from perf_helpers.course.results import SCHEMA, failures, problems
+from perf_helpers.lab import hardware
+from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import write_whole
 from perf_helpers.texts import nearest_text
 
@@ -42,27 +41,12 @@ class CourseResult:
         """What keeps the run from being ok: failures, and verdicts that are not expected. One line each."""
         return problems(self.data)
 
-    @property
-    def worse(self) -> list[str]:
-        """In what it is worse than its baseline, one line each."""
-        changes = self.data["baseline"]["changes"] if self.data["baseline"] else []
-        return [change["text"] for change in worse_of(changes, self.data["fail_on"])]
-
-    @property
-    def ok(self) -> bool:
-        """Every lesson ran, every verdict is an expected one, and at least one claim was decided. What is worse than
-        the baseline does not count here."""
-        return not self.problems
-
 
 def run_course(
     lessons: str | Path | Sequence[str | Path] | None = None,
     profile: str = "auto",
     strict: bool = False,
     out: str | Path = "build/course",
-    baseline: str | Path | None = None,
-    fail_on: Sequence[str] = AXES,
-    speeds: bool = False,
     timeout_per_lesson: float = 900,
     notebooks_dir: str | Path | None = None,
 ) -> CourseResult:
@@ -72,31 +56,27 @@ def run_course(
         lessons: numbers ("05"), names or paths; None is all of them.
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
-        baseline: an older run (results.json or its folder) to compare with.
-        fail_on: in what the run must not be worse than the baseline, of "memory", "verdict" and "speed".
-        speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
         timeout_per_lesson: in seconds, many times what a lesson takes.
         notebooks_dir: the folder of the lessons, if not this repository's.
 
     Raises:
-        ValueError: a lesson or a profile that does not exist, a damaged baseline, or `out` is the lessons' own folder.
+        ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
     """
     sources = find_lessons(lessons, notebooks_dir)
     choose_profile(profile)
-    old = load_results(baseline) if baseline else None
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
         raise ValueError(f"{out} holds the lessons themselves: name another folder for the executed ones")
     out.mkdir(parents=True, exist_ok=True)
     data = {"schema": SCHEMA, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
-    data |= {"profile": profile, "strict": strict, "fail_on": list(fail_on), "lessons": [], "claims": [], "runs": []}
+    data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     for number, source in enumerate(sources, 1):
         say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
         status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson)
         seconds = round(time.monotonic() - started, 1)
-        decided = [claim_row(source.stem, decision) for decision in record.get("claims", [])]
+        decided = record.get("claims", [])
         lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
         data["lessons"].append(lesson | {"code": code_of(source)})
         data["claims"] += decided
@@ -104,22 +84,9 @@ def run_course(
         count = Counter(claim["verdict"] for claim in decided)
         verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
         say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
-    data["paces"] = paces_of(profile) if speeds else None
-    data["baseline"] = compare(old, data).to_dict() if old else None
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
     return CourseResult(out, data)
-
-
-def paces_of(profile: str) -> dict[str, Any] | None:
-    """What a step of a few recipes takes here, for `compare`; None in a rehearsal, which has no time. On a CPU the
-    model is small: of many short steps the fastest is one that nobody disturbed."""
-    machine = hardware.this_machine()
-    if machine.rehearsed:
-        return None
-    say("[speed] a step of each of a few recipes, for comparisons with other days ...")
-    task = Task("bert-tiny", seq_len=128) if machine.kind == "cpu" else choose_profile(profile).task
-    return step_times.measure(task.replace(dataset_size=64), say)
 
 
 def find_lessons(

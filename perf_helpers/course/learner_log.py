@@ -6,7 +6,7 @@ the measurement, whatever the clocks say.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -25,7 +25,7 @@ KINDS = {
     "question": {"choice", "right"},
     "exercise": {"status"},
     "board": {"peak_bytes", "speed", "arguments", "machine"},
-    "finished": {"claims"},
+    "finished": {"claims"},  # of a lesson that ran to its end: the verdict of each claim that was checked, by its id
 }
 
 
@@ -73,11 +73,6 @@ def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
         print(f"This could not be kept in {journal.path}: {error.strerror}.", file=sys.stderr)
 
 
-def finished(lab: "Lab", verdicts: Mapping[str, str]) -> None:
-    """Keep that a lesson was run to its end. `verdicts`: for each claim that was checked, its id and its verdict."""
-    keep(lab, "finished", claims={id: str(verdict) for id, verdict in verdicts.items()})
-
-
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """The latest guess, or None."""
     return _latest(entries, ("guess", lesson, key), "guess")
@@ -92,11 +87,6 @@ def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | No
     """The latest guess that was committed before the measurement was revealed for the first time, or None."""
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
-
-
-def is_revealed(entries: Sequence[Entry], lesson: str, key: str) -> bool:
-    """Whether the measurement has been shown already."""
-    return any(entry.about == ("revealed", lesson, key) for entry in entries)
 
 
 def _latest(entries: Sequence[Entry], about: tuple[str, str, str], field: str) -> Any:
@@ -130,10 +120,10 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
             first.setdefault(entry.about, entry)
     scored = []
     for entry in first.values():
-        said, measured, estimate, unit = (entry.content[name] for name in ("guess", "measured", "estimate", "unit"))
-        if said is not None:
-            error = off(said, measured)
-            scored.append(Scored(entry.lesson, entry.key, unit, said, measured, estimate, error, entry.date))
+        facts = {name: entry.content[name] for name in ("unit", "guess", "measured", "estimate")}
+        if facts["guess"] is not None:
+            error = off(facts["guess"], facts["measured"])
+            scored.append(Scored(entry.lesson, entry.key, **facts, error=error, date=entry.date))
     return scored
 
 

@@ -9,10 +9,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import PROFILES
@@ -83,6 +84,12 @@ class Claim:
             case _:
                 return self.threshold, math.inf
 
+    def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
+        """What is expected on a kind of machine ("cpu" or "cuda") at a profile's sizes; nothing, where its quantity is
+        predicted and it does not say."""
+        expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
+        return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
+
     def threshold_text(self) -> str:
         """The rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
         if not self.direction:
@@ -97,27 +104,26 @@ class Claim:
         return rule if self.no_effect is None else f"{rule}; {number_text(self.no_effect)} is no effect"
 
 
-def load(path: str | Path | None = None) -> dict[str, Claim]:
-    """Read the ledger (claims.toml by default) and check all of it: the claims by id, in the order of the file.
+@functools.cache
+def load() -> Mapping[str, Claim]:
+    """The ledger (claims.toml), read and checked once: the claims by id, in the order of the file."""
+    return MappingProxyType(read(LEDGER.read_text(encoding="utf-8")))
+
+
+def read(text: str) -> dict[str, Claim]:
+    """The claims of a ledger's text by id, all of it checked.
 
     Raises:
         ValueError: names the claim and the field that is wrong, and says what to write there.
     """
-    path = Path(path or LEDGER)
-    return dict(_load(path, path.stat().st_mtime_ns))
-
-
-@functools.lru_cache(maxsize=4)
-def _load(path: Path, changed: int) -> dict[str, Claim]:
-    """The same, read once as long as the file is not `changed`."""
     claims: dict[str, Claim] = {}
-    for table in tomllib.loads(path.read_text(encoding="utf-8")).get("claim", []):
+    for table in tomllib.loads(text).get("claim", []):
         claim = _read(table)
         if claim.id in claims:
             raise ValueError(f"claim {claim.id!r}, field 'id': written twice; give one of the two another id")
         claims[claim.id] = claim
     if not claims:
-        raise ValueError(f"{path} holds no [[claim]] table: a ledger has at least one")
+        raise ValueError("no [[claim]] table: a ledger has at least one")
     return claims
 
 
@@ -136,23 +142,21 @@ def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supp
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE
-    low, high = value if isinstance(value, tuple) else (value, value)
+    ends = value if isinstance(value, tuple) else (value, value)
     least, most = claim.window()
+    at_one_end, at_the_other = (_verdict_on(number, least, most, claim) for number in ends)
+    holds_between_them = ends[0] < least and most < ends[1]
+    return Verdict.TOO_SMALL if holds_between_them or at_one_end is not at_the_other else at_one_end
+
+
+def _verdict_on(number: float, least: float, most: float, claim: Claim) -> Verdict:
     if claim.direction in ("below", "above"):  # the threshold itself does not hold
-        inside = least < low and high < most
+        inside = least < number < most
     else:
-        inside = least <= low and high <= most
-    if inside:
-        return Verdict.HOLDS
+        inside = least <= number <= most
     none = claim.no_effect
-    if none is None:
-        apart = high <= least or most <= low if claim.direction in ("below", "above") else high < least or most < low
-        return Verdict.REFUTED if apart else Verdict.TOO_SMALL
-    if none <= least:  # the effect is a rise
-        smaller, refuted = none < low and high <= least, high <= none or most < low
-    else:
-        smaller, refuted = most <= low and high < none, none <= low or high < least
-    return Verdict.SMALLER if smaller else Verdict.REFUTED if refuted else Verdict.TOO_SMALL
+    smaller = none is not None and (none < number <= least or most <= number < none)
+    return Verdict.HOLDS if inside else Verdict.SMALLER if smaller else Verdict.REFUTED
 
 
 def _read(table: dict) -> Claim:

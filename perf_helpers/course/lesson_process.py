@@ -3,7 +3,8 @@
 Notable: the process is marked in its environment, and what it starts inherits the mark. So all of it can be found and
 ended, also what outlived a killed kernel. papermill's word is not trusted: a killed kernel leaves cells that never ran
 marked as completed, and an error in a widget's callback leaves the notebook green. So each executed notebook is read
-again, and a lesson is ok only if every cell ran, nothing raised, and its results are there, complete and its own.
+again, and a lesson is ok only if every cell ran, nothing raised, and its results are there, complete and its own. As a
+module this is papermill's command, with a client that hears of each reply (`asking`).
 """
 
 import ast
@@ -20,14 +21,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import Empty
 from typing import Any, NamedTuple
 
 from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Verdict
+from perf_helpers.course.results import NEEDED
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
 LONG_SECONDS = 60  # a cell that runs so long is told
 WATCH_SECONDS = 10  # how often it is looked for
 MARKER = "PERF_HELPERS_COURSE"  # environment variable, with a value of its own for each executed lesson
+ASK_SECONDS = 1.0  # how long a reply of the kernel may lie in the socket unheard of
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 
 Cell = dict[str, Any]  # as nbformat has it
@@ -54,7 +58,7 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
     if missing := ", ".join(sorted(missing)):
         return Judgement("failed", f"no cell tagged parameters sets {missing}: it would run with its own", {})
     target = out / source.name
-    command = [sys.executable, "-m", "perf_helpers.course.papermill_engine", source, target]
+    command = [sys.executable, "-m", "perf_helpers.course.lesson_process", source, target]
     command += ["--cwd", source.parent, "--no-progress-bar"]
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
     command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
@@ -202,7 +206,8 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)  # "NaN": a diverged loss, not unknown
         complete, lesson, runs = record["complete"], record["lesson"], record["runs"]
-        decided = [claim["id"] for claim in record["claims"] if claim["verdict"] != Verdict.NOT_TESTABLE]
+        rows = [{field: claim[field] for field in NEEDED["claims"]} for claim in record["claims"]]
+        decided = [row["id"] for row in rows if row["verdict"] != Verdict.NOT_TESTABLE]
     except FileNotFoundError:
         return {}, f"it wrote no {path.name}: its last cell is claims.finish(lab)"
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -231,3 +236,30 @@ def _last_line(folder: Path, name: str) -> str:
 
 def _errors(outputs: list[dict]) -> list[str]:
     return [f"{o.get('ename')}: {o.get('evalue')}" for o in outputs if o.get("output_type") == "error"]
+
+
+def asking(get_msg: Callable) -> Callable:
+    """The `get_msg` of Jupyter's channels, made to look into its socket every second, whatever it has been told of.
+
+    ZeroMQ tells an event loop of a message once, and whoever sends on the same socket takes that news along
+    (https://github.com/jupyter/nbclient/issues/312). nbclient sends whenever an Output widget shows something, and then
+    waits, now and then, for ever: for a reply that lies in the socket. On a busy machine two of eighty toy lessons with
+    such a widget hung so.
+    """
+
+    async def ask(channel, timeout: float | None = None) -> dict[str, Any]:
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while (left := end - time.monotonic()) > ASK_SECONDS:
+            with suppress(Empty):
+                return await get_msg(channel, ASK_SECONDS)
+        return await get_msg(channel, max(0.0, left))
+
+    return ask
+
+
+if __name__ == "__main__":
+    from jupyter_client.channels import AsyncZMQSocketChannel
+    from papermill.cli import papermill
+
+    AsyncZMQSocketChannel.get_msg = asking(AsyncZMQSocketChannel.get_msg)
+    papermill(prog_name="papermill")

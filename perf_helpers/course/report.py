@@ -3,68 +3,48 @@
 Notable: they are made from results.json and the executed notebooks alone, so they can be made again.
 """
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.course.regressions import AXES, worse_of
 from perf_helpers.course.results import failures, load_results, measured_text, to_send
 from perf_helpers.records import write_whole
-from perf_helpers.texts import number_text
+from perf_helpers.texts import template
 
 MOST_BYTES = 5_000_000  # of index.html, which is sent around and archived
 # What a terminal may print and XML forbids: colours, and characters that are none.
+# Of junit.xml: class, name, seconds, "failure", "error", "skipped" or None, and what is to be said of it.
+Case = tuple[str, str, float, str | None, str]
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def report(directory: str | Path) -> Path:
+def report(directory: str | Path, comparison: str = "", cases: Sequence[Case] = ()) -> Path:
     """Make index.html, junit.xml and the lessons' pages from a folder's results.json and executed notebooks.
 
     Returns the path of index.html.
+
+    Args:
+        comparison: what else index.html has, as HTML.
+        cases: what else junit.xml has.
 
     Raises:
         ValueError: no results.json in the folder, or a damaged one.
     """
     directory = Path(directory)
     data = load_results(directory)
-    write_whole(directory / "junit.xml", _junit(data))
+    write_whole(directory / "junit.xml", junit(data["date"], [*_cases(data), *cases]))
     data["lessons"] = [lesson | _lesson_page(directory, lesson["name"]) for lesson in data["lessons"]]
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
     for shown in (4, 2, 1, 0):  # pictures of each lesson; the executed lesson has them all
-        page = template("report.html.j2").render(data | facts | {"shown": shown})
+        page = template("course/report.html.j2").render(data | facts | {"comparison": comparison, "shown": shown})
         if len(page.encode()) <= MOST_BYTES:
             break
     write_whole(directory / "index.html", page)
     return directory / "index.html"
-
-
-def changes_page(found: dict[str, Any]) -> str:
-    """`Changes.to_dict` as a page of HTML."""
-    return template("changes.html.j2").module.page(found).strip() + "\n"
-
-
-def changes_junit(found: dict[str, Any], fail_on: Sequence[str]) -> str:
-    """The same for CI: one test case for each axis that is compared, and one a change."""
-    return _cases_junit(found["new"], _change_cases(found, fail_on))
-
-
-def _change_cases(found: dict[str, Any], fail_on: Sequence[str]) -> list[tuple]:
-    cases = []
-    for axis in AXES:
-        on_it = [change for change in found["changes"] if change["axis"] == axis]
-        worse = worse_of(on_it, fail_on)
-        text = f"{len(on_it)} changed, {len(worse)} for the worse"
-        cases.append(("compare", axis, 0, "failure" if worse else None, text))
-        for change in on_it:
-            cases.append((f"compare.{axis}", change["id"], 0, "failure" if change in worse else None, change["text"]))
-    return cases
 
 
 def _lesson_page(directory: Path, name: str) -> dict[str, Any]:
@@ -91,9 +71,9 @@ def _lesson_page(directory: Path, name: str) -> dict[str, Any]:
     return {"title": title or name, "page": f"{name}.html", "pictures": pictures}
 
 
-def _junit(data: dict[str, Any]) -> str:
-    """One test case a lesson and one a claim: what is not as expected fails, what is not testable here is skipped."""
-    cases = []  # (class, name, seconds, outcome, text)
+def _cases(data: dict[str, Any]) -> list[Case]:
+    """One a lesson and one a claim: what is not as expected fails, what is not testable here is skipped."""
+    cases = []
     for lesson in data["lessons"]:
         outcome = {"ok": None, "failed": "failure"}.get(lesson["status"], "error")
         text = f"{lesson['status']}: {lesson['message']}"
@@ -102,20 +82,10 @@ def _junit(data: dict[str, Any]) -> str:
         outcome = "skipped" if claim["verdict"] == Verdict.NOT_TESTABLE else None
         text = f"{claim['verdict']}: {measured_text(claim)} ({claim.get('quantity')}). {claim.get('reason') or ''}"
         cases.append((claim["lesson"], claim["id"], 0, outcome if claim["as_expected"] else "failure", text))
-    if data.get("baseline"):
-        cases += _change_cases(data["baseline"], data.get("fail_on", AXES))
-    return _cases_junit(data["date"], cases)
+    return cases
 
 
-def _cases_junit(date: str, cases: list[tuple]) -> str:
+def junit(date: str, cases: Sequence[Case]) -> str:
+    """Test cases as CI reads them."""
     count = Counter(outcome for *_, outcome, _ in cases)
-    return _NO_XML.sub("", template("junit.xml.j2").render(date=date, cases=cases, count=count))
-
-
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    """A Jinja template beside this file, e.g. "report.html.j2"; what it is given is escaped."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = number_text
-    return environment.get_template(name)
+    return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

@@ -1,7 +1,8 @@
 """results.json: what a course run leaves for machines, checked when it is read.
 
-{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs", "baseline"}: `_NEEDED` says
-what a lesson has, `claim_row` what a claim has. A run is `Run.to_dict` with its lesson, for `Run.from_dict` to read.
+{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs"}: `NEEDED` says what a lesson
+has at least, and a claim, which is a row of `claims.Decision.to_dict`. A run is `Run.to_dict` with its lesson, for
+`Run.from_dict` to read. A night (`perf_helpers.compare`) adds "paces", "fail_on" and "baseline".
 """
 
 import json
@@ -13,12 +14,10 @@ from perf_helpers.course.ledger import Verdict, decide, load
 from perf_helpers.texts import number_text
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
-_NEEDED = {
+NEEDED = {  # of each lesson and of each claim, at least
     "lessons": ("name", "status", "seconds", "message"),
     "claims": ("id", "lesson", "verdict", "as_expected", "value"),
 }
-_OF_A_DECISION = ("id", "says", "quantity", "verdict", "expected", "as_expected", "value", "interval", "threshold")
-_OF_A_DECISION += ("note", "rehearsed", "predicted", "predicted_from")
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def load_results(path: str | Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ValueError(f"it has schema {data['schema']!r}, this version reads {SCHEMA}")
-        for part, names in _NEEDED.items():
+        for part, names in NEEDED.items():
             [item[name] for item in data[part] for name in names]
         return data | {"date": str(data["date"]), "machine": dict(data["machine"]), "versions": dict(data["versions"])}
     except FileNotFoundError:
@@ -53,12 +52,6 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
     """
     runs = [load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json"))]
     return {data["file"].parent.name: data for data in runs if not data["machine"].get("rehearsed")}
-
-
-def claim_row(lesson: str, decision: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a decision (`Decision.to_dict`), under the name of the lesson that made it."""
-    row = {"lesson": lesson, **{name: decision.get(name) for name in _OF_A_DECISION}}
-    return row | {"reference": decision.get("guide"), "reason": decision.get("missing") or decision.get("reason") or ""}
 
 
 def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:

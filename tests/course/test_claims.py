@@ -260,7 +260,7 @@ class TestFinish:
         }
         first = content["claims"][0]
         assert (first["verdict"], first["expected"]) == ("holds", ["holds", "too small to tell"])
-        assert (first["value"], first["interval"], first["guide"]["source"]) == (2.0, [1.5, 2.6], "2023 guide")
+        assert (first["value"], first["interval"], first["reference"]["source"]) == (2.0, [1.5, 2.6], "2023 guide")
 
     def test_a_lesson_is_judged_by_the_profile_that_it_ran(self, machine, monkeypatch, tmp_path, capsys):
         machine.features.add("cuda")
@@ -349,7 +349,7 @@ class TestFinish:
 
     def test_the_file_is_complete_before_it_takes_its_name(self, passed, tmp_path, monkeypatch):
         order, really = [], {"fsync": os.fsync, "replace": os.replace}
-        monkeypatch.setattr(claims.learner_log, "finished", lambda *_: None)  # another file
+        monkeypatch.setattr(claims.learner_log, "keep", lambda *_, **__: None)  # another file
 
         def replace_seen(source, target):
             order.append("replace")
@@ -394,12 +394,12 @@ def test_a_terminal_and_a_notebook_show_the_same_facts(machine):
         "✗ refuted: not reproduced on this machine",
         "unexpected: other measurements of this machine predict 0.9 to 1.2",
         f"0.9 to 1.2 on this machine: {LEDGER['accumulation-cost'].predicted}",
-        decision.threshold,
+        decision.claim.threshold_text(),
     ]
     facts += [
         "0.5 (0.4 to 0.6)",
-        decision.says,
-        decision.quantity,
+        decision.claim.says,
+        decision.claim.quantity,
         "7.75 against 8.86 samples/s",
         "V100-SXM2 16 GB",
     ]

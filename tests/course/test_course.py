@@ -41,7 +41,6 @@ def test_a_message_says_what_went_wrong(ran, name, words):
 
 def test_problems_name_the_failed_lessons_and_the_unexpected_verdict(ran):
     lines = "\n".join(ran[0].problems)
-    assert not ran[0].ok
     assert "promise: refuted, expected holds" in lines
     assert all((name in lines) == (status != "ok") for name, status in STATUS.items())
 
@@ -64,7 +63,7 @@ def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judg
     result = course.run_course(out=tmp_path / "out", notebooks_dir=tmp_path / "lessons", timeout_per_lesson=8)
     assert [lesson["status"] for lesson in result.data["lessons"]] == ["timed out", "failed"]
     assert "killed after 8 s" in result.data["lessons"][0]["message"]
-    assert not result.ok and "no claim was decided" in result.problems
+    assert "no claim was decided" in result.problems
     assert "[ 1/2] 00_hangs" in capsys.readouterr().err
     assert not [p.pid for p in psutil.process_iter() if marker_of(p).startswith(f"{os.getpid()}-")]
 
@@ -106,13 +105,9 @@ def test_an_unknown_lesson_is_refused_with_the_nearest_and_an_empty_folder_too(l
         course.find_lessons(None, tmp_path)
 
 
-def test_lessons_are_not_overwritten_and_a_damaged_baseline_is_refused_before_anything_runs(lessons, tmp_path):
+def test_lessons_are_not_overwritten(lessons):
     with pytest.raises(ValueError, match="holds the lessons themselves"):
         course.run_course(out=lessons, notebooks_dir=lessons)
-    (tmp_path / "old.json").write_text('{"schema": 1, "claims"')
-    with pytest.raises(ValueError, match="not the results of a course"):
-        course.run_course(out=tmp_path / "out", notebooks_dir=lessons, baseline=tmp_path / "old.json")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -126,4 +121,4 @@ def test_lessons_are_not_overwritten_and_a_damaged_baseline_is_refused_before_an
     ],
 )
 def test_a_course_is_ok_if_verdicts_are_expected_and_one_is_decided(tmp_path, claims, ok):
-    assert course.CourseResult(tmp_path, results(*claims, lessons=["ok"])).ok is ok
+    assert (course.CourseResult(tmp_path, results(*claims, lessons=["ok"])).problems == []) is ok

@@ -35,7 +35,7 @@ def result(peak, speed=None, machine="here", key="small", **arguments):
 def test_what_was_kept_is_read_in_order_and_lies_beside_the_runs(lab, tmp_path):
     assert learner_log.of(lab).read() == []
     learner_log.keep(lab, "guess", "peak", guess=40.0, unit="%")
-    learner_log.finished(lab, {"accumulation-memory": "holds"})
+    learner_log.keep(lab, "finished", claims={"accumulation-memory": "holds"})
     first, second = learner_log.of(lab).read()
     assert (first.kind, first.lesson, first.key, first.content) == ("guess", LESSON, "peak", {"guess": 40, "unit": "%"})
     assert second.content == {"claims": {"accumulation-memory": "holds"}} and second.date >= first.date
@@ -83,7 +83,6 @@ def test_the_latest_guess_counts_until_the_measurement_is_revealed():
     entries += [revealed(50, 40), guess(50)]
     assert learner_log.counted_guess(entries, LESSON, "peak") == 40
     assert learner_log.guess(entries, LESSON, "peak") == 50
-    assert learner_log.is_revealed(entries, LESSON, "peak") and not learner_log.is_revealed(entries, LESSON, "speed")
 
 
 def test_nothing_counts_that_was_first_guessed_after_the_fact():

@@ -464,31 +464,25 @@ expected.cuda = ["holds"]
 """
 
 
-def loaded(tmp_path, text):
-    path = tmp_path / "claims.toml"
-    path.write_text(text, encoding="utf-8")
-    return ledger.load(path)
-
-
 class TestLoad:
-    def test_a_valid_table_is_read(self, tmp_path):
-        claim = loaded(tmp_path, VALID)["some-claim"]
+    def test_a_valid_table_is_read(self):
+        claim = ledger.read(VALID)["some-claim"]
         assert (claim.threshold, claim.no_effect, claim.expected["cpu"]) == (0.9, 1.0, (HOLDS,))
 
-    def test_what_is_predicted_needs_no_verdict_by_kind_of_machine(self, tmp_path):
+    def test_what_is_predicted_needs_no_verdict_by_kind_of_machine(self):
         text = VALID.replace('expected.cpu = ["holds"]\n', 'predicted = "from its parts"\n')
-        claim = loaded(tmp_path, text)["some-claim"]
+        claim = ledger.read(text)["some-claim"]
         assert (claim.predicted, claim.expected) == ("from its parts", {"cuda": (HOLDS,)})
-        assert loaded(tmp_path, text.replace('expected.cuda = ["holds"]\n', ""))["some-claim"].expected == {}
+        assert ledger.read(text.replace('expected.cuda = ["holds"]\n', ""))["some-claim"].expected == {}
 
     @pytest.mark.parametrize("text", ["", "[other]\nid = 1\n"])
-    def test_an_empty_ledger_is_refused(self, tmp_path, text):
+    def test_an_empty_ledger_is_refused(self, text):
         with pytest.raises(ValueError, match="at least one"):
-            loaded(tmp_path, text)
+            ledger.read(text)
 
-    def test_an_id_written_twice_is_refused(self, tmp_path):
+    def test_an_id_written_twice_is_refused(self):
         with pytest.raises(ValueError, match="'some-claim', field 'id': written twice"):
-            loaded(tmp_path, VALID + VALID)
+            ledger.read(VALID + VALID)
 
     @pytest.mark.parametrize(
         ("old", "new", "field"),
@@ -542,10 +536,10 @@ class TestLoad:
             ),
         ],
     )
-    def test_a_wrong_field_is_named_with_its_claim(self, tmp_path, old, new, field):
+    def test_a_wrong_field_is_named_with_its_claim(self, old, new, field):
         assert old in VALID
         with pytest.raises(ValueError, match=f"claim 'some-claim', field '{re.escape(field)}'"):
-            loaded(tmp_path, VALID.replace(old, new))
+            ledger.read(VALID.replace(old, new))
 
 
 def claim_that_is(direction, threshold, **fields):
@@ -628,6 +622,8 @@ def test_without_its_machine_nothing_is_decided(value):
         ((1.9, 2.1), TOO_SMALL),
         ((3.9, 4.1), TOO_SMALL),
         ((0.2, 0.9), REFUTED),
+        ((0.2, 4.5), TOO_SMALL),
+        ((1.5, 2), TOO_SMALL),
     ],
 )
 def test_between_may_be_a_promise_with_a_size(value, verdict):

@@ -28,6 +28,7 @@ RECORD = {"lesson": "a", "complete": True, "claims": [decision("x")], "runs": []
         (json.dumps(RECORD | {"complete": False}), "not complete"),
         (json.dumps(RECORD | {"lesson": "09_other"}), "that of 09_other"),
         (json.dumps(RECORD)[:-40], "damaged"),
+        (json.dumps(RECORD | {"claims": [{"id": "x", "verdict": "holds"}]}), "damaged"),
         ("[]", "damaged"),
     ],
 )

@@ -74,7 +74,8 @@ exercises.question(lab, "why", "why?", {"x": "no", "y": "yes"}, right="y")
 display(widgets.revealed(lab, "peak", 50))
 slider, _ = widgets.explore(lambda batch: print(1 / (batch - 2)), batch=[1, 2, 3]).children
 """
-RECORD = {"lesson": "05_callbacks", "complete": True, "runs": [], "claims": [{"id": "x", "verdict": "holds"}]}
+CLAIM = {"id": "x", "lesson": "05_callbacks", "verdict": "holds", "as_expected": True, "value": 0.5}
+RECORD = {"lesson": "05_callbacks", "complete": True, "runs": [], "claims": [CLAIM]}
 
 
 @pytest.mark.parametrize(

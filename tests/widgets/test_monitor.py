@@ -250,15 +250,16 @@ CELLS = [
 def cells():
     """The outputs of each cell, run in a kernel of this environment as the course runs one; some twice."""
     import nbformat
+    from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
 
-    from perf_helpers.course.papermill_engine import Manager
+    from perf_helpers.course.lesson_process import asking
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
-        options = {"allow_errors": True, "timeout": 120, "kernel_manager_class": Manager}
-        NotebookClient(notebook, kernel_name="python3", **options).execute()
+        patch.setattr(AsyncZMQSocketChannel, "get_msg", asking(AsyncZMQSocketChannel.get_msg))
+        NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
     return [cell.outputs for cell in notebook.cells]
 
 

@@ -15,8 +15,9 @@ SWALLOWED = "import ipywidgets\nwith ipywidgets.Output():\n    raise ValueError(
 
 
 def decision(id, verdict="holds", *, expected=None, **fields):
+    """A row, as claims.Decision.to_dict gives it."""
     expected = expected or [verdict]
-    plain = {"id": id, "lesson": "00", "says": f"{id} says so", "quantity": "peak / peak", "threshold": "below 0.9"}
+    plain = {"id": id, "lesson": "00_a", "says": f"{id} says so", "quantity": "peak / peak", "threshold": "below 0.9"}
     plain |= {
         "verdict": verdict,
         "expected": expected,
@@ -25,12 +26,13 @@ def decision(id, verdict="holds", *, expected=None, **fields):
         "interval": None,
     }
     guide = {"value": 0.58, "text": "8681 against 14949 MB", "hardware": "V100", "source": "2023 guide"}
-    return plain | {"guide": guide, "reason": None, "missing": None, "note": ""} | fields
+    return plain | {"reference": guide, "reason": "", "note": ""} | fields
 
 
 def finish(name, *decisions, **fields):
     """The source of a last cell that writes what claims.finish writes."""
-    record = {"schema": 1, "lesson": name, "claims": decisions, "complete": True} | fields
+    rows = [row | {"lesson": name} for row in decisions]
+    record = {"schema": 1, "lesson": name, "claims": rows, "complete": True} | fields
     runs = "record['runs'] = [{'name': f'{profile} {strict}', 'status': 'ok', 'losses': [float('nan')]}]"
     write = f"pathlib.Path(out, {name + '.json'!r}).write_text(json.dumps(record))"
     return f"import json, pathlib\nrecord = json.loads({json.dumps(record)!r})\n{runs}\n{write}"
@@ -50,7 +52,7 @@ OK = (
     decision("small-peak", interval=[0.45, 0.55]),
     decision("same-gradient", "refuted", reason="the library divides by <tokens>"),
     decision("slower", "too small to tell"),
-    decision("fast-link", "not testable here", value=None, missing="needs two GPUs"),
+    decision("fast-link", "not testable here", value=None, reason="needs two GPUs"),
 )
 STATUS = {
     "00_killed": "crashed",
@@ -84,5 +86,4 @@ def results(*claims, lessons=("ok",), machine="CPU, 2 cores", torch="2.13.0", **
     lessons = [{"name": "00_a", "status": status, "seconds": 1, "message": ""} for status in lessons]
     machine = {"name": machine, "kind": "cpu", "gpus": [], "memory_available_bytes": hash(torch)}
     data = {"schema": 1, "date": "2026-01-01", "profile": "cpu", "machine": machine, "versions": {"torch": torch}}
-    claims = [claim | {"lesson": "00_a"} if claim["lesson"] == "00" else claim for claim in claims]
-    return data | {"lessons": lessons, "claims": claims, "runs": []} | fields
+    return data | {"lessons": lessons, "claims": [*claims], "runs": []} | fields

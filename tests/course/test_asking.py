@@ -4,13 +4,19 @@ import asyncio
 import time
 from queue import Empty
 
+import nbformat
 import pytest
 import zmq
 import zmq.asyncio
 from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.session import Session
+from nbclient import NotebookClient
 
-from perf_helpers.course.papermill_engine import ASK_SECONDS, Channel, Client, Manager
+from perf_helpers.course.lesson_process import ASK_SECONDS, asking
+
+
+class Channel(AsyncZMQSocketChannel):
+    get_msg = asking(AsyncZMQSocketChannel.get_msg)
 
 
 async def heard(channel_class, timeout):
@@ -42,7 +48,7 @@ def test_a_reply_that_came_while_sending_is_heard_a_second_later():
 
 
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
-    """Should this fail, Jupyter has mended it: the engine can go."""
+    """Should this fail, Jupyter has mended it: `asking` can go."""
     _, seconds = asyncio.run(heard(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3
 
@@ -60,6 +66,6 @@ def test_it_waits_as_long_as_it_is_told(timeout):
     assert timeout - 0.05 <= time.monotonic() - since < timeout + 1
 
 
-def test_a_manager_makes_clients_that_hear():
-    client = Manager().client()
-    assert isinstance(client, Client) and client.shell_channel_class is client.iopub_channel_class is Channel
+def test_it_is_the_channel_of_the_client_that_papermill_takes():
+    client = NotebookClient(nbformat.v4.new_notebook()).create_kernel_manager().client()
+    assert client.shell_channel_class is client.iopub_channel_class is AsyncZMQSocketChannel

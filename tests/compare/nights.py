@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toys import write_lesson
 
-from perf_helpers.course import course
+from perf_helpers.compare.night import run_night
 
 NAME = "05_night"
 RUNS = """
@@ -68,7 +68,7 @@ def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
     with sabotaged(sabotage):
         options = {"out": folder / "out", "notebooks_dir": folder / "lessons", "speeds": speeds}
-        return course.run_course(profile="cpu", timeout_per_lesson=300, **options).data
+        return run_night(profile="cpu", timeout_per_lesson=300, **options)[0].data
 
 
 @contextlib.contextmanager

@@ -1,26 +1,35 @@
 """Two course runs held against each other: which verdicts, bytes and speeds changed, and which of it is worse.
 
-Memory is exact. What has an interval has moved where the two differ by more than the noise of both; how much that is
-takes into account how many such figures are looked at (`Noise`), so that a comparison as a whole is rarely wrong.
+Memory is counted (on a CPU) or told by torch's allocator (on CUDA) and has no noise: where the code is the same, so is
+every byte. What the system tells, resident memory or that of a whole device, is left out. What has an interval has
+moved where the two differ by more than the noise of both (`is_beyond_noise`). A step of a recipe, and those of all
+together, have moved where they differ by more than FAR times the noise of both nights beyond LEAST: so much the same
+code differed at other times (results/README.md, "Nights").
 """
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, TypedDict
 
-from perf_helpers.course import memory_changes, speed_changes
+from perf_helpers.compare import step_times
+from perf_helpers.course import report
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import load_results, measured_text
-from perf_helpers.records import Run
+from perf_helpers.records import Memory, Run
+from perf_helpers.texts import bytes_text, name_text, seconds_text, template
 from perf_helpers.unknown import is_measured
 
 AXES = ("memory", "verdict", "speed")  # what a change can be worse in
 ROUNDING = 0.001  # relative: less is a library's changed rounding, not a change of what is held
 FALSE_ALARMS = 0.01  # of comparisons of the same code, by the intervals' word; what was seen stands in the results
+LEAST = {"one": 1.15, "all": 1.08}  # the factor of a step that counts at least, of one recipe and of all together
+FAR = 3.0
+MANY = 3  # recipes that are "all together"
 _AXIS = {"memory": "memory", "time": "speed"}  # of a claim's value, by what decides it
 IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # of a machine: where these differ, so do the numbers
 VOLATILE = {"memory_available_bytes", "shm_bytes", "free_bytes", "uuid", "index", "cuda_visible_devices"}
@@ -54,8 +63,8 @@ class Changes:
     changes: list[Change]
 
     def worse(self, axes: Iterable[str] = AXES) -> list[Change]:
-        """The changes for the worse."""
-        return worse_of(self.changes, axes)
+        """The changes for the worse, on one of these axes."""
+        return [change for change in self.changes if change["worse"] and change["axis"] in axes]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,10 +77,27 @@ class Changes:
         told = [f"{words[change['worse']]} {change['text']}" for change in ordered]
         return "\n".join([*lines, *(told or ["nothing changed"])])
 
+    def to_html(self, part: str = "page") -> str:
+        """A page of its own, or the "section" that the course's page has of its baseline."""
+        return getattr(template("compare/changes.html.j2").module, part)(self).strip() + "\n"
 
-def worse_of(changes: Iterable[Change], axes: Iterable[str]) -> list[Change]:
-    """Those for the worse on one of these axes."""
-    return [change for change in changes if change["worse"] and change["axis"] in axes]
+    def cases(self, fail_on: Iterable[str]) -> list[report.Case]:
+        """For CI: one test case for each axis that is compared, and one a change."""
+        cases, worse = [], self.worse(fail_on)
+        for axis in AXES:
+            on_it = [change for change in self.changes if change["axis"] == axis]
+            failed = [change for change in on_it if change in worse]
+            text = f"{len(on_it)} changed, {len(failed)} for the worse"
+            cases.append(("compare", axis, 0, "failure" if failed else None, text))
+            cases += [
+                (f"compare.{axis}", change["id"], 0, "failure" if change in worse else None, change["text"])
+                for change in on_it
+            ]
+        return cases
+
+    def to_junit(self, fail_on: Iterable[str]) -> str:
+        """These cases as a file."""
+        return report.junit(self.new, self.cases(fail_on))
 
 
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
@@ -102,10 +128,8 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     pairs = [*_pairs(old["runs"], new["runs"], both)] if comparable else []
     pairs = [pair for pair in pairs if pair[2].kind != "function" or pair[0].partition("/")[0] not in rewritten]
     claims = [[claim for claim in data["claims"] if claim["lesson"] in both] for data in (old, new)]
-    slower, speed_notes = speed_changes.moved(old.get("paces"), new.get("paces")) if comparable else ([], [])
-    noise = Noise(sum(bool(claim.get("interval")) for claim in claims[1]))
-    changes = [*_lessons(old, new), *_claims(*claims, noise, comparable)]
-    changes += [*_runs(pairs), *_memory(pairs), *map(_speed, slower)]
+    speeds, speed_notes = compare_steps(old.get("paces"), new.get("paces")) if comparable else ([], [])
+    changes = [*_lessons(old, new), *_claims(*claims, comparable), *_runs(pairs), *_memory(pairs), *speeds]
     return Changes(
         old=f"{old['date']} · {old['machine'].get('name')}",
         new=f"{new['date']} · {new['machine'].get('name')}",
@@ -116,18 +140,13 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """When a figure with an interval has moved. Each interval holds 95 of 100; of `number` that are looked at one would
-    often be outside by chance. So the two must differ by as many standard deviations as leave one false alarm in
+def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
+    """Whether a figure with an interval has moved. Each interval holds 95 of 100; of `number` that are looked at one
+    would often be outside by chance. So the two must differ by as many standard deviations as leave one false alarm in
     1 / FALSE_ALARMS comparisons (Bonferroni)."""
-
-    number: int
-
-    def is_exceeded(self, old: float, old_interval: list, new: float, new_interval: list) -> bool:
-        deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
-        far = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2 / max(1, self.number))
-        return abs(new - old) > far * math.hypot(*deviations)
+    deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
+    far = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2 / max(1, number))
+    return abs(new - old) > far * math.hypot(*deviations)
 
 
 def _lessons(old: dict, new: dict) -> Iterator[Change]:
@@ -140,8 +159,9 @@ def _lessons(old: dict, new: dict) -> Iterator[Change]:
             yield _change("lesson", "verdict", name, name, was, now, now != "ok" if "ok" in (was, now) else None, why)
 
 
-def _claims(old: list[dict], new: list[dict], noise: Noise, judged: bool) -> Iterator[Change]:
+def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     """Verdicts and values, of every claim that either has."""
+    number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
     for id in dict.fromkeys([*before, *after]):
         a, b = before.get(id), after.get(id)
@@ -154,7 +174,7 @@ def _claims(old: list[dict], new: list[dict], noise: Noise, judged: bool) -> Ite
             yield _change("verdict", "verdict", id, b["lesson"], a["verdict"], b["verdict"], _verdict_is_worse(a, b))
         if a.get("quantity") != b.get("quantity"):
             yield _change("quantity", "verdict", id, b["lesson"], a["quantity"], b["quantity"], None)
-        elif _moved(a, b, noise):
+        elif _moved(a, b, number):
             claim = load().get(id)
             axis = _AXIS.get(claim.decided_by, "verdict") if claim else "verdict"
             worse = _value_is_worse(a, b) if judged and axis != "verdict" else None
@@ -182,7 +202,7 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
     return new["value"] < old["value"] if up else new["value"] > old["value"]
 
 
-def _moved(before: dict, after: dict, noise: Noise) -> bool:
+def _moved(before: dict, after: dict, number: int) -> bool:
     """Whether two values differ by more than rounding and, where they have intervals, by more than their noise."""
     a, b = before["value"], after["value"]
     if a is None or b is None:
@@ -190,7 +210,7 @@ def _moved(before: dict, after: dict, noise: Noise) -> bool:
     if abs(a - b) <= ROUNDING * max(abs(a), abs(b)):
         return False
     intervals = [claim.get("interval") or (claim["value"],) * 2 for claim in (before, after)]
-    return noise.is_exceeded(a, intervals[0], b, intervals[1])
+    return is_beyond_noise(a, intervals[0], b, intervals[1], number)
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: set[str]) -> Iterator[tuple[str, Run, Run]]:
@@ -235,15 +255,88 @@ def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
     for id, a, b in pairs:
-        if a.memory and b.memory and _is_the_same(a, b) and (found := memory_changes.moved(a.memory, b.memory)):
-            what, worse = found
+        if a.memory and b.memory and _is_the_same(a, b) and (what := _bytes_that_moved(a.memory, b.memory)):
             sizes = [str(run.memory.peak_bytes) for run in (a, b)]
+            worse = _is_larger(a.memory, b.memory)
             yield _change("memory", "memory", id, id.partition("/")[0], *sizes, worse, what=what)
 
 
-def _speed(found: speed_changes.SpeedChange) -> Change:
-    sizes = (found.old or None, found.new or None)
-    return _change("speed", "speed", found.recipe or "all recipes", "", *sizes, found.is_slower, what=found.text)
+def _is_larger(old: Memory, new: Memory) -> bool | None:
+    """True where the peak, what is reserved, or what is held after a phase grew, False where it shrank, None where only
+    the parts moved."""
+    sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
+    sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]
+    return next((b > a for a, b in sizes if a is not None and b is not None and a != b), None)
+
+
+def _bytes_that_moved(old: Memory, new: Memory) -> str:
+    """What differs between a run's memory then and now, by category, with the operation at the peak and what is held at
+    the end of each phase, where a leak shows; empty where nothing does."""
+    parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
+    here, there = (_operation_at_the_peak(memory) for memory in (new, old))
+    if here and (here != there or old.peak_bytes != new.peak_bytes):
+        parts.append(f"at {here}" + (f", before at {there}" if there and there != here else ""))
+    parts.append(_total("reserved", old.reserved_bytes, new.reserved_bytes))
+    for phase, size in (new.phases or {}).items():
+        breakdowns = [(memory.phase_breakdowns or {}).get(phase) for memory in (old, new)]
+        parts.append(_total(f"after {phase}", (old.phases or {}).get(phase, size), size, *breakdowns))
+    return "; ".join(filter(None, parts))
+
+
+def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
+    """One figure that moved, with the categories that moved it, the largest change first; empty if neither did."""
+    moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
+    largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
+    parts = ", ".join(f"{name_text(key)} {moved[key]:+,} B" for key in largest)
+    if old != new and old is not None and new is not None:
+        return f"{name} {bytes_text(old)} -> {bytes_text(new)} ({new - old:+,} B)" + (f": {parts}" if parts else "")
+    return f"{name} the same, of other parts: {parts}" if parts else ""
+
+
+def _operation_at_the_peak(memory: Memory) -> str:
+    where = f" of {memory.peak_module}" if memory.peak_module else ""
+    return f"{memory.peak_operation}{where} ({memory.peak_phase})" if memory.peak_operation else ""
+
+
+def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tuple[list[Change], list[str]]:
+    """Which steps became slower or faster between two nights, and notes on what was compared and how well it could be
+    told. One recipe is slower where it became so by more than all of them together did.
+
+    Args:
+        old, new: of `step_times.measure`; None where a night has none.
+    """
+    if not old or not new:
+        return [], ["speed not compared: " + ("the old run" if not old else "this run") + " timed no recipes"]
+    if old["task"] != new["task"] or old["threads"] != new["threads"]:
+        return [], ["speed not compared: another task was timed"]
+    both = step_times.of_both(old, new)
+    if not both:
+        return [], ["speed not compared: no recipe was timed in both"]
+    ratios = {name: math.log(min(now) / min(then)) for name, (then, now) in both.items()}
+    noise = math.hypot(*(_noise_of_steps(night) for night in zip(*both.values(), strict=True)))
+    whole = statistics.median(ratios.values())
+    limit = {"one": math.log(LEAST["one"]) + FAR * noise, "all": math.log(LEAST["all"]) + FAR * noise / 2}
+    one, every = (f"{math.exp(limit[name]) - 1:.0%}" for name in ("one", "all"))
+    told = f"a change is told beyond {one} of one, {every} of all together"
+    notes, changes = [f"speed of a step: {len(ratios)} recipes; {told}"], []
+    if len(ratios) >= MANY and abs(whole) > limit["all"]:
+        what = f"a step takes {math.exp(whole):.2f} x as long"
+        changes.append(_change("speed", "speed", "all recipes", "", None, None, whole > 0, what=what))
+    else:
+        whole = 0.0
+    for name, ratio in ratios.items():
+        if abs(ratio - whole) > limit["one"]:
+            sizes = [seconds_text(min(seconds)) for seconds in both[name]]
+            what = f"{sizes[0]} -> {sizes[1]}, a step takes {math.exp(ratio):.2f} x as long"
+            what += f", where all together take {math.exp(whole):.2f} x" if whole else ""
+            changes.append(_change("speed", "speed", name, "", *sizes, ratio > whole, what=what))
+    return changes, notes
+
+
+def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
+    """How far the fastest process of a recipe lies from the next one, in the mean of all recipes, as a logarithm."""
+    pairs = (sorted(seconds)[:2] for seconds in night)
+    return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 
 
 def _change(kind, axis, id, lesson, old, new, worse, why: str = "", what: str | None = None) -> Change:
@@ -268,14 +361,6 @@ def _notes(old: dict, new: dict, both: set[str], pairs: list[tuple[str, Run, Run
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         lines.append(f"another experiment now, not compared: {', '.join(others[:3])}{more}")
     return lines
-
-
-def identity_text(machine: dict) -> str:
-    """What a machine is called where its runs are told apart from another's."""
-    gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
-    parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
-    told = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
-    return " · ".join([*told, *(["rehearsed"] if machine.get("rehearsed") else [])])
 
 
 def differences(old: dict, new: dict) -> list[str]:

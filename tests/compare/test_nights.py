@@ -5,11 +5,13 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from test_regressions import MEMORY, a_run, moved_by
-from test_speed_changes import paces, times
+from test_compare import MEMORY, a_run, moved_by
+from test_compare_steps import paces, times
 from toys import decision, finish, results, write_lesson
 
 from perf_helpers import cli
+from perf_helpers.compare import night
+from perf_helpers.compare.compare import compare
 from perf_helpers.course import course
 
 
@@ -137,12 +139,27 @@ def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
     shell, tmp_path, monkeypatch, claims, lessons, strict, code
 ):
     """Somebody who is not testing gets 0 where every lesson ran, and the lines to send."""
-    data = results(*claims, lessons=lessons, baseline=None, fail_on=[])
-    monkeypatch.setattr(course, "run_course", lambda *_, **__: course.CourseResult(tmp_path, data))
-    done, _, errors = shell("course", "--out", tmp_path, *["--strict"] * strict)
+    data = results(*claims, lessons=lessons)
+    monkeypatch.setattr(night, "run_course", lambda *_, **__: course.CourseResult(tmp_path, data))
+    done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)
     differs = any(not claim["as_expected"] for claim in claims)
     assert done == code and ("send us these lines" in errors) == differs
     if differs:
         machine, versions, claim = [line.strip() for line in errors.splitlines()[1:]]
         assert machine.startswith("CPU, 2 cores") and "torch 2.13.0" in versions
         assert claim == "a: refuted, expected holds (measured 0.5)"
+
+
+def test_a_damaged_baseline_is_refused_before_anything_runs(shell, nights):
+    code, _, errors = shell("course", "--baseline", nights / "damaged.json", "--out", nights / "out")
+    assert code == 2 and "not the results of a course" in errors and not (nights / "out").exists()
+
+
+def test_the_pages_of_a_night_are_made_again_with_what_changed(shell, nights):
+    data = json.loads((nights / "larger.json").read_text())
+    found = compare(nights / "usual.json", data).to_dict()
+    (nights / "results.json").write_text(json.dumps(data | {"baseline": found, "fail_on": ["memory"]}))
+    assert shell("report", nights)[0] == 0
+    page, suite = (nights / "index.html").read_text(), ElementTree.parse(nights / "junit.xml").getroot()[0]
+    assert "Against the baseline" in page and "activations +1 B" in page
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["memory", "00_a/vanilla"]

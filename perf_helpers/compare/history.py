@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from perf_helpers.course.regressions import differences, identity_text, keyed
-from perf_helpers.course.report import template
+from perf_helpers.compare.compare import differences, keyed
+from perf_helpers.compare.step_times import fastest
 from perf_helpers.course.results import load_results
-from perf_helpers.course.speed_changes import fastest
 from perf_helpers.records import Run, write_whole
+from perf_helpers.texts import template
 
 FEWEST = 4  # points that a line with noise needs before anything is said of it
 FALSE_CUTS = 0.01  # pages with a cut that noise made
@@ -94,7 +94,7 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
         raise ValueError(f"no results of a course in {folder} or below: name the folder that has one for each night")
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
-        groups.setdefault((identity_text(run["machine"]), str(run.get("profile"))), []).append(run)
+        groups.setdefault((_machine_text(run["machine"]), str(run.get("profile"))), []).append(run)
     return [_history(*key, group) for key, group in groups.items()], unread
 
 
@@ -105,48 +105,51 @@ def write(folder: str | Path, page: str | Path) -> list[History]:
         ValueError: as `read`.
     """
     histories, unread = read(folder)
-    write_whole(Path(page), template("history.html.j2").render(histories=histories, unread=unread, sketch=sketch))
+    shown = template("compare/history.html.j2").render(histories=histories, unread=unread, sketch=sketch)
+    write_whole(Path(page), shown)
     return histories
 
 
+def _machine_text(machine: dict) -> str:
+    """What a machine is called where its runs are told apart from another's."""
+    gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
+    parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
+    told = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
+    return " · ".join([*told, *(["rehearsed"] if machine.get("rehearsed") else [])])
+
+
 def _history(machine: str, profile: str, runs: list[dict]) -> History:
-    points: dict[tuple[str, str, str], list[tuple[int, Point]]] = {}
-    for number, run in enumerate(runs):
-        for kind, id, unit, point in _figures(run):
-            points.setdefault((kind, id, unit), []).append((number, point))
-    lines = [
-        Line(*key, [point for _, point in found], _changes(key[0], found, runs, len(points)))
-        for key, found in points.items()
-    ]
-    return History(machine, profile, [run["date"] for run in runs], lines)
+    points: dict[tuple[str, str, str], list[Point]] = {}
+    for run in runs:
+        for key, point in _figures(run):
+            points.setdefault(key, []).append(point)
+    by_date = {run["date"]: run for run in runs}
+    lines = [Line(*key, found, _changes(key[0], found, by_date, len(points))) for key, found in points.items()]
+    return History(machine, profile, [*by_date], lines)
 
 
-def _figures(data: dict) -> Iterator[tuple[str, str, str, Point]]:
-    """(kind, id, unit, point) of each figure of one course run."""
+def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
+    """((kind, id, unit), point) of each figure of one course run."""
     date = data["date"]
     for claim in data["claims"]:
         if claim["value"] is not None:
             interval = tuple(claim["interval"]) if claim.get("interval") else None
-            yield (
-                "claim",
-                claim["id"],
-                str(claim.get("quantity")),
-                Point(date, claim["value"], interval, claim["verdict"]),
-            )
+            point = Point(date, claim["value"], interval, claim["verdict"])
+            yield ("claim", claim["id"], str(claim.get("quantity"))), point
     for id, row in keyed(data["runs"]):
         run = Run.from_dict(row)
         if run.peak_bytes is not None:
-            yield "memory", id, "B", Point(date, run.peak_bytes)
+            yield ("memory", id, "B"), Point(date, run.peak_bytes)
     for recipe, seconds in fastest(data.get("paces")):
-        yield "speed", recipe, "s, the fastest step", Point(date, seconds)
+        yield ("speed", recipe, "s, the fastest step"), Point(date, seconds)
 
 
-def _changes(kind: str, found: list[tuple[int, Point]], runs: list[dict], lines: int) -> list[ChangePoint]:
-    points = [point for _, point in found]
+def _changes(kind: str, points: list[Point], runs: dict[str, dict], lines: int) -> list[ChangePoint]:
+    """Where a line of so many changed; `runs` are the course runs by date."""
     noisy = kind == "speed" or any(point.interval for point in points)
     changes = []
     for start, before, after in _stretches(points, lines) if noisy else _steps(points):
-        a, b = (runs[number] for number, _ in (found[start - 1], found[start]))
+        a, b = (runs[points[number].date] for number in (start - 1, start))
         told = differences(a["machine"], b["machine"]) + differences(a["versions"], b["versions"])
         changes.append(ChangePoint(points[start].date, before, after, told))
     return changes

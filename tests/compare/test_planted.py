@@ -3,7 +3,7 @@
 import pytest
 from nights import NAME, night
 
-from perf_helpers.course.regressions import compare
+from perf_helpers.compare.compare import compare
 
 # What fails, and the words that must stand in a line for the worse: a claim or a run, and the category.
 PLANTED = {

@@ -6,9 +6,8 @@ import json
 import pytest
 from toys import decision, results
 
-from perf_helpers.course import regressions
+from perf_helpers.compare.compare import AXES, compare, is_beyond_noise
 from perf_helpers.course.ledger import load
-from perf_helpers.course.regressions import Noise, compare
 from perf_helpers.records import CATEGORIES, Memory, Run
 
 MEMORY = Memory(
@@ -106,7 +105,7 @@ def test_on_other_hardware_no_bytes_and_no_seconds_are_compared_and_it_says_so(w
 
 
 def test_only_lessons_that_ran_in_both_are_compared():
-    then = results(decision("a"), decision("b") | {"lesson": "01_b"})
+    then = results(decision("a"), decision("b", lesson="01_b"))
     then["lessons"].append({"name": "01_b", "status": "ok", "seconds": 1, "message": ""})
     found = compare(then, results(decision("a")))
     assert not found.changes and "ran only then, not compared: 01_b" in found.notes
@@ -188,16 +187,16 @@ def test_a_claim_that_nobody_can_test_any_more_is_worse_unless_that_is_excused()
 
 
 def test_the_more_figures_are_looked_at_the_further_one_must_move():
-    one, many = Noise(1), Noise(100)
     near, far = (1.0, [0.9, 1.1], 1.2, [1.1, 1.3]), (1.0, [0.9, 1.1], 1.5, [1.4, 1.6])
-    assert one.is_exceeded(*near) and not many.is_exceeded(*near) and many.is_exceeded(*far)
+    assert is_beyond_noise(*near, number=1)
+    assert not is_beyond_noise(*near, number=100) and is_beyond_noise(*far, number=100)
 
 
 def test_what_is_worse_comes_first_and_is_marked():
     old, new = [a_run(), a_run(name="b")], [a_run(moved_by("weights", -1)), a_run(moved_by("weights", 1), name="b")]
     lines = compared(old, new).to_text().splitlines()
     assert lines[-2].startswith("WORSE  memory") and lines[-1].startswith("better memory")
-    assert set(regressions.AXES) == {"memory", "verdict", "speed"}
+    assert set(AXES) == {"memory", "verdict", "speed"}
 
 
 def test_functions_of_a_lesson_that_was_rewritten_are_not_compared():

@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
-from test_regressions import MEMORY, a_run, moved_by
+from test_compare import MEMORY, a_run, moved_by
 from toys import decision, results
 
-from perf_helpers.course import history
+from perf_helpers.compare import history
 
 
 def kept(folder, number, *claims, **fields):
