@@ -12,7 +12,7 @@ from perf_helpers.estimate import MemoryEstimate, allocator, estimate, peak_mode
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text
-from perf_helpers.widgets import svg_drawings
+from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class _MemoryExplorer:
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = svg_drawings.bar(parts, svg_drawings.CARDS | own)
+        self._picture.value = self._drawn = svg.bar(parts, svg.CARDS | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
@@ -218,7 +218,7 @@ def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, in
     """What is needed, where the peak is, and on which cards and on which of the learner's `own` devices it fits."""
     needed = sum(parts.values())
     where = html.escape(f"in {answer.phase}, at {answer.operation}")
-    smallest = next((name for name, size in svg_drawings.CARDS.items() if size >= needed), None)
+    smallest = next((name for name, size in svg.CARDS.items() if size >= needed), None)
     text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is {where}. "
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():
