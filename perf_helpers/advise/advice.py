@@ -62,8 +62,25 @@ class Recipe:
         return Arguments(self.arguments).to_python()
 
 
+class Shown:
+    """What shows itself as a headline, a table, Python to paste if there is any, and lines: `_parts` tells them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        head, table, paste, lines = self._parts()
+        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
+
+    def _repr_html_(self) -> str:
+        head, table, paste, lines = self._parts()
+        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
+        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Advice:
+class Advice(Shown):
     """The recipes that fit, the fastest first, or what would help where none does. Shows itself as a table."""
 
     task: Task
@@ -89,17 +106,6 @@ class Advice:
         """Every field, sizes in bytes."""
         recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
-
-    def __repr__(self) -> str:
-        head, table, paste, lines = self._parts()
-        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
-
-    def _repr_html_(self) -> str:
-        head, table, paste, lines = self._parts()
-        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
-        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""

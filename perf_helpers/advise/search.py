@@ -216,12 +216,8 @@ class RecipeSearch:
             if not sizes:
                 continue
             alike = candidate.differing_by_optimizer
-
-            def fits(size: int, candidate=candidate) -> bool:
-                return self.needed(candidate._replace(micro_batch=size)) <= self.limit
-
             try:
-                found[alike] = size = largest_that_fits(sizes, fits, found.get(alike))
+                found[alike] = size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
             except ValueError as error:
                 failures.append(error)
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
@@ -258,24 +254,30 @@ class RecipeSearch:
         self.on_estimate()
         return estimated
 
+    def _largest(self, candidate: Candidate, sizes: list[int], first: int) -> int:
+        """The largest of these micro-batches that fits, looked for from `first` on; 0: none."""
 
-def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int | None = None) -> int:
-    """The largest of ascending sizes that fits, by bisection; 0: none.
+        def of(size: int) -> Candidate:
+            return candidate._replace(micro_batch=size)
 
-    The last one is always looked at: as a micro-batch it may fit where smaller ones do not, for no gradients wait while
-    a next micro-batch is forward.
+        found, whole = largest_that_fits(sizes, lambda size: self.needed(of(size)) <= self.limit, first), of(sizes[-1])
+        if whole in self.estimates or whole.micro_batch < self.choices.samples:
+            return found
+        # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
+        fewer = self.estimates[of(next(size for size in sizes if size > found))]
+        least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context
+        return whole.micro_batch if least <= self.limit and self.needed(whole) <= self.limit else found
 
-    Args:
-        first: what fitted in a similar case: it and the one above are looked at before others; None: nothing is known.
-    """
-    if fits(sizes[-1]):
-        return sizes[-1]
-    low, high = 0, len(sizes) - 1  # so many are small enough; from that index on they are too large
-    likely = [] if first is None else [bisect_left(sizes, first) + 1, bisect_left(sizes, first)]
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
+    """The largest of ascending sizes that fits, by bisection; 0: none. `first`, and the one above it, are looked at
+    before others: it is what fitted in a similar case, or a guess."""
+    low, high = 0, len(sizes)  # so many are small enough; from that index on they are too large
+    likely = [bisect_left(sizes, first) + 1, bisect_left(sizes, first)]
     while low < high:
         middle = likely.pop() if likely else (low + high) // 2
         if middle not in range(low, high):
-            continue  # it is known
+            continue  # it is known, or there is none
         if fits(sizes[middle]):
             low = middle + 1
         else:
@@ -319,7 +321,7 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
         needed[length] = search.needed_by(search.estimate(arguments, seq_len=length))
         return needed[length] <= search.limit
 
-    if not (length := largest_that_fits(range(_STEP, task.length(), _STEP), fits)):
+    if not (length := largest_that_fits(range(_STEP, task.length(), _STEP), fits, first=task.length() // 2)):
         text = f"no length would do: this is for {_STEP} tokens"
         return Change("fewer tokens", text, False, needed[_STEP])
     text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"

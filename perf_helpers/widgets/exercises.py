@@ -20,15 +20,13 @@ from perf_helpers import plots
 from perf_helpers.course import learner_log
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.lab.runs import Run
-from perf_helpers.texts import bytes_text, number_text
+from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
 from perf_helpers.widgets.frame import ROW, guarded, place
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
 _is_author: ContextVar[bool] = ContextVar("is_author", default=False)
-
-
 _SIGNS = {  # of each status; told by sign and words as well as by colour, which is the theme's
     "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
     "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
@@ -76,24 +74,6 @@ def not_measured(why: str) -> Feedback:
 def prose_html(text: str) -> str:
     """Plain text as HTML; words between backticks become code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def score(guess: float | None, measured: float | None, unit: str = "") -> Feedback:
-    """A guess beside what was measured, and how far off it was.
-
-    Raises:
-        ValueError: the guess is no number.
-    """
-    if not is_measured(measured):
-        return Feedback("no guess", "nothing was measured to hold a guess against")
-    shown = f"measured {number_text(measured, unit)}"
-    if guess is None:
-        return Feedback("no guess", f"{shown}; next time, put a number first")
-    if isinstance(guess, bool) or not isinstance(guess, int | float):
-        raise ValueError(f"guess={guess!r}: give a number{f' of {unit}' if unit else ''}, or None")
-    return Feedback(
-        "guess", f"you said {number_text(guess, unit)}, {shown}: {learner_log.off(guess, measured):.0%} off"
-    )
 
 
 # ---- what a learner answers

@@ -9,7 +9,7 @@ from perf_helpers.course import learner_log
 from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
-from perf_helpers.widgets.exercises import Feedback, prose_html, score
+from perf_helpers.widgets.exercises import Feedback, prose_html
 from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
@@ -79,19 +79,22 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     estimate = estimate_before if estimate is None else estimate
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)
-    if measured is None or not math.isfinite(measured):
-        return score(counted, None)
+    if not is_measured(measured) or not math.isfinite(measured):
+        return Feedback("no guess", "nothing was measured to hold a guess against")
     measured = float(measured)
     learner_log.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
-    feedback = score(counted, measured, unit)
-    text = feedback.text
+    text = f"measured {number_text(measured, unit)}"
+    if counted is None:
+        text += "; next time, put a number first"
+    else:
+        text = f"you said {number_text(counted, unit)}, {text}: {learner_log.off(counted, measured):.0%} off"
     if estimate is not None:
         text += f". The estimate said {number_text(estimate, unit)}: {learner_log.off(estimate, measured):.0%} off"
     if kept != counted:
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
     known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
-    return Feedback(feedback.status, text, _bars_html(known, unit))
+    return Feedback("no guess" if counted is None else "guess", text, _bars_html(known, unit))
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:

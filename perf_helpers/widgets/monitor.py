@@ -236,7 +236,7 @@ def _kept_html(pictures: list[str], words: str) -> str:
     """SVG as images, which a notebook shows that is not trusted too; on white, for an image knows no theme."""
     shown = ""
     for number, picture in enumerate(pictures):
-        alone = picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        alone = picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
         data = f"data:image/svg+xml;base64,{base64.b64encode(alone.encode()).decode()}"
         alt = "" if number else html.escape(words)  # which are about all of them
         shown += f'<img style="background:white;max-width:100%" src="{data}" alt="{alt}">'
