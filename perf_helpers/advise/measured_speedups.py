@@ -64,7 +64,7 @@ class Evidence:
             values = {name: given[name] for name in technique.arguments if name in given}
             return values == technique.arguments if values in ({}, technique.arguments) else None
 
-        measured = self._of_runs(technique.name, technique.arguments, has_it)
+        measured = self._of_pairs(technique.name, self._pairs(technique.arguments, has_it))
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
@@ -75,7 +75,7 @@ class Evidence:
             return batch == size if batch >= size else None
 
         name = f"micro-batch of {size} against more"
-        if factor := self._of_runs(name, (MICRO_BATCH, ACCUMULATION_STEPS), has_it):
+        if factor := self._of_pairs(name, self._pairs((MICRO_BATCH, ACCUMULATION_STEPS), has_it)):
             return factor
         if size == 1 and largest >= 4:
             return self._published(name, "accumulation-cost")
@@ -97,13 +97,8 @@ class Evidence:
         name = "torch.compile"
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
-    def _of_runs(
-        self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
-    ) -> Factor | None:
-        """The median ratio of pairs of runs, see `_pairs`; None where there are too few to tell it from noise."""
-        return self._of_pairs(name, self._pairs(arguments, has_it))
-
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
+        """The median ratio of pairs of runs; None where there are too few to tell it from noise."""
         if len(pairs) < _PAIRS[self._kind]:
             return None
         # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
