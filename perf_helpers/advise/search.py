@@ -38,8 +38,8 @@ class Candidate(NamedTuple):
         return {technique for technique in self.techniques if technique.cost}
 
     @property
-    def differing_by_optimizer(self) -> frozenset[Technique]:
-        """The same for all candidates that differ in nothing but the optimizer: their activations are alike."""
+    def without_optimizer(self) -> frozenset[Technique]:
+        """Its techniques but the optimizer: those that have the same of these have the same activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -212,17 +212,19 @@ class RecipeSearch:
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
             beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
-            sizes = [size for size in self.choices.micro_batches if size > max(beaten, default=0)]
+            above = max(beaten, default=0)
+            sizes = [size for size in self.choices.micro_batches if size > above]
             if not sizes:
                 continue
-            alike = candidate.differing_by_optimizer
+            alike = candidate.without_optimizer
             try:
-                found[alike] = size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
+                size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
             except ValueError as error:
                 failures.append(error)
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
             else:
+                found[alike] = size or above
                 fitting += [candidate._replace(micro_batch=size)] if size else []
         if not self.estimates:
             raise failures[0]
