@@ -26,7 +26,7 @@ from measure_cuda import CAPABILITIES, rehearsed
 from measuring import RESULTS
 
 from perf_helpers.advise import advise
-from perf_helpers.advise.candidate_recipes import ACCUMULATION_STEPS, MICRO_BATCH
+from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab, Task, hardware

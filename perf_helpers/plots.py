@@ -2,7 +2,7 @@
 
 The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
 These pictures are matplotlib's: a lesson saves them, and draws more into them. What is drawn anew while a slider moves
-is HTML (`perf_helpers.widgets.svg_drawings`), from the same palette, units, words and `Timeline`.
+is HTML (`perf_helpers.widgets.svg`), from the same palette, units, words and `Timeline`.
 """
 
 from __future__ import annotations

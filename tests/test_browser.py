@@ -218,7 +218,7 @@ def test_the_monitor_starts_and_stops(studio):
     studio.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell') }")
     studio.outputs(MONITOR).locator("svg").first.wait_for(timeout=20_000)
     studio.wait_idle()
-    studio.outputs(MONITOR).locator("img").wait_for(timeout=20_000)
+    studio.outputs(MONITOR).locator("img").first.wait_for(timeout=20_000)
     assert studio.outputs(MONITOR).locator("svg").count() == 0, "the live picture is gone, a static one stays"
     screenshot(studio, "monitor", MONITOR)
 

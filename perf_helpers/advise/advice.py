@@ -1,9 +1,10 @@
 """The recipes that fit: training arguments for a model, a memory and an effective batch, and why not others.
 
-Memory comes from the estimate (see `search`), speed from measured ratios only (see `speeds`): what nobody measured is
-called so.
+Memory comes from the estimate (see `search`), speed from measured ratios only (see `measured_speedups`): what nobody
+measured is called so.
 """
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -11,11 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.advise import side_notes
-from perf_helpers.advise.alternatives import Change, remedies
-from perf_helpers.advise.candidate_recipes import Candidate, Choices, native_precisions
-from perf_helpers.advise.measured_speedups import Evidence, Ranking
-from perf_helpers.advise.search import RecipeSearch
+from perf_helpers.advise.measured_speedups import Evidence
+from perf_helpers.advise.search import (
+    Candidate,
+    Change,
+    Choices,
+    Ranking,
+    RecipeSearch,
+    helpful_changes,
+    native_precisions,
+)
 from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, card
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware, progress
@@ -27,6 +33,8 @@ from perf_helpers.plots import Table
 from perf_helpers.records import Run, Store
 from perf_helpers.rehearsal import build, rehearse
 from perf_helpers.texts import bytes_text, parse_bytes, whole_number
+
+_FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,25 @@ class Recipe:
         return Arguments(self.arguments).to_python()
 
 
+class Shown:
+    """What shows itself as a headline, a table, Python to paste if there is any, and lines: `_parts` tells them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        head, table, paste, lines = self._parts()
+        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
+
+    def _repr_html_(self) -> str:
+        head, table, paste, lines = self._parts()
+        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
+        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Advice:
+class Advice(Shown):
     """The recipes that fit, the fastest first, or what would help where none does. Shows itself as a table."""
 
     task: Task
@@ -76,17 +101,6 @@ class Advice:
         """Every field, sizes in bytes."""
         recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
-
-    def __repr__(self) -> str:
-        head, table, paste, lines = self._parts()
-        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
-
-    def _repr_html_(self) -> str:
-        head, table, paste, lines = self._parts()
-        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
-        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
@@ -220,11 +234,9 @@ def advise(
         search = RecipeSearch(task_to_fit, predict, limit, context, choices, ranking, on_estimate=bar.update)
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
-        changes = remedies(search, smallest) if smallest else ()
-        beside = (
-            side_notes.notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
-        )
-    measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate.family)]
+        changes = helpful_changes(search, smallest) if smallest else ()
+        beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
+    measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
         memory_bytes=limit,
@@ -301,7 +313,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> R
     """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
-    costs = [technique.cost for technique in candidate.family if technique.cost]
+    costs = [technique.cost for technique in candidate.techniques if technique.cost]
     if passes > 1:
         costs.append(f"accumulation: {passes} passes of {size} for each update, on smaller kernels")
     sources = tuple(map(str, ranking.factors(candidate)))
@@ -317,8 +329,52 @@ def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> R
         peak_bytes=search.estimates[candidate].peak_bytes,
         needed_bytes=needed,
         headroom_bytes=search.limit - needed,
-        speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate.family) else None,
+        speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate) else None,
         speed_source=sources or ("the plain recipe: what the others are compared with",),
         costs=tuple(costs),
         why_not_next=why_not_next,
     )
+
+
+# ---- what is said beside the recipes: techniques that are no choice of theirs
+
+
+def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability: tuple[int, int] | None) -> list[str]:
+    """One line each about attention's kernel, compiled code and padding, of the best recipe that fits.
+
+    Args:
+        capability: of the GPU; None: a CPU, whose products have no tiles to fill.
+    """
+    lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
+    return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]
+
+
+def _attention(kernels: tuple[str, ...]) -> str:
+    if kernels:
+        return f"Attention takes the {' and '.join(kernels)} kernel, which keeps no square of length x length."
+    return "Attention is plain: no fused kernel takes it, and the square of length x length is among the activations."
+
+
+def _compiling(evidence: Evidence) -> str:
+    if (measured := evidence.of_compiling()) is None:
+        how = "lab.train(..., torch_compile=True) measures it, and the next advice knows"
+        return f"torch.compile is no part of the recipes: what compiled code keeps cannot be estimated; {how}."
+    speed, memory = measured
+    return f"{speed}: {memory:.2f} x the peak at the most. It is no part of the recipes: its memory is not estimated."
+
+
+def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
+    """What is no multiple of the sizes that a GPU's matrix units want, and what a padded vocabulary would take."""
+    task, lines = search.task, []
+    if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
+        line = (
+            f"The vocabulary is no multiple of {multiple}: resize_token_embeddings with pad_to_multiple_of={multiple} "
+        )
+        line += f"pads it to {padded.config['vocab_size']}"
+        with contextlib.suppress(ValueError):  # no time is left
+            there = search.estimate(search.choices.arguments(best), config=padded.config).peak_bytes
+            line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
+        lines.append(f"{line}.")
+    if task.family() != "vision" and task.length() % 8:
+        lines.append(f"{task.length()} tokens are no multiple of 8: pad to {-(-task.length() // 8) * 8}.")
+    return lines

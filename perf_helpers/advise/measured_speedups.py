@@ -1,34 +1,24 @@
-"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, by the guides; and the
-order of recipes that they make."""
+"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, or by the guides."""
 
 import datetime
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.advise.candidate_recipes import (
-    ACCUMULATION_STEPS,
-    MICRO_BATCH,
-    PRECISIONS,
-    Candidate,
-    Choices,
-    Family,
-    respelt,
-)
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import decided_anew, recorded
 from perf_helpers.lab.arguments import COMPILING, Arguments
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import NOISE_FLOOR
 from perf_helpers.lab.task import Task
-from perf_helpers.recipes import Technique
+from perf_helpers.recipes import QUESTIONS, Technique
 from perf_helpers.records import Ratio, Run
 from perf_helpers.unknown import is_measured
 
+MICRO_BATCH, ACCUMULATION_STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 RECORDED = Path(__file__).resolve().parents[2] / "results"
 _TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
 _PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
@@ -74,7 +64,7 @@ class Evidence:
             values = {name: given[name] for name in technique.arguments if name in given}
             return values == technique.arguments if values in ({}, technique.arguments) else None
 
-        measured = self._of_runs(technique.name, technique.arguments, has_it)
+        measured = self._of_pairs(technique.name, self._pairs(technique.arguments, has_it))
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
@@ -85,7 +75,7 @@ class Evidence:
             return batch == size if batch >= size else None
 
         name = f"micro-batch of {size} against more"
-        if factor := self._of_runs(name, (MICRO_BATCH, ACCUMULATION_STEPS), has_it):
+        if factor := self._of_pairs(name, self._pairs((MICRO_BATCH, ACCUMULATION_STEPS), has_it)):
             return factor
         if size == 1 and largest >= 4:
             return self._published(name, "accumulation-cost")
@@ -107,13 +97,8 @@ class Evidence:
         name = "torch.compile"
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
-    def _of_runs(
-        self, name: str, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
-    ) -> Factor | None:
-        """The median ratio of pairs of runs, see `_pairs`; None where there are too few to tell it from noise."""
-        return self._of_pairs(name, self._pairs(arguments, has_it))
-
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
+        """The median ratio of pairs of runs; None where there are too few to tell it from noise."""
         if len(pairs) < _PAIRS[self._kind]:
             return None
         # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
@@ -162,42 +147,6 @@ class Evidence:
         return Factor(name, None, "not measured here")
 
 
-class Ranking:
-    """The order of recipes. Speed is the product of the factors of a recipe's techniques and of its micro-batch; plain
-    choices, and what all recipes share, make no difference and have no factor."""
-
-    def __init__(self, choices: Choices, evidence: Evidence):
-        used = set(itertools.chain(*choices.families)).difference(set.intersection(*map(set, choices.families)))
-        *smaller, largest = choices.micro_batches
-        self._factors: dict[Technique | int, Factor] = {  # by technique, or by samples of a micro-batch
-            **{technique: evidence.of_technique(technique) for technique in used if technique.cost},
-            **{size: evidence.of_micro_batch(size, largest) for size in smaller},
-        }
-
-    def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """What recipes are sorted by: measured first, then faster, then cheaper, then a larger micro-batch."""
-        unknown, costs = self.unknown(candidate.family), len(_costs(candidate.family))
-        return unknown, -self.speed(candidate), costs, -candidate.micro_batch
-
-    def unknown(self, family: Family) -> int:
-        """How many of a family's techniques have a speed that nobody measured."""
-        return sum(self._factors[each].ratio is None for each in family if each in self._factors)
-
-    def speed(self, candidate: Candidate) -> float:
-        """The product of the factors that can be told from 1."""
-        return math.prod(factor.told for factor in self.factors(candidate))
-
-    def factors(self, candidate: Candidate) -> list[Factor]:
-        """What makes a recipe faster or slower than the others."""
-        return [self._factors[each] for each in (*candidate.family, candidate.micro_batch) if each in self._factors]
-
-    def only_adds_costs(self, family: Family, other: Family) -> bool:
-        """Whether a family has the costs of one that ranks before it and more, so that only a larger micro-batch could
-        speak for it. A precision of unknown speed speaks for itself: it may be the faster one."""
-        comparable = PRECISIONS & {*family} == PRECISIONS & {*other} or not self.unknown(family)
-        return comparable and _costs(family) > _costs(other)
-
-
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
     """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
     is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
@@ -212,6 +161,12 @@ def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, 
 
     candidates = [results for results in recorded(RECORDED).values() if results["machine"]["kind"] == kind]
     return max(candidates, key=likeness, default=None)
+
+
+def respelt(arguments: Arguments) -> dict[str, Any]:
+    """The same arguments under the names by which techniques call theirs, whichever the installed library knows."""
+    ours = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
+    return {ours.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
@@ -234,8 +189,3 @@ def _telling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if telling.get(ACCUMULATION_STEPS) == 1:
         del telling[ACCUMULATION_STEPS]
     return telling | {"effective batch": Arguments(arguments).samples_per_step()}
-
-
-def _costs(family: Family) -> set[str]:
-    """The techniques of a family that cost something: time, precision or convergence."""
-    return {technique.name for technique in family if technique.cost}

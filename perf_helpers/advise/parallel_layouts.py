@@ -5,12 +5,12 @@ sharded, layers are cut through or stages are made is arithmetic on that, as les
 sent are those of ring algorithms, and seconds are a model: `notes` says of what.
 """
 
-import html
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from perf_helpers.advise.advice import Shown
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab.arguments import Arguments
@@ -101,9 +101,14 @@ class Layout:
             words.append(f"{kind} {self.data}" if words else kind)
         return " x ".join(words) or "one card"
 
+    @property
+    def effort(self) -> tuple[int, int, int]:
+        """What is sorted by for the simplest: in how many ways the model is cut, the stage of ZeRO, the parts."""
+        return (self.tensor > 1) + (self.pipeline > 1), self.zero, self.tensor * self.pipeline
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Parallelism:
+class Parallelism(Shown):
     """The layout that the decision tree ends at, and every one that was looked at. Shows itself as a table."""
 
     task: Task
@@ -118,19 +123,10 @@ class Parallelism:
     layouts: tuple[Layout, ...]  # those that fit, the best first, then the others, the smallest first
     notes: tuple[str, ...]  # what the figures stand for
 
-    def __repr__(self) -> str:
-        head, table, lines = self._parts()
-        return "\n".join([head, repr(table), *lines])
-
-    def _repr_html_(self) -> str:
-        head, table, lines = self._parts()
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        return f"<div><strong>{html.escape(head)}</strong>{table._repr_html_()}<ul>{items}</ul></div>"
-
-    def _parts(self, most: int = 6) -> tuple[str, Table, list[str]]:
+    def _parts(self) -> tuple[str, Table, str, list[str]]:
         where = f"{self.cards} cards of {bytes_text(self.card_bytes)}" + f" in {self.hosts} hosts" * (self.hosts > 1)
         fitting = sum(layout.fits for layout in self.layouts)
-        shown = [*self.layouts[: min(most, fitting)], *self.layouts[fitting : fitting + 2]]
+        shown = [*self.layouts[: min(6, fitting)], *self.layouts[fitting : fitting + 2]]
         rows = [
             [
                 layout.name,
@@ -143,7 +139,7 @@ class Parallelism:
             for layout in shown
         ]
         header = ["layout", "", "bytes a rank", "sent a step", "between hosts", "speed, by the model"]
-        return f"{self.task.model} on {where}: {self.choice}", Table(header, rows), [self.why, *self.notes]
+        return f"{self.task.model} on {where}: {self.choice}", Table(header, rows), "", [self.why, *self.notes]
 
 
 def parallelism(
@@ -191,20 +187,16 @@ def parallelism(
     one = estimate(task, **asked, **arguments)
     copies = estimate(task, processes=2, **asked, **arguments) if cards > 1 else one
     limit, inside = parse_bytes(card_bytes, "card_bytes"), link_gbits if hosts == 1 else max(2400, link_gbits)
-    planner = _Planner(
-        Model.of(task),
-        one,
-        copies,
-        Arguments.of(arguments),
-        task.length(),
-        cards // hosts,
-        inside,
-        link_gbits,
-        card_tflops,
-    )
+    planner = _Planner(task, one, copies, Arguments.of(arguments), cards // hosts, inside, link_gbits, card_tflops)
     layouts = [planner.layout(*place, limit) for place in planner.places(cards)]
     alone, layer = one.needed_bytes(CONTEXT_BYTES), planner.largest_layer()
-    fitting = sorted((each for each in layouts if each.fits), key=lambda each: _rank(each, alone <= limit))
+
+    def order(layout: Layout) -> tuple:
+        """Where the model fits one card those that leave it whole; then seconds to three digits, then the simplest."""
+        is_cut = alone <= limit and layout.tensor * layout.pipeline > 1
+        return is_cut, float(f"{layout.seconds_a_sample:.3g}"), layout.effort
+
+    fitting = sorted((each for each in layouts if each.fits), key=order)
     others = sorted((each for each in layouts if not each.fits), key=lambda each: each.bytes_a_rank)
     chosen = (fitting or others)[0]
     branch = "the model fits one card"
@@ -214,7 +206,7 @@ def parallelism(
         branch = "not even the largest layer fits one card"
     why = f"{branch[0].upper()}{branch[1:]}: all on one needs {bytes_text(alone)}, the largest layer alone "
     why += f"{bytes_text(layer)}, a card has {bytes_text(limit)}. "
-    why += _why(chosen, fitting, others, limit) if fitting else _nothing(chosen, limit)
+    why += _why(chosen, others, limit) if fitting else _nothing(chosen, limit)
     return Parallelism(
         task=task,
         cards=cards,
@@ -247,35 +239,13 @@ def _of_seconds(inside: float, between: float, tflops: float, hosts: int) -> str
     )
 
 
-def _rank(layout: Layout, fits_one: bool) -> tuple:
-    """The order of layouts that fit: where the model fits one card first those that leave it whole; then seconds to
-    three digits, then the simplest."""
-    is_cut = layout.tensor * layout.pipeline > 1
-    axes = sum(count > 1 for count in (layout.data, layout.tensor, layout.pipeline))
-    return (
-        fits_one and is_cut,
-        float(f"{layout.seconds_a_sample:.3g}"),
-        axes,
-        layout.zero,
-        layout.tensor * layout.pipeline,
-    )
-
-
-def _why(chosen: Layout, fitting: list[Layout], others: list[Layout], limit: int) -> str:
+def _why(chosen: Layout, others: list[Layout], limit: int) -> str:
     text = f"{chosen.name} needs {bytes_text(chosen.bytes_a_rank)} a rank and sends {bytes_text(chosen.bytes_a_step)}"
     text += " a step" + (f" ({_ZERO[chosen.zero]} shared out)." if chosen.zero else ".")
-    if simpler := [each for each in others if _simple(each) < _simple(chosen)]:
-        least = min(simpler, key=_simple)
+    if simpler := [each for each in others if each.effort < chosen.effort]:
+        least = min(simpler, key=lambda each: each.effort)
         text += f" {least.name} is simpler and {bytes_text(least.bytes_a_rank - limit)} too large."
-    if len(fitting) > 1:
-        slower = fitting[1].seconds_a_sample / chosen.seconds_a_sample
-        text += f" Next: {fitting[1].name}, {bytes_text(fitting[1].bytes_a_rank)} a rank"
-        text += f", {bytes_text(fitting[1].bytes_a_step)} sent, {slower:.2f} times the time by the model."
     return text
-
-
-def _simple(layout: Layout) -> tuple:
-    return layout.tensor * layout.pipeline > 1, layout.tensor > 1 and layout.pipeline > 1, layout.zero
 
 
 def _nothing(smallest: Layout, limit: int) -> str:
@@ -289,17 +259,16 @@ class _Planner:
 
     def __init__(
         self,
-        model: Model,
+        task: Task,
         one: MemoryEstimate,
         copies: MemoryEstimate,
         arguments: Arguments,
-        tokens: int,
         cards_a_host: int,
         inside_gbits: float,
         between_gbits: float,
         tflops: float,
     ):
-        self.model, self.one, self.cards_a_host, self.tokens = model, one, cards_a_host, tokens
+        self.model, self.tokens, self.cards_a_host = Model.of(task), task.length(), cards_a_host
         self.of_copies = max(copies.needed_bytes(CONTEXT_BYTES) - one.needed_bytes(CONTEXT_BYTES), 0)  # DDP's buckets
         self.on_top = one.needed_bytes(CONTEXT_BYTES) - one.peak_bytes  # context, and what the allocator holds
         self.states = [one.memory.breakdown, *(one.memory.phase_breakdowns or {}).values()]
@@ -308,13 +277,16 @@ class _Planner:
         half = arguments.training.get("bf16") or arguments.training.get("fp16")
         self.activation_bytes = 2 if half or arguments.model.get("dtype") in ("bfloat16", "float16") else 4
         operations = 8 if arguments.training.get("gradient_checkpointing") else 6  # for a weight and a token
-        self.arithmetic = operations * model.parameters * tokens / (1e12 * tflops)  # seconds a sample on one card
+        self.arithmetic = (
+            operations * self.model.parameters * self.tokens / (1e12 * tflops)
+        )  # seconds a sample on one card
         self.inside, self.between = (gbits * 1e9 / 8 for gbits in (inside_gbits, between_gbits))
 
     def places(self, cards: int) -> Iterator[tuple[int, int, int, int]]:
         """(data, tensor, pipeline, zero) of every layout on so many cards: tensor parallelism stays in a host, and with
         stages ZeRO shares out no more than the states."""
-        for tensor, pipeline in itertools.product(_divisors(cards), repeat=2):
+        divisors = [each for each in range(1, cards + 1) if cards % each == 0]
+        for tensor, pipeline in itertools.product(divisors, repeat=2):
             fits_heads = (
                 self.model.heads % tensor == 0 and tensor <= self.cards_a_host and self.cards_a_host % tensor == 0
             )
@@ -327,10 +299,8 @@ class _Planner:
 
     def layout(self, data: int, tensor: int, pipeline: int, zero: int, limit: int) -> Layout:
         made = Layout(data, tensor, pipeline, zero)
-        sent = self._sent(made)
-        options = [self._seconds(made, sent, crossing) for crossing in self._crossings(made)]
-        seconds, between = min(options)
-        needed = self._needed(made)
+        sent, needed = self._sent(made), self._needed(made)
+        seconds, between = min(self._seconds(made, sent, crossing) for crossing in self._crossings(made))
         return replace(
             made,
             bytes_a_rank=needed,
@@ -402,7 +372,3 @@ class _Planner:
         waiting = max(0.0, travelling["data"] + travelling["pipeline"] - _HIDDEN * busy) + travelling["tensor"]
         with_bubble = busy * (samples + made.pipeline - 1) / samples
         return with_bubble + waiting, sum(sent[name] for name in crossing)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,36 +1,184 @@
-"""The search for what fits, where every look costs an estimate.
+"""The search for what fits: the recipes that may be combined, their order, and the largest micro-batch of each.
 
-The peak of a training is the highest of its operations, and what is alive at each operation grows linearly with the
-micro-batch. So the peak is a maximum of linear functions of the micro-batch, which is convex: the straight line through
-two estimates bounds it from above between the two, and from below beyond them. A few estimates find the largest
-micro-batch that fits, and what is proposed was always estimated itself.
-
-On CUDA what the allocator reserves decides. It is no such function: near the end of the card cached segments are given
-back, and what does not fit is told as on a card without limit. So the lines are drawn through what is allocated, which
-no card can do without, and whether a size between them fits is asked.
+Every look costs an estimate, and what is proposed was always estimated itself. Where nothing fits: what would help.
 """
 
+import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from perf_helpers.advise.candidate_recipes import Candidate, Choices, Family
-from perf_helpers.advise.measured_speedups import Ranking
+from perf_helpers import recipes as known
+from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH, Evidence, Factor, respelt
 from perf_helpers.estimate import MemoryEstimate
+from perf_helpers.lab import hardware
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.processes import seconds_left
 from perf_helpers.lab.task import Task
-from perf_helpers.recipes import QUESTIONS
+from perf_helpers.recipes import QUESTIONS, Technique
+from perf_helpers.texts import bytes_text, nearest_text
 
+_PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
-_FAR = 1.2  # a guess that is beyond the limit by this factor is believed
-_STEPS = 0.03  # a bound beyond the limit by less is not believed: CUDA's blocks, not always split, make a stair of it
+_SHARDED = ("weights", "gradients", "optimizer_states")
+_STEP = 8  # tokens: lengths are tried in multiples of it
+
+
+class Candidate(NamedTuple):
+    """A recipe that may fit or not."""
+
+    techniques: tuple[Technique, ...]  # answers to the questions; the library's plain ones left out, except AdamW
+    micro_batch: int  # samples
+
+    @property
+    def costly(self) -> set[Technique]:
+        """Its techniques that cost something: time, precision or convergence."""
+        return {technique for technique in self.techniques if technique.cost}
+
+    @property
+    def without_optimizer(self) -> frozenset[Technique]:
+        """Its techniques but the optimizer: those that have the same of these have the same activations."""
+        return frozenset(self.techniques) - _OPTIMIZERS
+
+
+class Choices:
+    """The techniques and the micro-batches that may be combined.
+
+    Args:
+        samples: that one process sees in an update.
+        must, avoid: as `advise` takes them.
+        native: the lower precisions that the device computes in by itself.
+
+    Raises:
+        ValueError: a name that is not known, wishes that contradict each other, or that leave nothing to choose.
+    """
+
+    def __init__(self, samples: int, must: Mapping[str, Any], avoid: Iterable[str], native: set[Technique]):
+        self.samples = samples
+        self.fixed = respelt(Arguments.of(must))  # training arguments that every recipe has
+        avoided = _avoided(avoid)
+        combined = itertools.product(*_answers(self.fixed, avoided, native))
+        self.micro_batches = _micro_batches(samples, self.fixed, avoided)  # samples, ascending
+        # Every combination of techniques, with the largest micro-batch.
+        self.candidates = [Candidate(tuple(filter(None, each)), self.micro_batches[-1]) for each in combined]
+
+    def arguments(self, candidate: Candidate) -> dict[str, Any]:
+        """The training arguments of a recipe."""
+        size = candidate.micro_batch
+        arguments = {MICRO_BATCH: size, ACCUMULATION_STEPS: self.samples // size}
+        for technique in candidate.techniques:
+            arguments |= technique.arguments
+        return arguments | self.fixed
+
+    def name(self, candidate: Candidate) -> str:
+        """A recipe in words: "checkpointing, AdamW, 4 x 2" (micro-batch x accumulation)."""
+        size = candidate.micro_batch
+        return ", ".join([*(technique.name for technique in candidate.techniques), f"{size} x {self.samples // size}"])
+
+
+def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[int, int]) -> set[Technique]:
+    """The lower precisions that a GPU of this compute capability, or the machine's CPU, computes in by itself."""
+    if kind == "cuda" and capability < (8, 0):
+        return {known.FP16}
+    native = kind == "cuda" or not hardware.CPU_BF16.isdisjoint(machine.cpu_features or ())
+    return {known.BF16, known.BF16_WEIGHTS} if native else set()
+
+
+def _avoided(avoid: Iterable[str]) -> set[str]:
+    """What is avoided, in the spelling of `Technique.words`."""
+    if isinstance(avoid, str):
+        raise ValueError(f"avoid={avoid!r}: give a list of names")
+    spelt = itertools.chain(known.ACCUMULATION, *(technique.words for technique in known.techniques()))
+    words = {word.lower(): word for word in sorted(spelt, reverse=True)}  # of two, that with capitals: a name
+    avoided = set()
+    for name in map(str, avoid):
+        if name.lower() not in words:
+            raise ValueError(f"avoid={name!r} is no technique. {nearest_text(name, words.values())}")
+        avoided.add(words[name.lower()])
+    return avoided
+
+
+def _answers(fixed: Mapping[str, Any], avoided: set[str], native: set[Technique]) -> list[list[Technique | None]]:
+    """The answers allowed to each question. What is `ON_DEMAND` is for who asks for it by `must`."""
+    left_out = known.ON_DEMAND | (_PRECISIONS - native)
+    if hardware.versions()["bitsandbytes"] is None:
+        left_out.add(known.ADAM_8BIT)
+    answers = []
+    for names, options in QUESTIONS.items():
+        if set(names) & fixed.keys():  # answered by the user; None: in a way that is no technique of ours
+            same = [o for o in options if o and all(fixed.get(name) == value for name, value in o.arguments.items())]
+            if clash := [o.name for o in same if o.words & avoided]:
+                raise ValueError(f"{clash[0]!r} is both in must and in avoid: keep one")
+            answers.append(same[:1] or [None])
+            continue
+        open_to = [option for option in options if option not in left_out and not (option and option.words & avoided)]
+        if not open_to:
+            raise ValueError(f"avoid leaves no answer for {', '.join(names)}: fix one with must")
+        answers.append(open_to)
+    return answers
+
+
+def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
+    """The micro-batches that make `samples` with a whole number of accumulation steps, ascending."""
+    batch, steps = fixed.get(MICRO_BATCH), fixed.get(ACCUMULATION_STEPS)
+    if avoided & set(known.ACCUMULATION):
+        steps = steps or 1
+        if steps > 1:
+            raise ValueError(f"gradient_accumulation_steps={steps} is in must and accumulation in avoid: keep one")
+    sizes = [
+        size
+        for size in range(1, samples + 1)
+        if samples % size == 0 and batch in (None, size) and steps in (None, samples // size)
+    ]
+    if not sizes:
+        given = " x ".join(str(value) for value in (batch, steps) if value)
+        raise ValueError(f"no micro-batch x accumulation makes {samples} samples a process with {given} in must")
+    return sizes
+
+
+class Ranking:
+    """The order of recipes. Speed is the product of the factors of a recipe's techniques and of its micro-batch; plain
+    choices, and what all recipes share, make no difference and have no factor."""
+
+    def __init__(self, choices: Choices, evidence: Evidence):
+        combined = [set(candidate.techniques) for candidate in choices.candidates]
+        used = set.union(*combined) - set.intersection(*combined)
+        *smaller, largest = choices.micro_batches
+        self._factors: dict[Technique | int, Factor] = {  # by technique, or by samples of a micro-batch
+            **{technique: evidence.of_technique(technique) for technique in used if technique.cost},
+            **{size: evidence.of_micro_batch(size, largest) for size in smaller},
+        }
+
+    def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
+        """What recipes are sorted by: measured first, then faster, then cheaper, then a larger micro-batch."""
+        costs = len(candidate.costly)
+        return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
+
+    def unknown(self, candidate: Candidate) -> int:
+        """How many of a recipe's techniques have a speed that nobody measured."""
+        return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
+
+    def speed(self, candidate: Candidate) -> float:
+        """The product of the factors that can be told from 1."""
+        return math.prod(factor.told for factor in self.factors(candidate))
+
+    def factors(self, candidate: Candidate) -> list[Factor]:
+        """What makes a recipe faster or slower than the others."""
+        asked = (*candidate.techniques, candidate.micro_batch)
+        return [self._factors[each] for each in asked if each in self._factors]
+
+    def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
+        """Whether a recipe has the costs of one that ranks before it and more, so that only a larger micro-batch could
+        speak for it. A precision of unknown speed speaks for itself: it may be the faster one."""
+        precision, its = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
+        return (precision == its or not self.unknown(candidate)) and candidate.costly > other.costly
 
 
 @dataclass
 class RecipeSearch:
-    """The recipes of a task that fit: for one family after the other, the largest micro-batch."""
+    """The recipes of a task that fit: for one combination of techniques after the other, the largest micro-batch."""
 
     task: Task
     predict: Callable[..., MemoryEstimate]  # of a task with training arguments, for the device that is meant
@@ -42,52 +190,49 @@ class RecipeSearch:
     count: int = 0  # estimates asked for so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
-    too_large: dict[Candidate, float] = field(default_factory=dict)  # bytes, as estimated, guessed or by a line
+    too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
-
-    def __post_init__(self):
-        self._searches: dict[Family, Search] = {}
-        self._sizes = self.choices.micro_batches
-        # All samples at once: no gradients wait while a next micro-batch is forward, so this size has its own line.
-        self._whole = self.choices.samples if self._sizes[0] < self._sizes[-1] == self.choices.samples else None
 
     def find(self, most: int) -> list[Candidate]:
         """The best recipes that fit, at most `most`, the best first.
 
-        Families are looked at in the order in which they would rank if all fitted, except those that only add costs.
+        Techniques are looked at in the order in which they would rank if all fitted, except those that only add costs.
 
         Raises:
             ValueError: not one estimate could be made; with the first one's reason.
         """
         fitting: list[Candidate] = []
         failures: list[ValueError] = []
-        largest = self._sizes[-1]
-        ranked = sorted(self.choices.families, key=lambda family: self.ranking.key(Candidate(family, largest)))
-        for index, family in enumerate(ranked):
+        found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
+        ranked = sorted(self.choices.candidates, key=self.ranking.key)
+        for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
             if self.estimates and not seconds_left(math.inf):
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
-            beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(family, other.family)]
-            if largest in beaten:
+            beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
+            above = max(beaten, default=0)
+            sizes = [size for size in self.choices.micro_batches if size > above]
+            if not sizes:
                 continue
+            alike = candidate.without_optimizer
             try:
-                if size := self._largest(family, above=max(beaten, default=0)):
-                    fitting.append(Candidate(family, size))
+                size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
             except ValueError as error:
                 failures.append(error)
-                name = ", ".join(technique.name for technique in family) or "the plain recipe"
+                name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
+            else:
+                found[alike] = size or above
+                fitting += [candidate._replace(micro_batch=size)] if size else []
         if not self.estimates:
             raise failures[0]
         return sorted(fitting, key=self.ranking.key)
 
     def smallest(self) -> Candidate:
-        """The recipe that needs least of those that do not fit; it is estimated."""
-        while (candidate := min(self.too_large, key=self.too_large.get)) not in self.estimates:
-            self.needed(candidate)
-        return candidate
+        """The recipe that needs least of those that do not fit."""
+        return min(self.too_large, key=self.too_large.get)
 
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once."""
@@ -111,161 +256,108 @@ class RecipeSearch:
         self.on_estimate()
         return estimated
 
-    def _largest(self, family: Family, above: int) -> int:
-        """The largest micro-batch of a family that fits and is above `above`; 0 where there is none.
+    def _largest(self, candidate: Candidate, sizes: list[int], first: int) -> int:
+        """The largest of these micro-batches that fits, looked for from `first` on; 0: none."""
 
-        Families that differ in nothing but the optimizer have the same activations. So the search begins where it ended
-        for another one of them, and takes its slope until it knows two points of its own.
-        """
-        activations = {*family} - _OPTIMIZERS
-        related = {other: known for other, known in self._searches.items() if {*other} - _OPTIMIZERS == activations}
-        if guess := next(filter(None, (self._hopeless(family, other) for other in related)), None):
-            self.too_large[Candidate(family, self._sizes[0])] = guess
-            return 0
-        search = self._searches[family] = Search(
-            self._sizes,
-            lambda size: self.needed(Candidate(family, size)),
-            self.limit,
-            model=next((search for search in related.values() if search.slope() is not None), None),
-            least=lambda size: self.estimates[Candidate(family, size)].peak_bytes + self.context,
-            peak=lambda size: self._peak(Candidate(family, size)),
-            outlier=self._whole,
-        )
-        following = next(size for size in self._sizes if size > above)
-        fits = [size for other in related.values() for size, needed in other.known.items() if needed <= self.limit]
-        largest = search.run(above, first=max([following, *fits]) if above or related else None)
-        if larger := next((size for size in self._sizes if size > largest), None):
-            self.too_large.setdefault(Candidate(family, larger), search.line(larger))
-        if self._whole not in (None, *search.known) and self._whole_may_fit(family, search):
-            largest = self._whole if search.at(self._whole) <= self.limit else largest
-        return largest if largest > above else 0
+        def of(size: int) -> Candidate:
+            return candidate._replace(micro_batch=size)
 
-    def _hopeless(self, family: Family, other: Family) -> float | None:
-        """What a family needs with the smallest micro-batch, where that is too far off for a look, also without the
-        gradients that wait between micro-batches. It is guessed: its optimizer instead of the other's makes the same
-        difference as between two families that were estimated. None where it is not too far off, or no guess."""
-        (mine,), (theirs,) = _OPTIMIZERS.intersection(family), _OPTIMIZERS.intersection(other)
-        for one in self._searches:
-            swapped = tuple(theirs if technique == mine else technique for technique in one)
-            known = [Candidate(way, self._sizes[0]) for way in (other, one, swapped)]
-            if mine in one and all(candidate in self.estimates for candidate in known):
-                base, more, less = map(self.needed, known)
-                guess = base + more - less
-                waiting = self._gradients(known[0]) if self._whole else 0
-                return guess if guess > _FAR * self.limit and guess - waiting > self.limit else None
+        found, whole = largest_that_fits(sizes, lambda size: self.needed(of(size)) <= self.limit, first), of(sizes[-1])
+        if whole in self.estimates or whole.micro_batch < self.choices.samples:
+            return found
+        # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
+        fewer = self.estimates[of(next(size for size in sizes if size > found))]
+        least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context
+        return whole.micro_batch if least <= self.limit and self.needed(whole) <= self.limit else found
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
+    """The largest of ascending sizes that fits, by bisection; 0: none. `first`, and the one above it, are looked at
+    before others: it is what fitted in a similar case, or a guess."""
+    low, high = 0, len(sizes)  # so many are small enough; from that index on they are too large
+    likely = [bisect_left(sizes, first) + 1, bisect_left(sizes, first)]
+    while low < high:
+        middle = likely.pop() if likely else (low + high) // 2
+        if middle not in range(low, high):
+            continue  # it is known, or there is none
+        if fits(sizes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else 0
+
+
+# ---- where nothing fits
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change to the smallest recipe, and whether it would fit then."""
+
+    name: str  # "fewer tokens", "sharding" or "offload"
+    text: str  # what exactly to change
+    fits: bool
+    needed_bytes: int  # on one device after the change; where no size of it would do, after the largest
+    assumption: str = ""  # behind `needed_bytes`, where that is not estimated but calculated
+
+
+def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
+    """What would make the smallest recipe fit, what does first. Worked out from its estimate: nothing is trained."""
+    estimated = search.estimates[smallest]
+    # Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive.
+    breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
+    on_top = search.needed(smallest) - estimated.peak_bytes
+    changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
+    changes.append(_offloaded(search.limit, breakdowns, on_top))
+    return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
+
+
+def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
+    """The longest sequence that fits; None where a task has no length to shorten."""
+    task = search.task
+    if task.family() == "vision" or task.length() <= _STEP:
         return None
+    arguments, needed = search.choices.arguments(smallest), {}  # bytes by length
 
-    def _whole_may_fit(self, family: Family, search: "Search") -> bool:
-        """Whether all samples at once may fit where several micro-batches do not, whose gradients wait meanwhile."""
-        waiting = max(self._gradients(Candidate(family, size)) for size in search.known)
-        line = search.line(self._whole, least=True)
-        return (line or max(map(search.least, search.known))) - waiting <= self.limit
+    def fits(length: int) -> bool:
+        needed[length] = search.needed_by(search.estimate(arguments, seq_len=length))
+        return needed[length] <= search.limit
 
-    def _gradients(self, candidate: Candidate) -> int:
-        return self.estimates[candidate].memory.breakdown["gradients"]
-
-    def _peak(self, candidate: Candidate) -> tuple[str | None, str | None]:
-        memory = self.estimates[candidate].memory
-        return memory.peak_phase, memory.peak_operation
+    if not (length := largest_that_fits(range(_STEP, task.length(), _STEP), fits, first=task.length() // 2)):
+        text = f"no length would do: this is for {_STEP} tokens"
+        return Change("fewer tokens", text, False, needed[_STEP])
+    text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
+    return Change("fewer tokens", text, True, needed[length])
 
 
-@dataclass
-class Search:
-    """The largest of some sizes that fits, by few looks at what they need: a convex function of the size, or more.
+def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
+    """Weights, gradients and optimizer states divided by the number of devices, wherever they are known."""
+    assumption = (
+        "Sharding: weights, gradients and optimizer states are divided by the number of devices and nothing else; "
+        "the layer that is gathered for its turn is not counted."
+    )
+    limit, samples = search.limit, search.choices.samples
+    shared = [sum(parts.get(name, 0) for name in _SHARDED) for parts in breakdowns]
+    both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
+    undivided = max(rest for _, rest in both)
+    if undivided >= limit:
+        text = "no number of devices would do: this is for what cannot be divided"
+        return Change("sharding", text, False, undivided, assumption)
+    least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
+    devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)
+    needed = max(round(part / (devices or least)) + rest for part, rest in both)
+    text = f"over {devices or least} devices, at most {size} {'sample' if size == 1 else 'samples'} each at a time"
+    if devices is None:
+        text += f": {samples} samples a step cannot be shared by so many, the effective batch grows too"
+    return Change("sharding", text, devices is not None, needed, assumption)
 
-    Between two known sizes their line is an upper bound: what fits by it does fit, or likely, where more is needed.
-    Beyond them that of the convex function is a lower bound: what does not fit by it does not fit. Each look is taken
-    between the two answers, until they are the same.
-    """
 
-    sizes: Sequence[int]  # ascending, above 0
-    needed: Callable[[int], int]  # size -> bytes
-    limit: int  # bytes that there are
-    least: Callable[[int], int] | None = None  # what is convex, of a size that was looked at; None: `needed`
-    model: "Search | None" = None  # another search, whose slope is taken until this one has its own
-    peak: Callable[[int], Any] = lambda size: None  # what decides at a size; where it is the model's, so is the slope
-    outlier: int | None = None  # a size that lies on no line with the others
-    known: dict[int, int] = field(default_factory=dict)  # size: bytes, of every size that was looked at
-
-    def __post_init__(self):
-        self.least = self.least or self.at
-
-    def run(self, low: int = 0, first: int | None = None) -> int:
-        """The largest size that fits; `low` where no larger one does.
-
-        Args:
-            low: the largest size known to fit; 0: none.
-            first: size to look at first; None: the search chooses.
-        """
-        open_to = [size for size in self.sizes if size > low]
-        while open_to:
-            size = self._next(low, open_to) if self.known or first is None else first
-            if size not in open_to:  # each look leaves fewer, whatever it showed
-                break
-            if self.at(size) <= self.limit:
-                low = size
-            open_to = [other for other in open_to if (other > size if low == size else other < size)]
-        return low
-
-    def at(self, size: int) -> int:
-        """The bytes that a size needs."""
-        if size not in self.known:
-            self.known[size] = self.needed(size)
-        return self.known[size]
-
-    def slope(self, least: bool = False) -> float | None:
-        """The bytes that one more in size adds, over all known sizes; None where there are fewer than two. `least`: of
-        what is convex, here and below."""
-        sizes = self._on_line()
-        return self._rise(sizes[0], sizes[-1], least) if len(sizes) > 1 else None
-
-    def line(self, size: int, least: bool = False) -> float | None:
-        """The bytes of a size by the line through the two known ones nearest to it, or through one with the model's
-        slope; None where there is no line."""
-        sizes = self._on_line()
-        if len(sizes) == 1 and self.model:
-            return self._bytes(sizes[0], least) + self.model.slope(least) * (size - sizes[0])
-        if len(sizes) < 2 and len(sizes := sorted(self.known)) < 2:
-            return None
-        right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
-        return self._through(sizes[right - 1], sizes[right], size, least)
-
-    def _next(self, low: int, open_to: list[int]) -> int | None:
-        """The size to look at next; None where the bounds prove that none fits."""
-        if not (low or self.model):  # the largest first: where it fits no more are asked
-            return open_to[0] if self.known else open_to[-1]
-        if self.line(open_to[-1]) is None:
-            return open_to[-1]
-        bounds = [self._lower_bound(size) for size in open_to]
-        fits = max((i for i, size in enumerate(open_to) if self.line(size) <= self.limit), default=-1)
-        if not low or bounds[0] is None:
-            return open_to[max(fits, 0)]
-        may_fit = max((i for i, bound in enumerate(bounds) if bound <= self.limit * (1 + _STEPS)), default=-1)
-        return None if may_fit < 0 else open_to[(min(fits, may_fit) + may_fit + 1) // 2]
-
-    def _lower_bound(self, size: int) -> float | None:
-        """What a size needs at least, by the lines that end before it or begin after it; None where there is none."""
-        if size == self.outlier:
-            return 0
-        sizes = self._on_line()
-        place = bisect_left(sizes, size)
-        before, after = sizes[:place][-2:], sizes[place:][:2]
-        bounds = [self._through(*pair, size, least=True) for pair in (before, after) if len(pair) == 2]
-        alone = len(before) == len(sizes) == 1 and self.model
-        if alone and self.peak(before[0]) == self.model.peak(self.model._on_line()[-1]):
-            bounds.append(self.line(size, least=True))  # by convexity, the model's slope holds beyond
-        return max(bounds, default=None)
-
-    def _on_line(self) -> list[int]:
-        """The known sizes without the outlier, ascending."""
-        return sorted(self.known.keys() - {self.outlier})
-
-    def _through(self, one: int, other: int, size: int, least: bool) -> float:
-        """The bytes of a size by the line through two known ones."""
-        return self._bytes(one, least) + self._rise(one, other, least) * (size - one)
-
-    def _rise(self, one: int, other: int, least: bool) -> float:
-        return (self._bytes(other, least) - self._bytes(one, least)) / (other - one)
-
-    def _bytes(self, size: int, least: bool) -> int:
-        return self.least(size) if least else self.known[size]
+def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
+    """The optimizer states on the host; None where there are none."""
+    states = max(parts["optimizer_states"] for parts in breakdowns)
+    if not states:
+        return None
+    needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
+    assumption = "Offload: the optimizer states and their update are on the host, and nothing else moves."
+    text = f"optimizer states off the device: {bytes_text(states)} on the host"
+    return Change("offload", text, needed <= limit, needed, assumption)

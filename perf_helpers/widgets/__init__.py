@@ -4,8 +4,8 @@ Covers what is shown in a notebook and what a learner answers. Not covered: pict
 (`perf_helpers.plots`) and what is kept of the answers (`perf_helpers.course.learner_log`).
 """
 
-from perf_helpers.widgets.controls import explore
+from perf_helpers.widgets.exercises import progress
+from perf_helpers.widgets.explorers import explore
 from perf_helpers.widgets.guesses import predict, revealed
-from perf_helpers.widgets.learner_progress import progress
 
 __all__ = ["explore", "predict", "progress", "revealed"]

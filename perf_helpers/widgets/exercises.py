@@ -1,15 +1,19 @@
-"""Questions, exercises and challenges: what a learner answers, and the feedback on it.
+"""Questions, exercises and challenges: what a learner answers, the feedback on it, and what was done so far.
 
 Nothing that a learner answers stops Run All, and no measurement that failed does: an answer that needs it is neither
 right nor wrong. What an author got wrong stops it: a check that fails by itself, a question whose right answer is none
 of its options.
 """
 
+import html
 import math
+import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from perf_helpers import plots
@@ -18,15 +22,61 @@ from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
-from perf_helpers.widgets.answer_feedback import Feedback, not_attempted, not_measured, prose_html, right, score, wrong
 from perf_helpers.widgets.frame import ROW, guarded, place
-
-__all__ = ["Feedback", "board", "challenge", "check", "hint", "not_attempted", "not_measured", "prove", "question"]
-__all__ += ["right", "score", "wrong"]
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
 _is_author: ContextVar[bool] = ContextVar("is_author", default=False)
+_SIGNS = {  # of each status; told by sign and words as well as by colour, which is the theme's
+    "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
+    "right": ("✓", "var(--jp-success-color1, #388e3c)"),
+    "not measured": ("–", "var(--jp-border-color1, #8a8a8a)"),
+    "no guess": ("○", "var(--jp-border-color1, #8a8a8a)"),
+    "guess": ("●", "var(--jp-brand-color1, #1976d2)"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What is said to an answer or a guess."""
+
+    status: str  # of an exercise "not attempted", "wrong", "right", "not measured"; of a guess "no guess", "guess"
+    text: str  # words between backticks are code
+    picture: str = ""  # HTML to show under it, if any
+
+    def __repr__(self) -> str:
+        return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
+
+    def _repr_html_(self) -> str:
+        sign, colour = _SIGNS[self.status]
+        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-x:auto"
+        return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
+
+
+def not_attempted(what: str = "replace None by your answer and run the cell again") -> Feedback:
+    return Feedback("not attempted", what)
+
+
+def wrong(because: str) -> Feedback:
+    return Feedback("wrong", because)
+
+
+def right(text: str) -> Feedback:
+    return Feedback("right", text)
+
+
+def not_measured(why: str) -> Feedback:
+    """An answer that cannot be judged, because what it is held against is unknown. It is not kept in the journal."""
+    return Feedback("not measured", why)
+
+
+def prose_html(text: str) -> str:
+    """Plain text as HTML; words between backticks become code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+# ---- what a learner answers
 
 
 def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
@@ -292,3 +342,39 @@ def board(lab: Lab, key: str) -> plots.Table:
         rows.append([rank, bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
     caption = "" if rows else "No recipe has met the target yet."
     return plots.Table(["", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
+
+
+# ---- what was done so far
+
+
+def progress(lab: Lab, lessons: Sequence[str] | None = None) -> plots.Table:
+    """What the learner has done so far, one row a lesson, from the journal on this machine. A static table.
+
+    Args:
+        lessons: their names; None: those of the notebooks in the working folder, and any other that the journal knows.
+    """
+    known = learner_log.progress(learner_log.of(lab).read())
+    if lessons is None:
+        here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
+        lessons = sorted(here | {name for name in known if name})
+    rows = [[name.replace("_", " "), *_cells(known.get(name))] for name in lessons]
+    return plots.Table(["lesson", "state", "claims decided", "guesses", "exercises right", "questions"], rows)
+
+
+def _cells(lesson: learner_log.Progress | None) -> list[str]:
+    """All cells of a lesson's row but its name; None: the journal knows nothing of it."""
+    if lesson is None:
+        return ["not begun", "", "", "", ""]
+    decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())
+    errors = [error for error in lesson.errors.values() if error is not None]
+    off = f" (off by {', '.join(f'{error:.0%}' for error in errors)})" if errors else ""
+    right = sum(status == "right" for status in lesson.exercises.values())
+    answered = [first for first in lesson.questions.values() if first is not None]
+    at_once = f" ({sum(answered)} right at once)" if answered else ""
+    return [
+        f"✓ finished {lesson.finished[:10]}" if lesson.finished else "begun",
+        f"{decided} of {len(lesson.claims)}" if lesson.finished else "",
+        f"{len(errors)} of {len(lesson.errors)}{off}" if lesson.errors else "",
+        f"{right} of {len(lesson.exercises)}" if lesson.exercises else "",
+        f"{len(answered)} of {len(lesson.questions)}{at_once}" if lesson.questions else "",
+    ]

@@ -9,7 +9,7 @@ from perf_helpers.course import learner_log
 from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
-from perf_helpers.widgets import answer_feedback as feedbacks
+from perf_helpers.widgets.exercises import Feedback, prose_html
 from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
@@ -53,13 +53,13 @@ def predict(
         state.value = _state_html(lab, key, unit)
 
     button.on_click(guarded(commit, output))
-    head = f"<div style='line-height:1.4'><b>Predict</b>: {feedbacks.prose_html(question)}</div>"
+    head = f"<div style='line-height:1.4'><b>Predict</b>: {prose_html(question)}</div>"
     row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
     parts, static = [ipywidgets.HTML(head), row, state, output], head + state.value
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}", about=(unit, estimate))
 
 
-def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> feedbacks.Feedback:
+def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
     """What became of a guess: the guess, the estimate's figure and the measured one in one picture, and a score.
 
     Only a guess that was committed before the first call counts. Without one, and without a front end, it says so.
@@ -79,19 +79,22 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     estimate = estimate_before if estimate is None else estimate
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)
-    if measured is None or not math.isfinite(measured):
-        return feedbacks.score(counted, None)
+    if not is_measured(measured) or not math.isfinite(measured):
+        return Feedback("no guess", "nothing was measured to hold a guess against")
     measured = float(measured)
     learner_log.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
-    feedback = feedbacks.score(counted, measured, unit)
-    text = feedback.text
+    text = f"measured {number_text(measured, unit)}"
+    if counted is None:
+        text += "; next time, put a number first"
+    else:
+        text = f"you said {number_text(counted, unit)}, {text}: {learner_log.off(counted, measured):.0%} off"
     if estimate is not None:
         text += f". The estimate said {number_text(estimate, unit)}: {learner_log.off(estimate, measured):.0%} off"
     if kept != counted:
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
     known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
-    return feedbacks.Feedback(feedback.status, text, _bars_html(known, unit))
+    return Feedback("no guess" if counted is None else "guess", text, _bars_html(known, unit))
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:

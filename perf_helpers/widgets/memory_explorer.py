@@ -13,7 +13,7 @@ from perf_helpers.estimate import MemoryEstimate, estimate, peak_model
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text
-from perf_helpers.widgets import svg_drawings
+from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _MemoryExplorer:
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = svg_drawings.bar(parts, SIZES | own)
+        self._picture.value = self._drawn = svg.bar(parts, SIZES | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 

@@ -12,7 +12,7 @@ from perf_helpers.estimate import MemoryEstimate, estimates_so_far
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text, number_text
-from perf_helpers.widgets import svg_drawings
+from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 
@@ -44,7 +44,7 @@ def recipes(lab: Lab, *more: Run) -> None:
         offered, before = groups[group.value], select.value
         if limits := [size for size in (card.value, limit.value * 1e6) if size]:
             offered = [recipe for recipe in offered if recipe.is_sized and recipe.peak_bytes <= min(limits)]
-        best = svg_drawings.best_of_both(offered)
+        best = svg.best_of_both(offered)
         select.options = [(recipe.line(recipe in best), recipe) for recipe in offered]
         select.value = next(iter([*best, *offered]), None)
         if select.value is before:
@@ -56,7 +56,7 @@ def recipes(lab: Lab, *more: Run) -> None:
             picture.value, text.value = "Nothing fits.", ""
             return
         limits = SIZES | ({"limit": limit.value * 1e6} if limit.value else {})
-        picture.value = svg_drawings.scatter([recipe for _, recipe in select.options], chosen, limits)
+        picture.value = svg.scatter([recipe for _, recipe in select.options], chosen, limits)
         code = html.escape(Arguments(chosen.arguments).to_python())
         text.value = f"<b>{html.escape(chosen.name)}</b>, {html.escape(chosen.task)}<pre>{code}</pre>"
 
@@ -69,7 +69,7 @@ def recipes(lab: Lab, *more: Run) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recipe(svg_drawings.Point):
+class Recipe(svg.Point):
     """A run or an estimate as a point of the picture, with what is needed to train it again."""
 
     arguments: dict[str, Any]  # of the training
@@ -119,7 +119,7 @@ def _size(recipe: Recipe) -> float:
 
 def _table(recipes: Sequence[Recipe]) -> plots.Table:
     """What stays without a front end."""
-    best, rows = svg_drawings.best_of_both(recipes), []
+    best, rows = svg.best_of_both(recipes), []
     for recipe in recipes:
         arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items())
         peak, speed = bytes_text(recipe.peak_bytes), number_text(recipe.samples_per_second, digits=3)

@@ -6,7 +6,7 @@ from perf_helpers import plots
 from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
-from perf_helpers.widgets import svg_drawings
+from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, observe, place
 
 
@@ -59,9 +59,9 @@ def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]
     pictures, columns = "", []
     for (name, steps), index in zip(shown, indices, strict=True):
-        pictures += svg_drawings.timeline(steps, top, index, name)
+        pictures += svg.timeline(steps, top, index, name)
         parts = steps.parts(index) | {"total": steps.totals[index]}
         columns.append(steps.where(index) | {key: bytes_text(size) for key, size in parts.items()})
     seen = [category for category in plots.CATEGORIES if any(category in steps.shown(top) for _, steps in shown)]
     rows = [[key, *(column[key] for column in columns)] for key in ("phase", "operation", "module", "total", *seen)]
-    return pictures + svg_drawings.table(["at the line", *(name for name, _ in shown)], rows)
+    return pictures + svg.table(["at the line", *(name for name, _ in shown)], rows)

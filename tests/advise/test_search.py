@@ -1,10 +1,11 @@
-"""The search: the largest size that fits, by few looks, and what it makes of a family without looking."""
+"""The search: what is chosen among, the largest size that fits, by few looks, and what would help where none does."""
 
-import itertools
+import math
 import random
 
 import pytest
 
+from perf_helpers import Task, hardware
 from perf_helpers.advise import search
 from perf_helpers.estimate import allocator_replay
 from perf_helpers.estimate.trace_records import Label, Log
@@ -22,7 +23,7 @@ def test_every_recipe_takes_the_largest_micro_batch_that_fits(ask, followed, for
         peaks = {n: formula(**names, per_device_train_batch_size=n, gradient_accumulation_steps=64 // n) for n in sizes}
         assert recipe.arguments["per_device_train_batch_size"] == max(n for n in sizes if peaks[n] <= memory * MB)
         assert recipe.needed_bytes == peaks[recipe.arguments["per_device_train_batch_size"]]
-    assert 0 < len(followed) == advice.estimates <= 16
+    assert 0 < len(followed) == advice.estimates <= 20
 
 
 def test_one_micro_batch_may_fit_where_several_do_not(ask):
@@ -31,45 +32,23 @@ def test_one_micro_batch_may_fit_where_several_do_not(ask):
     assert [recipe.arguments["gradient_accumulation_steps"] for recipe in advice.recipes] == [1]
 
 
-def test_a_bend_in_the_peak_does_not_mislead_the_search():
-    def bent(size):
-        return max(1000, 20 * size + 100, 50 * size - 3000)
-
-    def counted(size):
-        asked.append(size)
-        return bent(size)
-
-    for limit in range(1000, 9000, 200):
-        asked = []
-        found = search.Search(range(1, 257), counted, limit).run()
-        assert found == max(size for size in range(1, 257) if bent(size) <= limit)
-        assert len(asked) < 12
+def looked_for(sizes, limit, first):
+    """The largest size up to a limit, and the sizes looked at."""
+    asked = []
+    return search.largest_that_fits(sizes, lambda size: asked.append(size) or size <= limit, first), asked
 
 
-def test_on_any_convex_curve_the_search_finds_the_largest_size_that_fits():
-    rng = random.Random(1)
-    for _ in range(300):
-        lines = [(rng.uniform(0, 50), rng.uniform(0, 5000)) for _ in range(5)]
-        sizes = range(1, rng.randrange(2, 300))
-        needed = [round(max(slope * size + rest for slope, rest in lines)) for size in sizes]
-        limit = rng.randrange(min(needed) - 100, max(needed) + 100)
-        found = search.Search(sizes, lambda size, needed=needed: needed[size - 1], limit).run()
-        assert found == sum(peak <= limit for peak in needed)
+def test_the_largest_size_that_fits_is_found_by_halves_wherever_it_begins():
+    for sizes in ([1], [1, 2, 4, 8, 16, 32, 64], range(1, 257)):
+        for limit in (0, *sizes):
+            for first in (0, 1, 3, 50, 1000):
+                found, asked = looked_for(sizes, limit, first)
+                assert found == max((size for size in sizes if size <= limit), default=0)
+                assert len(asked) == len(set(asked)) <= 3 + math.log2(len(sizes))
 
 
-def test_what_is_reserved_decides_though_it_is_no_convex_function():
-    """Up to a third more than is allocated is needed, and what does not fit is told with up to a half more."""
-    rng = random.Random(2)
-    for _ in range(300):
-        lines = [(rng.uniform(0, 50), rng.uniform(0, 5000)) for _ in range(5)]
-        sizes = range(1, rng.randrange(2, 300))
-        least = [max(slope * size + rest for slope, rest in lines) for size in sizes]
-        enough = [*itertools.accumulate((each * rng.uniform(1, 1.3) for each in least), max)]
-        limit = rng.randrange(round(min(least)) - 100, round(max(least)) + 100)
-        told = [min(limit, each * 1.1) if each <= limit else each * rng.uniform(1, 1.5) for each in enough]
-        asked = search.Search(sizes, lambda n, told=told: told[n - 1], limit, lambda n, least=least: least[n - 1])
-        assert asked.run() == sum(each <= limit for each in enough)
-        assert len(asked.known) <= 12
+def test_what_fitted_in_a_similar_case_is_looked_at_before_its_neighbours():
+    assert looked_for([1, 2, 4, 8, 16, 32], 4, first=4) == (4, [4, 8])
 
 
 def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
@@ -93,25 +72,105 @@ def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
     assert outcomes == {(True, False), (False, False), (False, True)}, "some fit because the cache is given back"
 
 
-def test_the_search_ends_whatever_it_is_told():
-    rng = random.Random(0)
-    for _ in range(500):
-        sizes, asked = range(1, rng.randrange(2, 300)), []
-
-        def anything(size, asked=asked):
-            asked.append(size)
-            return rng.randrange(1000)
-
-        slope, outlier = rng.choice([None, 0, -3, 5]), rng.choice([None, sizes[-1]])
-        model = None if slope is None else search.Search(sizes, anything, 0, known={1: 0, 2: slope})
-        tried = search.Search(sizes, anything, rng.randrange(1000), model=model, outlier=outlier)
-        found = tried.run(low=rng.choice([0, 0, 1]), first=rng.choice([None, 1]))
-        assert 0 <= found <= len(sizes) and len(asked) == len(set(asked)) <= len(sizes)
-
-
 def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, monkeypatch):
     whole = ask(memory=450 * MB, most=99)
     monkeypatch.setattr(search, "seconds_left", lambda _: 0.0)
     late = ask(memory=450 * MB, most=99)
     assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
     assert any("time was up" in note and "not looked at" in note for note in late.notes)
+
+
+# ---- what is chosen among
+
+
+def test_what_must_be_is_and_what_is_avoided_is_not(ask, followed):
+    advice = ask(memory=450 * MB, must={"optim": "sgd", "gradient_accumulation_steps": 4}, most=99)
+    assert {recipe.arguments["optim"] for recipe in advice.recipes} == {"sgd"}
+    assert {recipe.arguments["per_device_train_batch_size"] for recipe in advice.recipes} == {16}
+    assert all("convergence" in " ".join(recipe.costs) for recipe in advice.recipes)
+    advice = ask(memory=450 * MB, avoid=["gradient_checkpointing", "Adafactor", "accumulation"], most=99)
+    assert not advice.recipes and len(followed) < 20
+    assert advice.smallest.arguments == {
+        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "optim": "adamw_bnb_8bit"
+    }  # fmt: skip
+    halves = ask(memory=450 * MB, processes=2)
+    assert all(
+        a["per_device_train_batch_size"] * a["gradient_accumulation_steps"] == 32
+        for a in (recipe.arguments for recipe in halves.recipes)
+    )
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_a_technique_is_known_by_either_name_of_its_argument(ask, name):
+    advice = ask(memory=450 * MB, must={name: True}, most=99)
+    assert advice.recipes and all("checkpointing" in recipe.name for recipe in advice.recipes)
+
+
+def test_on_a_cpu_that_computes_in_bf16_recipes_with_it_are_proposed_too(ask, machine, native):
+    plain, more = (ask(memory=450 * MB, most=99, machine=each) for each in (machine, native))
+    lower = {recipe.name for recipe in more.recipes if "bf16" in recipe.name}
+    assert lower and {recipe.name for recipe in plain.recipes} == {r.name for r in more.recipes} - lower
+    assert not any(recipe.arguments.get("bf16") for recipe in plain.recipes)
+
+
+def test_lower_precision_is_for_devices_that_compute_in_it():
+    def names(kind, capability, **machine):
+        machine = hardware.Machine("m", machine.pop("has", kind), **machine)
+        return {technique.name for technique in search.native_precisions(machine, kind, capability)}
+
+    assert names("cuda", (8, 0)) == {"bf16", "bf16 weights"} and names("cuda", (7, 5)) == {"fp16"}
+    assert names("cpu", (9, 0), cpu_features=("avx2",)) == set()
+    assert names("cpu", (9, 0), cpu_features=("amx_bf16",)) == {"bf16", "bf16 weights"}
+    gpus = (hardware.Gpu(0, capability=(9, 0)),)
+    assert names("cpu", (9, 0), has="cuda", gpus=gpus, cpu_features=("avx2",)) == set(), "a GPU tells nothing of a CPU"
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"must": {"optm": "sgd"}}, "optim"),
+        ({"must": {"optim": "adafactr"}}, "adafactor"),
+        ({"must": {"per_device_train_batch_size": 5}}, "64 samples"),
+        ({"must": {"gradient_accumulation_steps": 2}, "avoid": ["accumulation"]}, "keep one"),
+        ({"must": {"optim": "adafactor"}, "avoid": ["adafactor"]}, "keep one"),
+        ({"avoid": ["chekpointing"]}, "'chekpointing' is no technique. Did you mean 'checkpointing'"),
+        ({"avoid": ["zzz"]}, "Choose from 8-bit Adam, Adafactor, AdamW, SGD, accumulation,"),
+        ({"avoid": "checkpointing"}, "list of names"),
+        ({"avoid": ["adamw_torch_fused", "adafactor", "8-bit Adam"]}, "fix one with must"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_named(ask, followed, options, hint):
+    with pytest.raises(ValueError, match=hint):
+        ask(**options)
+    assert not followed
+
+
+# ---- where nothing fits
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would(ask):
+    advice = ask(memory=150 * MB, effective_batch=64)
+    assert advice.status == "nothing fits" and advice.recipes == ()
+    assert -advice.smallest.headroom_bytes == advice.smallest.needed_bytes - 150 * MB
+    assert advice.smallest.needed_bytes == 201 * MB
+    changes = {change.name: change for change in advice.changes}
+    assert changes["sharding"].fits and changes["sharding"].text == "over 2 devices, at most 64 samples each at a time"
+    assert changes["sharding"].needed_bytes == 201 * MB // 2 and changes["sharding"].assumption
+    assert not changes["offload"].fits and changes["offload"].needed_bytes == 200 * MB
+    assert changes["offload"].text == "optimizer states off the device: 1.0 MB on the host"
+    assert not changes["fewer tokens"].fits
+    assert "nothing fits" in repr(advice) and "51.0 MB over" in repr(advice)
+    only = ask(memory=330 * MB, must={"optim": "adamw_torch_fused", "gradient_checkpointing": False})
+    assert {change.name for change in only.changes if change.fits} == {"sharding", "offload"}
+
+
+def test_where_samples_are_too_few_to_share_it_says_that_the_batch_grows(ask):
+    (sharding,) = (change for change in ask(memory=30 * MB, effective_batch=2).changes if change.name == "sharding")
+    assert not sharding.fits and "2 samples a step cannot be shared by so many" in sharding.text
+
+
+def test_a_shorter_sequence_is_the_longest_that_fits(ask):
+    fixed = {"optim": "sgd", "gradient_checkpointing": False, "per_device_train_batch_size": 32}
+    advice = ask(task=Task("bert-tiny", seq_len=256), memory=1163 * MB, must=fixed)
+    change = next(change for change in advice.changes if change.name == "fewer tokens")
+    assert change.text.startswith("seq_len=120 instead of 256") and change.needed_bytes == 1160 * MB

@@ -14,7 +14,7 @@ from watched import FIGURES, GPU, threads
 from perf_helpers import hardware
 from perf_helpers.lab.task import PROFILES
 from perf_helpers.records import Store
-from perf_helpers.widgets import system_stats
+from perf_helpers.widgets import monitor
 from perf_helpers.widgets.frame import PLACES
 
 
@@ -75,7 +75,7 @@ def gpu(monkeypatch):
 
     for query, (_, value, _) in FIGURES.items():
         answer(query, value)
-    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980, 2: 2619}[which]
+    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980}[which]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(hardware, "describe", lambda: GOOD)
     return SimpleNamespace(asked=asked, fail=fail, answer=answer, module=module)
@@ -96,7 +96,7 @@ def script(monkeypatch):
                 raise left.pop(0)
             return left.pop(0)
 
-        monkeypatch.setattr(system_stats, "reader", lambda gpu: nullcontext(look))
+        monkeypatch.setattr(monitor, "reader", lambda gpu: nullcontext(look))
         return done
 
     return install

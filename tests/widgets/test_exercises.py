@@ -173,17 +173,6 @@ def test_a_proof_against_the_unknown_stops_no_lesson_but_one_that_can_be_made_do
         exercises.prove(half.get, solution=4, mistake=5)
 
 
-def test_a_guess_is_scored_and_none_is_no_guess():
-    assert exercises.score(None, 100, "MB").status == "no guess"
-    assert "50% off" in exercises.score(150, 100, "MB").text
-    with pytest.raises(ValueError, match="number"):
-        exercises.score("a lot", 100, "MB")
-
-
-def test_a_guess_is_not_scored_against_the_unknown():
-    assert exercises.score(5, Unknown()).status == "no guess"
-
-
 # ---- challenge
 
 

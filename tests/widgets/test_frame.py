@@ -17,7 +17,7 @@ from perf_helpers.course import course
 from perf_helpers.widgets.frame import PLACES, Places, place
 
 SEVEN = Path(__file__).resolve().parents[2] / "build" / "ipywidgets7"
-ON_BOTH = ("frame", "guesses", "questions", "controls", "learner_progress", "*_explorer")  # versions of ipywidgets
+ON_BOTH = ("frame", "guesses", "questions", "explorers", "learner_progress", "*_explorer")  # versions of ipywidgets
 
 
 # ---- places

@@ -99,7 +99,7 @@ def test_without_a_guess_the_lesson_goes_on_and_says_so(lab, shown):
     assert learner_log.progress(learner_log.of(lab).read())[LESSON].errors == {"peak": None}
 
 
-@pytest.mark.parametrize("measured", [None, float("nan")])
+@pytest.mark.parametrize("measured", [None, float("nan"), Unknown()])
 def test_nothing_measured_is_nothing_revealed(lab, shown, measured):
     ask(lab)
     commit(shown, 40)

@@ -2,8 +2,10 @@
 GPU or judges by a clock.
 """
 
-import io
+import base64
+import html
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -17,8 +19,6 @@ from machines import GOOD, fake_nvml
 from watched import FIGURES, GPU, threads
 
 from perf_helpers import hardware, monitor
-from perf_helpers.plots import SERIES
-from perf_helpers.widgets import system_stats
 
 pytestmark = pytest.mark.usefixtures("bare")
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("bare")
 def test_a_gpu_is_read_with_its_units(gpu):
     with monitor.Monitor(10) as watching:
         pass
-    sample = watching.samples[0]
-    for field, _, expected in FIGURES.values():
-        assert getattr(sample, field) == expected
-    assert (sample.sm_clock_mhz, sample.memory_clock_mhz) == (1980, 2619)
-    assert sample.device_used_bytes == GPU.memory_bytes - GPU.free_bytes
-    assert sample.cpu_percent is None and sample.own_rss_bytes is None
+    ((_, figures),) = watching.samples[:1]
+    for figure, _, expected in FIGURES.values():
+        assert figures[figure] == expected
+    assert figures["clock of the cores"] == 1980
+    assert figures["device memory used"] == GPU.memory_bytes - GPU.free_bytes
+    assert not monitor.HOST_FIGURES.keys() & figures.keys()
     assert "NVIDIA H200: " in watching.summary().caption
     assert "clocks: power limit (software) in 100%" in watching.summary().caption
     assert ["power", "412 W", "412 W", "412 W"] in watching.summary().rows
@@ -52,7 +52,8 @@ def test_the_gpu_is_found_by_its_uuid_and_not_by_nvmls_number(gpu, monkeypatch):
     for index in (0, 1):
         with monitor.Monitor(10, gpu_index=index) as watching:
             pass
-        seen.append((watching.samples[0].power_watts, watching.samples[0].device_used_bytes))
+        figures = watching.samples[0][1]
+        seen.append((figures["power"], figures["device memory used"]))
     assert seen == [(700, GPU.memory_bytes - GPU.free_bytes), (70, 1_000_000_000)]
 
 
@@ -61,7 +62,7 @@ def test_a_gpu_that_nvml_does_not_know_leaves_the_host_and_says_so(monkeypatch):
     monkeypatch.setattr(hardware, "describe", lambda: unknown)
     with monitor.Monitor(10) as watching:
         pass
-    assert watching.samples[0].own_rss_bytes > 0
+    assert watching.samples[0][1][monitor.OWN] > 0
     assert "the host, since NVML gives nothing about the GPU (Driver/library version mismatch)" in str(
         watching.summary()
     )
@@ -100,7 +101,7 @@ def test_the_blocks_own_exception_comes_first(script):
 
 def test_a_driver_that_never_answers_does_not_hold_the_cell(monkeypatch):
     answer = threading.Event()
-    monkeypatch.setattr(system_stats, "reader", lambda gpu: nullcontext(lambda: answer.wait() and {}))
+    monkeypatch.setattr(monitor, "reader", lambda gpu: nullcontext(lambda: answer.wait() and {}))
     monkeypatch.setattr(monitor, "CLOSE_SECONDS", 0.01)
     watching = monitor.Monitor()
     with pytest.raises(RuntimeError, match="nvidia-smi"):
@@ -109,9 +110,10 @@ def test_a_driver_that_never_answers_does_not_hold_the_cell(monkeypatch):
     watching._thread.join()
 
 
-def test_the_history_is_bounded_and_the_summary_is_about_all(script):
-    done = script(*({"own_rss_bytes": size * 1_000_000} for size in range(1, 10)))
-    with monitor.Monitor(0.001, history=3) as watching:
+def test_the_history_is_bounded_and_the_summary_is_about_all(script, monkeypatch):
+    monkeypatch.setattr(monitor, "HISTORY", 3)
+    done = script(*({monitor.OWN: size * 1_000_000} for size in range(1, 10)))
+    with monitor.Monitor(0.001) as watching:
         done.wait()
     assert len(watching.samples) == 3
     assert ["memory of this process", "1.0 MB", "5.0 MB", "9.0 MB"] in watching.summary().rows
@@ -147,7 +149,7 @@ def test_a_costly_sample_makes_the_next_one_wait(script, monkeypatch, cost):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [({"interval_seconds": 0}, "interval_seconds=0"), ({"history": 1}, "history=1"), ({"gpu_index": 1}, "gpu_index=1")],
+    [({"interval_seconds": 0}, "interval_seconds=0"), ({"gpu_index": 1}, "gpu_index=1")],
 )
 def test_a_value_out_of_range_is_named_and_starts_nothing(arguments, name):
     with pytest.raises(ValueError, match=name):
@@ -161,28 +163,12 @@ def test_a_value_out_of_range_is_named_and_starts_nothing(arguments, name):
 def watched(script):
     """A monitor that has seen two samples of a GPU-less machine."""
     done = script(
-        {"own_rss_bytes": 500_000_000, "children_rss_bytes": 1_500_000_000},
-        {"own_rss_bytes": 600_000_000, "children_rss_bytes": 2_500_000_000, "cpu_percent": 75.0},
+        {monitor.OWN: 500_000_000, monitor.CHILDREN: 1_500_000_000},
+        {monitor.OWN: 600_000_000, monitor.CHILDREN: 2_500_000_000, "CPU utilisation": 75.0},
     )
     with monitor.live(0.001) as watched:
         done.wait()
     return watched
-
-
-def test_the_static_picture_has_units_and_readable_text(watched):
-    figure = watched.picture()
-    assert [ax.get_title(loc="left") for ax in figure.axes] == [
-        "resident memory (GB)",
-        "CPU utilisation, all cores (%)",
-    ]
-    memory, cpu = figure.axes
-    assert [list(line.get_ydata()) for line in memory.lines] == [[0.5, 0.6], [1.5, 2.5]]
-    assert [list(line.get_ydata()) for line in cpu.lines] == [[75]]
-    assert memory.lines[0].get_linestyle() != memory.lines[1].get_linestyle()
-    assert {line.get_color() for line in memory.lines} <= set(SERIES)
-    assert min(text.get_fontsize() for text in figure.findobj(lambda it: hasattr(it, "get_fontsize"))) >= 9
-    figure.savefig(io.BytesIO())
-    assert "memory of this process 500.0 MB to 600.0 MB; memory of its experiments 1.50 GB" in watched.description()
 
 
 def test_the_live_picture_is_svg_with_words_for_it(watched):
@@ -190,15 +176,19 @@ def test_the_live_picture_is_svg_with_words_for_it(watched):
     assert "memory of its experiments 2.5 GB" in memory.get("aria-label") and "75 %" in cpu.get("aria-label")
     assert [len(line.get("points").split()) for line in memory.findall("polyline")] == [2, 2]
     assert [len(line.get("points").split()) for line in cpu.findall("polyline")] == [1], "not measured is not 0"
+    assert [each.find("text").text for each in (memory, cpu)] == [
+        "resident memory (GB)",
+        "CPU utilisation, all cores (%)",
+    ]
+    assert "memory of this process 500.0 MB to 600.0 MB; memory of its experiments 1.50 GB" in watched.description()
 
 
 def test_a_gpu_without_utilisation_is_drawn_and_says_so(gpu):
     gpu.fail("nvmlDeviceGetUtilizationRates", 3)
     with monitor.live(10) as watched:
         pass
-    assert [text.get_text() for text in watched.picture().axes[1].texts] == ["not available"]
     assert "GPU utilisation: not available" in watched.live_html()
-    assert "temperature 61 °C" in watched.live_html() and "clocks: power limit (software)" in watched.live_html()
+    assert "power 412 W" in watched.live_html() and "clocks: power limit (software)" in watched.live_html()
 
 
 def python(code):
@@ -241,7 +231,7 @@ CELLS = [
     "with monitor.live(0.05) as m:\n    m._thread.join()",
     "m._widget.value",
     "m = monitor.live(0.05); m._thread.join()",
-    "monitor.Monitor.live_html = lambda self: ''; monitor.Monitor.picture = broken\n"
+    "monitor.Monitor.live_html = lambda self: ''; monitor.Monitor.pictures = broken\n"
     "with monitor.live(0.05) as m:\n    pass",
 ]
 
@@ -265,15 +255,18 @@ def cells():
 
 def test_a_notebook_keeps_one_static_picture_with_its_words(cells):
     (picture,) = cells[1]
-    assert picture.data["image/png"].startswith("iVBOR")
-    assert 'alt="' in picture.data["text/html"] and "memory of this process" in picture.data["text/plain"]
+    shown, words = picture.data["text/html"], picture.data["text/plain"]
+    assert f'alt="{html.escape(words)}"' in shown and "memory of this process" in words
+    images = [base64.b64decode(data) for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", shown)]
+    assert [ElementTree.fromstring(image).tag for image in images] == ["{http://www.w3.org/2000/svg}svg"] * 2
+    assert shown.count("background:white") == 2, "readable on a dark page too"
     assert "application/vnd.jupyter.widget-view+json" not in picture.data
     (table,) = cells[2]
     assert "<th" in table.data["text/html"]
 
 
 def test_the_cells_end_stops_it_and_leaves_its_picture(cells):
-    assert ["image/png" in output.data for output in cells[3]] == [True, True]
+    assert ["<img" in output.data["text/html"] for output in cells[3]] == [True, True]
     names, hooks, drawn = json.loads(cells[4][0].text)
     assert (names, hooks) == ([], 0)
     assert "<svg" in drawn and "aria-label" in drawn
@@ -288,3 +281,90 @@ def test_a_drawing_error_stands_in_place_and_fails_the_cell(cells, number):
 
 def test_a_drawing_error_is_shown_at_once(cells):
     assert "The monitor stopped: ZeroDivisionError: while drawing" in cells[6][0].data["text/plain"]
+
+
+# ---- one look at the machine
+
+
+def read(times=1, gpu=None):
+    """The figures of as many samples, read here and now."""
+    with monitor.reader(gpu) as look:
+        return [look() for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    ("bitmask", "words"),
+    [
+        (0, []),
+        (0x1, ["idle"]),
+        (0x44, ["power limit (software)", "heat (hardware)"]),
+        (0x400, ["limit for reliability"]),
+        (0x1001, ["idle", "unknown reason 0x1000"]),
+    ],
+)
+def test_reasons_are_words(bitmask, words):
+    assert monitor.reasons(bitmask) == words
+
+
+def test_reasons_have_the_bits_of_nvml():
+    pynvml = pytest.importorskip("pynvml")
+    for name, word in (("SyncBoost", "kept in step"), ("HwPowerBrakeSlowdown", "brake (from"), ("GpuIdle", "idle")):
+        (found,) = monitor.reasons(getattr(pynvml, f"nvmlClocksThrottleReason{name}"))
+        assert word in found
+
+
+@pytest.mark.parametrize("query", FIGURES)
+def test_a_query_that_fails_is_none_and_spares_the_others(gpu, query):
+    gpu.fail(query)
+    (figures,) = read(gpu=GPU)
+    expected = {figure: None if each == query else value for each, (figure, _, value) in FIGURES.items()}
+    assert {figure: figures[figure] for figure in expected} == expected
+
+
+@pytest.mark.parametrize(("code", "times"), [(3, 1), (4, 1), (13, 1), (15, 3)])  # 15: the GPU is lost, for now
+def test_only_what_is_unsupported_is_asked_once(gpu, code, times):
+    gpu.fail("nvmlDeviceGetPowerUsage", code)
+    assert [figures["power"] for figures in read(3, GPU)] == [None] * 3
+    assert gpu.asked.count(("nvmlDeviceGetPowerUsage",)) == times
+
+
+def test_an_old_driver_tells_its_throttle_reasons(gpu):
+    gpu.fail("nvmlDeviceGetCurrentClocksEventReasons", 13)
+    gpu.answer("nvmlDeviceGetCurrentClocksThrottleReasons", 0)
+    assert [figures[monitor.CLOCKS] for figures in read(2, GPU)] == [(), ()]
+
+
+def test_without_a_gpu_the_host_is_read_with_its_children():
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        (figures,) = read()
+        child.communicate(b"\n")
+    assert figures[monitor.OWN] > 1e6 and figures[monitor.CHILDREN] > 1e6
+    assert figures["memory available"] > 0 and figures["CPU utilisation"] is None
+    assert "device memory used" not in figures
+
+
+def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch, copied):
+    seconds = ((10, 100), (13, 101), (13.1, 101), (13.1, 104.9))  # the third is too soon after the second
+    times = [SimpleNamespace(user=user, idle=idle, iowait=1) for user, idle in seconds]
+    times = [type("times", (tuple,), vars(each))(vars(each).values()) for each in times]
+    planted = copied(monitor.psutil, cpu_times=lambda: times.pop(0), cpu_count=lambda: 2)
+    monkeypatch.setattr(monitor, "psutil", planted)
+    assert [figures["CPU utilisation"] for figures in read(4)] == [None, 75, None, pytest.approx(2.5)]
+
+
+def test_a_containers_limit_counts(monkeypatch):
+    monkeypatch.setattr(hardware, "cgroup_limits", lambda: (2_000, 1_000, None))
+    assert read()[0]["memory available"] == 1_000
+
+
+def test_what_the_host_refuses_is_none(monkeypatch):
+    def refuse(*_, **__):
+        raise monitor.psutil.AccessDenied
+
+    monkeypatch.setattr(monitor.psutil.Process, "children", refuse)
+    monkeypatch.setattr(monitor.psutil, "cpu_times", refuse)
+    (figures,) = read()
+    assert figures[monitor.CHILDREN] is None and figures["CPU utilisation"] is None
+    assert figures[monitor.OWN] > 0

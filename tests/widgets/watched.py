@@ -1,4 +1,4 @@
-"""What the tests of readings and monitor share."""
+"""What the tests of the monitor share."""
 
 import threading
 from types import SimpleNamespace
@@ -6,11 +6,10 @@ from types import SimpleNamespace
 from machines import GOOD
 
 GPU = GOOD.gpus[0]
-FIGURES = {  # by query to NVML: the field, what NVML answers, and what is read from it
-    "nvmlDeviceGetUtilizationRates": ("gpu_percent", SimpleNamespace(gpu=87), 87),
-    "nvmlDeviceGetPowerUsage": ("power_watts", 412_500, 412.5),
-    "nvmlDeviceGetTemperature": ("temperature_celsius", 61, 61),
-    "nvmlDeviceGetCurrentClocksEventReasons": ("clock_reasons", 0x4, ("power limit (software)",)),
+FIGURES = {  # by query to NVML: the figure, what NVML answers, and what is read from it
+    "nvmlDeviceGetUtilizationRates": ("GPU utilisation", SimpleNamespace(gpu=87), 87),
+    "nvmlDeviceGetPowerUsage": ("power", 412_500, 412.5),
+    "nvmlDeviceGetCurrentClocksEventReasons": ("clocks", 0x4, ("power limit (software)",)),
 }
 
 

@@ -14,7 +14,7 @@ from perf_helpers.plots import PALETTE, SERIES, Timeline
 from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text
 from perf_helpers.unknown import is_measured
 
-DASHES = ((), (6, 3))  # of a panel's first and second line, in points
+DASHES = ("none", "6 3")  # of a panel's first and second line, in points
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
 
@@ -109,35 +109,24 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     return _draw("scatter", words="; ".join(words), plot=plot)
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Lines over time: what the monitor's live picture and the one that it leaves both show."""
+def panel(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float]]], span: tuple[float, float]) -> str:
+    """Lines over time as SVG, with the latest value of each in words.
 
-    title: str
-    unit: str  # of the values
-    lines: Mapping[str, Sequence[tuple[float, float]]]  # by label: (seconds, value) of each sample that has the value
-    span: tuple[float, float]  # seconds at the left and the right end of the axis
-
-    @property
-    def heading(self) -> str:
-        return f"{self.title} ({self.unit})"
-
-    @property
-    def top(self) -> float:
-        """Where the axis of the values ends."""
-        largest = max((value for points in self.lines.values() for _, value in points), default=0)
-        return 100.0 if self.unit == "%" else 1.15 * largest or 1.0
-
-
-def panel(shown: Panel) -> str:
-    """A panel as SVG, with the latest value of each line in words."""
+    Args:
+        unit: of the values.
+        lines: by label: (seconds, value) of each sample that has the value.
+        span: seconds at the left and the right end of the axis.
+    """
+    largest = max((value for points in lines.values() for _, value in points), default=0)
+    highest = 100.0 if unit == "%" else 1.15 * largest or 1.0
     left, right, top, bottom = 46, 320, 58, 138  # pixels; the axes stand there in the markup too
-    across, up = (right - left) / (shown.span[1] - shown.span[0]), (bottom - top) / shown.top
-    lines = {}
-    for label, points in shown.lines.items():
-        places = (f"{left + (at - shown.span[0]) * across:.1f},{bottom - value * up:.1f}" for at, value in points)
-        lines[f"{label} {number_text(points[-1][1], shown.unit, digits=2)}"] = " ".join(places)
-    return _draw("panel", panel=shown, lines=lines or {"not available": ""})
+    across, up = (right - left) / (span[1] - span[0]), (bottom - top) / highest
+    drawn = {}
+    for label, points in lines.items():
+        places = (f"{left + (at - span[0]) * across:.1f},{bottom - value * up:.1f}" for at, value in points)
+        drawn[f"{label} {number_text(points[-1][1], unit, digits=2)}"] = " ".join(places)
+    facts = {"title": title, "unit": unit, "highest": highest, "span": span, "lines": drawn or {"not available": ""}}
+    return _draw("panel", **facts)
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
