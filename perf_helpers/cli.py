@@ -13,6 +13,7 @@ import typer
 
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.runs import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, nearest_text
 
@@ -38,6 +39,7 @@ Snapshot = Annotated[
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
+_WITH_CLEAN_PROCESSES = ("measure", "estimate", "advise")
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
@@ -345,10 +347,7 @@ def advise(
 
 
 def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> Task:
-    task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
-    task.family()  # so that a model nobody knows is refused before anything runs
-    task.length()
-    return task
+    return Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
 
 
 @contextlib.contextmanager
@@ -427,6 +426,8 @@ def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
+    if sys.argv[1] in _WITH_CLEAN_PROCESSES:
+        SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):
