@@ -113,7 +113,7 @@ def measure(
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
     given = arguments.parse(context.args).given
-    task = _task(model, seq_len, dataset_size, architecture)
+    task = Task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
     if inference:
         run = lab.infer(model, task=task, **given)
@@ -150,7 +150,7 @@ def estimate(
 
     given = arguments.parse(context.args).given
     estimated = room.estimate(
-        _task(model, seq_len, dataset_size, architecture),
+        Task(model, seq_len, dataset_size, architecture),
         device=device,
         compute_capability=_capability(compute_capability),
         processes=processes,
@@ -213,7 +213,7 @@ def rehearse(
     given = arguments.parse(context.args).given
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
-    task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
+    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
@@ -328,7 +328,7 @@ def advise(
     from perf_helpers import advise as room
 
     advice = room.advise(
-        _task(model, seq_len, 512, architecture),
+        Task(model, seq_len, architecture=architecture),
         memory=memory,
         effective_batch=effective_batch,
         must=arguments.parse([f"--{word}" for word in must or []]).given,
@@ -344,10 +344,6 @@ def advise(
         _print(advice.to_dict() | {"verification": verification and verification.to_dict()})
     else:
         _print([repr(advice), *([f"Verified: {verification!r}"] if verification else [])])
-
-
-def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> Task:
-    return Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
 
 
 @contextlib.contextmanager

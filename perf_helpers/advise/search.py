@@ -10,7 +10,6 @@ back, and what does not fit is told as on a card without limit. So the lines are
 no card can do without, and whether a size between them fits is asked.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +65,7 @@ class RecipeSearch:
         for index, family in enumerate(ranked):
             if len(fitting) == most:
                 break
-            if self.estimates and not seconds_left(math.inf):
+            if self.estimates and not seconds_left():
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
             beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(family, other.family)]

@@ -37,19 +37,12 @@ from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
-# What the server imports, so that a clean process has it at no cost.
+# What the server imports, and all that these import, so that a clean process has it at no cost.
 PRELOAD = (
-    "torch",
-    "torch.profiler",
     "torch.distributed.launcher.api",
-    "numpy",
     "datasets",
-    "accelerate",
-    "transformers",
     "transformers.trainer",
-    "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert",
-    "cloudpickle",
     "perf_helpers.lab.worker",
     "perf_helpers.lab.meters",
     "perf_helpers.estimate.trace",

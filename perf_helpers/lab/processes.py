@@ -28,9 +28,9 @@ def within(seconds: float) -> Iterator[None]:
         _limit.reset(token)
 
 
-def seconds_left(timeout: float) -> float:
-    """The seconds that something may take: `timeout`, or what is left of `within`, whichever is less."""
-    return max(0.0, min(timeout, _limit.get()[0] - time.monotonic()))
+def seconds_left() -> float:
+    """What is left of `within`; infinity outside."""
+    return max(0.0, _limit.get()[0] - time.monotonic())
 
 
 def are_measuring() -> bool:
@@ -63,12 +63,11 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
         if not first.ok or first.memory is None or first.memory.breakdown or experiment.arguments.compiles:
             return first
         return first.explained(execute(experiment, "categories", timeout, on_step))
-    deadline = time.monotonic() + seconds_left(timeout)
-    with contextlib.ExitStack() as stack:
+    with within(timeout), contextlib.ExitStack() as stack:
         jobs = [functools.partial(worker.perform, experiment, measure) for measure in ("memory", "categories")]
         first, second = (stack.enter_context(CleanProcess(job, measured=True)) for job in jobs)
-        outcome = _ended(first, deadline, timeout, on_step)
-        return outcome.explained(_ended(second, deadline, timeout, None)) if outcome.ok else outcome
+        outcome = _ended(first, on_step)
+        return outcome.explained(_ended(second)) if outcome.ok else outcome
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
@@ -112,21 +111,20 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 
 def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: bool = False) -> Outcome:
     """The outcome that a job returns in a clean process, or that of the process's end."""
-    deadline = time.monotonic() + seconds_left(timeout)
-    with CleanProcess(job, measured=measured) as process:
-        return _ended(process, deadline, timeout, on_step)
+    with within(timeout), CleanProcess(job, measured=measured) as process:
+        return _ended(process, on_step)
 
 
-def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Callable[[int], Any] | None) -> Outcome:
-    """The outcome of a process, with what it printed, once it has come to its end or the deadline has.
+def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
+    """The outcome of a process, with what it printed, once it has come to its end or its time has.
 
     Where several ranks are ended before their time, the message says in which line each one is; the note of an
     interruption does so too.
     """
     try:
-        outcome = _wait(process, deadline, on_step)
+        outcome = _wait(process, on_step)
     except TimeoutError:
-        outcome = _timed_out(timeout, process.whereabouts())
+        outcome = _timed_out(process.whereabouts())
     except KeyboardInterrupt as interruption:
         if where := process.whereabouts():
             interruption.add_note(where)
@@ -137,20 +135,19 @@ def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Call
     return outcome.replace(output=output, errors=errors[-4000:])
 
 
-def _wait(process: CleanProcess, deadline: float, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
+def _wait(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
     """Wait until the process has had its turn; its outcome where it ended instead."""
     while True:
-        kind, content = process.receive(max(0.0, deadline - time.monotonic()))
+        kind, content = process.receive(seconds_left())
         if kind != "step":
             return None if kind == "turn" else content
         if on_step:
             on_step(content)
 
 
-def _timed_out(timeout: float, where: str = "") -> Outcome:
+def _timed_out(where: str = "") -> Outcome:
     """The outcome of what was ended because its time was over; `where` it was then, if that is known."""
-    until, seconds = _limit.get()
-    text = f"no result within {seconds if until <= time.monotonic() else timeout:g} s"
+    text = f"no result within {_limit.get()[1]:g} s"
     return Outcome("timed out", f"{text}; {where}" if where else text)
 
 
@@ -185,19 +182,20 @@ def side_by_side(
         at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
             neighbour would, and both recipes alike, which take turns inside each.
     """
-    deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
+    taken, tell = [], on_turn or (lambda number: None)
     three = (first, second, first)
     job = functools.partial(interleaving.take, three, count, steps_per_turn)
-    for begun in range(0, processes, at_once):
-        with contextlib.ExitStack() as stack:
-            those = range(begun, min(begun + at_once, processes))
-            living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
-            for number, process in zip(those, living, strict=True):
-                done = number * len(three) * (count + 1)
-                outcome = _ended(process, deadline, timeout, lambda turn, done=done: tell(done + turn))
-                if not outcome.ok:
-                    return outcome
-                taken.append(outcome.value)
+    with within(timeout):
+        for begun in range(0, processes, at_once):
+            with contextlib.ExitStack() as stack:
+                those = range(begun, min(begun + at_once, processes))
+                living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
+                for number, process in zip(those, living, strict=True):
+                    done = number * len(three) * (count + 1)
+                    outcome = _ended(process, lambda turn, done=done: tell(done + turn))
+                    if not outcome.ok:
+                        return outcome
+                    taken.append(outcome.value)
     return Outcome(value=taken)
 
 
@@ -221,14 +219,14 @@ def alternate(
             own, for two experiments that do not fit on the device together.
         on_turn: called after each turn.
     """
-    deadline = time.monotonic() + seconds_left(timeout)
     take = _living if together else _one_by_one
-    try:
-        return Outcome(value=take((first, second), turns, steps_per_turn, deadline, on_turn or (lambda: None)))
-    except _Early as early:
-        return early.outcome
-    except TimeoutError:
-        return _timed_out(timeout)
+    with within(timeout):
+        try:
+            return Outcome(value=take((first, second), turns, steps_per_turn, on_turn or (lambda: None)))
+        except _Early as early:
+            return early.outcome
+        except TimeoutError:
+            return _timed_out()
 
 
 def _order(turns: int) -> Iterator[int]:
@@ -236,7 +234,7 @@ def _order(turns: int) -> Iterator[int]:
     return itertools.chain.from_iterable((0, 1) if number % 2 == 0 else (1, 0) for number in range(turns))
 
 
-def _living(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> list[list[float]]:
+def _living(pair, turns: int, steps_per_turn: int, on_turn) -> list[list[float]]:
     """Seconds of each turn, from two processes that live and stop in turns."""
     with contextlib.ExitStack() as stack:
         processes = []
@@ -244,33 +242,33 @@ def _living(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> 
             job = functools.partial(worker.perform, experiment.replace(steps=turns * steps_per_turn), "time")
             process = CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True)
             processes.append(stack.enter_context(process))
-            if outcome := _wait(process, deadline):
+            if outcome := _wait(process):
                 raise _Early(which, outcome)
         for which in _order(turns):
             processes[which].go()
-            if outcome := _wait(processes[which], deadline):
+            if outcome := _wait(processes[which]):
                 raise _Early(which, outcome)
             on_turn()
-        return [_fastest(process, which, turns, steps_per_turn, deadline) for which, process in enumerate(processes)]
+        return [_fastest(process, which, turns, steps_per_turn) for which, process in enumerate(processes)]
 
 
-def _fastest(process: CleanProcess, which: int, turns: int, steps_per_turn: int, deadline: float) -> list[float]:
+def _fastest(process: CleanProcess, which: int, turns: int, steps_per_turn: int) -> list[float]:
     """Seconds of the fastest step of each turn, once the process has come to its end."""
     outcome = None
     while not outcome:  # a function may have more steps than there are turns
         process.go()
-        outcome = _wait(process, deadline)
+        outcome = _wait(process)
     if not outcome.ok:
         raise _Early(which, outcome)
     every = outcome.timing.all_seconds[: turns * steps_per_turn]
     return [min(every[i : i + steps_per_turn], key=float) for i in range(0, len(every), steps_per_turn)]
 
 
-def _one_by_one(pair, turns: int, steps_per_turn: int, deadline: float, on_turn) -> list[list[float]]:
+def _one_by_one(pair, turns: int, steps_per_turn: int, on_turn) -> list[list[float]]:
     """Seconds of each turn, each from a process of its own."""
     seconds: list[list[float]] = [[], []]
     for which in _order(turns):
-        outcome = execute(pair[which].replace(steps=steps_per_turn), "time", deadline - time.monotonic())
+        outcome = execute(pair[which].replace(steps=steps_per_turn), "time", seconds_left())
         if not outcome.ok:
             raise _Early(which, outcome)
         seconds[which].append(min(outcome.timing.all_seconds, key=float))
