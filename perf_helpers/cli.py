@@ -13,6 +13,7 @@ import typer
 
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.records import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, nearest_text
 
@@ -38,6 +39,7 @@ Snapshot = Annotated[
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
+_WITH_CLEAN_PROCESSES = ("measure", "estimate", "advise")
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
@@ -111,7 +113,7 @@ def measure(
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
     given = arguments.parse(context.args).given
-    task = _task(model, seq_len, dataset_size, architecture)
+    task = Task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
     if inference:
         run = lab.infer(model, task=task, **given)
@@ -148,7 +150,7 @@ def estimate(
 
     given = arguments.parse(context.args).given
     estimated = room.estimate(
-        _task(model, seq_len, dataset_size, architecture),
+        Task(model, seq_len, dataset_size, architecture),
         device=device,
         compute_capability=_capability(compute_capability),
         processes=processes,
@@ -211,7 +213,7 @@ def rehearse(
     given = arguments.parse(context.args).given
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
-    task = _task(model or "bert-tiny", seq_len, dataset_size, architecture)
+    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
@@ -325,7 +327,7 @@ def advise(
     from perf_helpers import advise as room
 
     advice = room.advise(
-        _task(model, seq_len, 512, architecture),
+        Task(model, seq_len, architecture=architecture),
         memory=memory,
         effective_batch=effective_batch,
         must=arguments.parse([f"--{word}" for word in must or []]).given,
@@ -341,13 +343,6 @@ def advise(
         _print(advice.to_dict() | {"verification": verification and verification.to_dict()})
     else:
         _print([repr(advice), *([f"Verified: {verification!r}"] if verification else [])])
-
-
-def _task(model: str, seq_len: int | None, dataset_size: int, architecture: str | None) -> Task:
-    task = Task(model, seq_len=seq_len, dataset_size=dataset_size, architecture=architecture)
-    task.family()  # so that a model nobody knows is refused before anything runs
-    task.length()
-    return task
 
 
 @contextlib.contextmanager
@@ -426,6 +421,8 @@ def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
+    if sys.argv[1] in _WITH_CLEAN_PROCESSES:
+        SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):

@@ -30,6 +30,7 @@ PACKAGE = "perf_helpers"
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "papermill")
+HEAVY += ("pandas", "scipy", "IPython", "ipywidgets", "jupyter_client", "nbformat", "nbconvert")
 CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch"}
 
 # Written in pieces, so that this file does not match itself.
@@ -185,10 +186,11 @@ def test_an_undeclared_import_is_reported():
     assert undeclared(source, {"numpy"}, owners) == ["scipy"]
 
 
-def loaded_after(statement):
+def loaded_after(statement, folder=ROOT):
     """The heavy modules that a fresh interpreter holds after a statement."""
-    code = f"{statement}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
+    code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -200,6 +202,41 @@ def test_its_public_names_and_its_command_load_nothing_heavy():
     rooms = "".join(f"import {PACKAGE}.{path.parent.name}; " for path in (ROOT / PACKAGE).glob("*/__init__.py"))
     names = f"{rooms}from {PACKAGE} import *; import {PACKAGE}.cli; {PACKAGE}.Lab, {PACKAGE}.Task, {PACKAGE}.plots"
     assert loaded_after(names) == []
+
+
+TINY = "--model bert-tiny --seq-len 16 --per_device_train_batch_size 1"
+PAGES = {"jupyter_client", "nbformat", "nbconvert"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "needs"),
+    [
+        ("--help", 0, set()),
+        ("doctor", 0, set()),
+        ("estimate --model bert-base-uncased --optimm adafactor", 2, set()),
+        ("measure --model bert-tiny --bf16 maybe", 2, set()),
+        ("advise --model bert-tiny --memory 1GB --effective-batch 2 --must optim=x", 2, set()),
+        ("rehearse --model bert-tiny --card t4 --attn_implementation no", 2, set()),
+        ("compare {run} {run}", 0, set()),
+        ("history {folder}", 0, set()),
+        ("report {folder}", 0, PAGES),
+        (f"estimate {TINY} --device cuda", 0, set()),
+        (f"measure {TINY} --memory-only", 0, set()),
+    ],
+)
+def test_a_command_imports_nothing_that_it_does_not_use(tmp_path, words, code, needs):
+    """What trains or follows a training is imported in the clean process, and in no other."""
+    run = shutil.copy(some(sorted((ROOT / "results").glob("*/*.json")), "runs")[-1], tmp_path / "results.json")
+    words = words.format(run=run, folder=tmp_path).split()
+    statement = f"""
+import sys
+sys.argv = ["perf-helpers", *{words}]
+from perf_helpers.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == {code}, end.code"""
+    assert {*loaded_after(statement, tmp_path)} <= needs
 
 
 def test_a_heavy_import_is_seen():

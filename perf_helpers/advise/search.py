@@ -208,7 +208,7 @@ class RecipeSearch:
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
-            if self.estimates and not seconds_left(math.inf):
+            if self.estimates and not seconds_left():
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
             beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]

@@ -1,14 +1,22 @@
 """What a training is told: one vocabulary, that of the installed `transformers.TrainingArguments`, and one form.
 
 Every name that a user types is checked here, before anything is built, and every name that changed between library
-versions is mapped here and nowhere else.
+versions is mapped here and nowhere else. What the library takes is read from its source: to import it takes seconds,
+which only the clean process has to spend that trains.
 """
 
+import ast
+import builtins
 import dataclasses
+import enum
 import functools
+import importlib.util
 import json
+import runpy
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from perf_helpers.texts import nearest_text, whole_number
@@ -157,11 +165,63 @@ class Arguments:
 
 
 @functools.cache
+def _declared() -> type:
+    """A dataclass with the fields of the installed `TrainingArguments`: names, types, defaults, and how a parser takes
+    them; of the last two what is no literal is left out."""
+    sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
+    classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
+    names, fields = _Names(), []
+    for name, node in classes.items():
+        if any(ast.unparse(base) in ("Enum", "ExplicitEnum") for base in node.bases):
+            members = {each.targets[0].id: _literal(each.value) for each in node.body if isinstance(each, ast.Assign)}
+            names[name] = enum.Enum(name, members)
+    for node in classes["TrainingArguments"].body:
+        if isinstance(node, ast.AnnAssign):
+            options = {option.arg: option.value for option in node.value.keywords}
+            told = options.get("metadata", ast.Dict([], []))
+            metadata = {key.value: _literal(value) for key, value in zip(told.keys, told.values, strict=True)}
+            metadata = {name: value for name, value in metadata.items() if value is not None}
+            kind = eval(ast.unparse(node.annotation), {}, names)
+            fields.append((node.target.id, kind, field(default=_literal(options.get("default")), metadata=metadata)))
+    return dataclasses.make_dataclass("TrainingArguments", fields)
+
+
+class _Names(dict):
+    """What annotations name: what is put in and what Python has; the rest is anything."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, getattr(typing, name, Any))
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """The value of what is written out; None for anything else."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+
+
+def _source(name: str) -> ast.Module:
+    return ast.parse(_file(name).read_text(encoding="utf-8"))
+
+
+def _file(name: str) -> Path:
+    """The file of a module of the installed transformers."""
+    return Path(importlib.util.find_spec("transformers").origin).with_name(f"{name}.py")
+
+
+@functools.cache
 def known() -> frozenset[str]:
     """Names that an experiment takes: the fields of the installed `TrainingArguments` and `MODEL_ARGUMENTS`."""
-    from transformers import TrainingArguments
+    return frozenset(field.name for field in dataclasses.fields(_declared())) | MODEL_ARGUMENTS.keys()
 
-    return frozenset(field.name for field in dataclasses.fields(TrainingArguments)) | MODEL_ARGUMENTS.keys()
+
+@functools.cache
+def _kernels() -> list[str]:
+    """The attention kernels that the installed library has itself."""
+    assigned = (node for node in ast.walk(_source("modeling_utils")) if isinstance(node, ast.Assign))
+    (table,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_global_mapping")
+    return ["eager", *(key.value for key in table.keys if "|" not in key.value)]
 
 
 @functools.cache
@@ -194,9 +254,8 @@ def parse(words: list[str]) -> Arguments:
     """
     import argparse
 
-    from transformers import HfArgumentParser, TrainingArguments
-
-    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False, exit_on_error=False)
+    library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
+    parser = library["HfArgumentParser"](_declared(), allow_abbrev=False, exit_on_error=False)
     for name, text in MODEL_ARGUMENTS.items():
         parser.add_argument(f"--{name}", help=text)
     for action in parser._actions:  # so that only what was typed comes back
@@ -256,19 +315,15 @@ def _check_values(training: Mapping[str, Any], model: Mapping[str, Any]) -> None
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ValueError(f"{name}={value!r}: give a number that is not negative")
     if "optim" in training:
-        from transformers.training_args import OptimizerNames
-
-        names = [optimizer.value for optimizer in OptimizerNames]
+        optimizers, *_ = typing.get_args(typing.get_type_hints(_declared())["optim"])
+        names = [optimizer.value for optimizer in optimizers]
         name = getattr(training["optim"], "value", training["optim"])
         if name not in names:
             raise ValueError(f"optim={name!r} is no optimizer of the Trainer. {nearest_text(str(name), names)}")
     attention = model.get("attn_implementation")
-    if isinstance(attention, str) and not {"/", "|"} & set(attention):  # those are kernels of a Hub, and variants
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        kernels = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)]
-        if attention not in kernels:
-            raise ValueError(f"attn_implementation={attention!r} is not known. {nearest_text(attention, kernels)}")
+    is_own = isinstance(attention, str) and not {"/", "|"} & set(attention)  # those are kernels of a Hub, and variants
+    if is_own and attention not in _kernels():
+        raise ValueError(f"attn_implementation={attention!r} is not known. {nearest_text(attention, _kernels())}")
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
         raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")

@@ -15,6 +15,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -36,26 +37,21 @@ from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
 HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
-# What the server imports, so that a clean process has it at no cost. bitsandbytes joins them only where there is no
-# device: importing it touches one.
+# What the server imports, and all that these import, so that a clean process has it at no cost.
 PRELOAD = (
-    "torch",
-    "torch.profiler",
     "torch.distributed.launcher.api",
-    "numpy",
     "datasets",
-    "accelerate",
-    "transformers",
     "transformers.trainer",
-    "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert",
-    "cloudpickle",
     "perf_helpers.lab.worker",
     "perf_helpers.lab.memory_meter",
     "perf_helpers.lab.time_meter",
     "perf_helpers.estimate.trace",
     "perf_helpers.estimate.prediction",
 )
+# It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all
+# these, and touches the device where there is one.
+_BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|8bit|paged|lion|ademamix")
 # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
 # server's, nor the ranks that a clean process forks (torch's launcher looks).
 _NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -117,27 +113,32 @@ class ForkServer:
         theirs.close()
         self._socket, self._owner, self._forked = ours, os.getpid(), set()
         self._offered = [*optional_packages.OFFERED]
-        atexit.register(self._end, self._process, ours, self._owner)
+        atexit.register(self._end, self._process, ours, self._owner, self._forked)
 
     @staticmethod
-    def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:
-        control.close()
+    def _end(process: subprocess.Popen, control: socket.socket, owner: int, forked: set[int]) -> None:
+        control.close()  # by which it ends, and removes what is left of its forks
         if owner == os.getpid():
+            if not forked:  # nor does it look at the socket while it imports
+                process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
 
-    def fork(self, descriptors: list[int], folder: str) -> int:
-        """Process id of a fresh fork that holds the descriptors (connection, output, errors) and has a folder."""
+    def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
+        """Process id of a fresh fork that holds the descriptors (connection, output, errors), has a folder, and what a
+        pickled job needs."""
         try:
-            return self._asked_to_fork(descriptors, folder)
+            return self._asked_to_fork(descriptors, folder, job)
         except OSError:  # the server was killed: a new one
             self._process = None
-            return self._asked_to_fork(descriptors, folder)
+            return self._asked_to_fork(descriptors, folder, job)
 
-    def _asked_to_fork(self, descriptors: list[int], folder: str) -> int:
+    def _asked_to_fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         with self._lock:
             self.start()
             path = os.fsencode(folder)
+            if _BITSANDBYTES.search(job):
+                self._socket.sendall(b"b")
             socket.send_fds(self._socket, [b"f" + _NUMBER.pack(len(path)) + path], descriptors)
             self._forked.add(pid := self._answer())
             return pid
@@ -181,11 +182,11 @@ class CleanProcess:
     def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
-        self.folder = tempfile.mkdtemp(prefix="perf_helpers-")
+        self.folder, job = tempfile.mkdtemp(prefix="perf_helpers-"), cloudpickle.dumps(job)
         if HAS_FORK:
             ours, theirs = socket.socketpair()
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
-            self.pid = SERVER.fork(descriptors, self.folder)
+            self.pid = SERVER.fork(descriptors, self.folder, job)
             theirs.close()
             self.channel = connection.Connection(ours.detach())
         else:
@@ -201,7 +202,7 @@ class CleanProcess:
             self._descriptor = None
         place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path], "own": self.folder}
         with contextlib.suppress(BrokenPipeError):
-            self.channel.send((place, cloudpickle.dumps(job), turn))
+            self.channel.send((place, job, turn))
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
         """The next message: ("step", n), ("turn", n) or ("result", what the job returned). Of a job that raised, and of
@@ -279,10 +280,12 @@ def _remove(folder: str) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """The fork server's loop: 'f' forks, 'w' waits for one, the end of the socket ends and removes everything."""
-    _preload()
-    gc.collect()
-    gc.freeze()  # so that a fork's collector does not copy what it shares
+    """The fork server's loop: 'b' imports bitsandbytes, 'f' forks, 'w' waits for one, the end of the socket ends and
+    removes everything."""
+    has_gpus = bool(hardware.describe().gpus)
+    if has_gpus:
+        _import_torchao()
+    _preload(PRELOAD)
     control = socket.socket(fileno=descriptor)
     parent, children = os.getppid(), {}
     control.settimeout(2)
@@ -295,7 +298,9 @@ def serve(descriptor: int) -> None:
             continue
         except OSError:
             break
-        if message == b"f":
+        if message == b"b":
+            _preload(() if has_gpus else ("bitsandbytes",))
+        elif message == b"f":
             length = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
             folder = os.fsdecode(control.recv(length, socket.MSG_WAITALL))
             pid = os.fork()
@@ -319,14 +324,14 @@ def serve(descriptor: int) -> None:
     os._exit(0)
 
 
-def _preload() -> None:
+def _preload(names: Iterable[str]) -> None:
     """Import what jobs need; a module that this version of a library lacks is left out."""
-    has_gpus = bool(hardware.describe().gpus)
-    if has_gpus:
-        _import_torchao()
-    for name in PRELOAD + (() if has_gpus else ("bitsandbytes",)):
+    gc.disable()  # it would go through all that is imported, again and again: a quarter of the time
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # so that a fork's collector does not copy what it shares
+    gc.enable()
 
 
 def _import_torchao() -> None:

@@ -28,9 +28,9 @@ def within(seconds: float) -> Iterator[None]:
         _limit.reset(token)
 
 
-def seconds_left(timeout: float) -> float:
-    """The seconds that something may take: `timeout`, or what is left of `within`, whichever is less."""
-    return max(0.0, min(timeout, _limit.get()[0] - time.monotonic()))
+def seconds_left() -> float:
+    """What is left of `within`; infinity outside."""
+    return max(0.0, _limit.get()[0] - time.monotonic())
 
 
 def are_measuring() -> bool:
@@ -59,16 +59,12 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
         timeout, on_step: as in `execute`.
     """
     watch = functools.partial(worker.perform, experiment, "categories")
-    beside = CleanProcess(watch, measured=True) if _may_be_paired(experiment) else contextlib.nullcontext()
-    deadline = time.monotonic() + seconds_left(timeout)
-    with beside as process:
+    with within(timeout), contextlib.ExitStack() as stack:
+        beside = stack.enter_context(CleanProcess(watch, measured=True)) if _may_be_paired(experiment) else None
         first = execute(experiment, "memory", timeout, on_step)
         if not first.ok or not first.memory or first.memory.breakdown or experiment.arguments.compiles:
             return first
-        if process:
-            second = _ended(process, deadline, timeout, None)
-        else:
-            second = execute(experiment, "categories", timeout, on_step)
+        second = _ended(beside) if beside else execute(experiment, "categories", timeout, on_step)
     return first.replace(memory=first.memory.explained(second.memory)) if second.ok else first
 
 
@@ -113,21 +109,20 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 
 def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: bool = False) -> Outcome:
     """The outcome that a job returns in a clean process, or that of the process's end."""
-    deadline = time.monotonic() + seconds_left(timeout)
-    with CleanProcess(job, measured=measured) as process:
-        return _ended(process, deadline, timeout, on_step)
+    with within(timeout), CleanProcess(job, measured=measured) as process:
+        return _ended(process, on_step)
 
 
-def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Callable[[int], Any] | None) -> Outcome:
-    """The outcome of a process, with what it printed, once it has come to its end or the deadline has.
+def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
+    """The outcome of a process, with what it printed, once it has come to its end or its time has.
 
     Where several ranks are ended before their time, the message says in which line each one is; the note of an
     interruption does so too.
     """
     try:
-        outcome = _wait(process, deadline, on_step)
+        outcome = _wait(process, on_step)
     except TimeoutError:
-        outcome = _timed_out(timeout, process.whereabouts())
+        outcome = _timed_out(process.whereabouts())
     except KeyboardInterrupt as interruption:
         if where := process.whereabouts():
             interruption.add_note(where)
@@ -138,20 +133,19 @@ def _ended(process: CleanProcess, deadline: float, timeout: float, on_step: Call
     return outcome.replace(output=output, errors=errors[-4000:])
 
 
-def _wait(process: CleanProcess, deadline: float, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
+def _wait(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
     """Wait until the process has had its turn; its outcome where it ended instead."""
     while True:
-        kind, content = process.receive(max(0.0, deadline - time.monotonic()))
+        kind, content = process.receive(seconds_left())
         if kind != "step":
             return None if kind == "turn" else content
         if on_step:
             on_step(content)
 
 
-def _timed_out(timeout: float, where: str = "") -> Outcome:
+def _timed_out(where: str = "") -> Outcome:
     """The outcome of what was ended because its time was over; `where` it was then, if that is known."""
-    until, seconds = _limit.get()
-    text = f"no result within {seconds if until <= time.monotonic() else timeout:g} s"
+    text = f"no result within {_limit.get()[1]:g} s"
     return Outcome("timed out", f"{text}; {where}" if where else text)
 
 
@@ -176,18 +170,19 @@ def side_by_side(
         at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
             neighbour would, and all recipes alike, which take turns inside each.
     """
-    deadline, taken, tell = time.monotonic() + seconds_left(timeout), [], on_turn or (lambda number: None)
+    taken, tell = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
-    for begun in range(0, processes, at_once):
-        with contextlib.ExitStack() as stack:
-            those = range(begun, min(begun + at_once, processes))
-            living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
-            for number, process in zip(those, living, strict=True):
-                done = number * len(experiments) * (turns + 1)
-                outcome = _ended(process, deadline, timeout, lambda turn, done=done: tell(done + turn))
-                if not outcome.ok:
-                    return outcome
-                taken.append(outcome.value)
+    with within(timeout):
+        for begun in range(0, processes, at_once):
+            with contextlib.ExitStack() as stack:
+                those = range(begun, min(begun + at_once, processes))
+                living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
+                for number, process in zip(those, living, strict=True):
+                    done = number * len(experiments) * (turns + 1)
+                    outcome = _ended(process, lambda turn, done=done: tell(done + turn))
+                    if not outcome.ok:
+                        return outcome
+                    taken.append(outcome.value)
     return Outcome(value=taken)
 
 
@@ -223,7 +218,7 @@ def alternate(
                 try:
                     outcome = interleaving.play(names, players, turns, steps_per_turn, tell)
                 except TimeoutError:
-                    outcome = _timed_out(timeout)
+                    outcome = _timed_out()
             if outcome.status != "out of memory":
                 break
     return outcome.replace(value=[outcome.value]) if outcome.ok else outcome
@@ -234,10 +229,10 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
-            outcome = _wait(process, _limit.get()[0])
+            outcome = _wait(process)
             while turn == turns and not outcome:  # a function may have more steps than there are turns
                 process.go()
-                outcome = _wait(process, _limit.get()[0])
+                outcome = _wait(process)
             yield outcome
             process.go()
 

@@ -74,7 +74,7 @@ def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
 
 def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, monkeypatch):
     whole = ask(memory=450 * MB, most=99)
-    monkeypatch.setattr(search, "seconds_left", lambda _: 0.0)
+    monkeypatch.setattr(search, "seconds_left", lambda: 0.0)
     late = ask(memory=450 * MB, most=99)
     assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
     assert any("time was up" in note and "not looked at" in note for note in late.notes)

@@ -25,6 +25,25 @@ def test_words_are_read_as_transformers_own_parser_reads_them():
     assert arguments.parse([]) == Arguments()
 
 
+def test_what_is_read_from_the_library_s_source_is_what_the_library_has():
+    """Its parser takes the same words, but for what is not written out: levels of logging, a class of accelerate."""
+    from transformers import HfArgumentParser, TrainingArguments
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.training_args import OptimizerNames
+
+    def actions(fields):
+        for action in HfArgumentParser(fields)._actions:
+            kind = getattr(action.type, "__name__", action.type)
+            yield action.dest, [*action.option_strings], action.nargs, action.const, kind, list(action.choices or [])
+
+    theirs, ours = (list(actions(fields)) for fields in (TrainingArguments, arguments._declared()))
+    different = {their[0] for their, our in zip(theirs, ours, strict=True) if their != our}
+    assert different == {"log_level", "log_level_replica", "parallelism_config"} and len(theirs) > 100
+    assert {*arguments._kernels()} == {"eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)}
+    for optimizer in OptimizerNames:
+        Arguments.of({"optim": optimizer}), Arguments.of({"optim": optimizer.value})
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [(["--no-such", "3"], "unknown training argument 'no-such'"), (["--bf16", "True", "3"], "not understood: 3")],

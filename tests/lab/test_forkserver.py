@@ -38,6 +38,22 @@ def test_the_server_has_imported_torch_and_touched_no_device(lab):
     assert lab.run(look, measure=("none",)).value == [True, without_gpu, False]
 
 
+def test_the_server_imports_only_what_a_job_names():
+    """bitsandbytes takes a quarter of the time, and most jobs need none."""
+    code = textwrap.dedent(
+        """
+        from perf_helpers.lab import processes
+        def has(names, optimizer, tell):
+            import sys
+            return ["".join(names) in sys.modules, "datasets" in sys.modules]
+        for optimizer in ("adamw_torch", "adamw_8bit"):
+            print(processes.call(has, ["bitsand", "bytes"], optimizer, timeout=300))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[False, True]", "[True, True]"]
+
+
 def test_functions_travel_with_what_they_close_over(lab):
     factor = 7
 
