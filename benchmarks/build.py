@@ -1,7 +1,7 @@
 """Keeps recorded course runs, and makes from them their pictures, results/README.md and tables of the written pages.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
+python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then as --estimates
 python benchmarks/build.py --estimates              hold the estimate against the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
@@ -29,7 +29,7 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
-from measuring import RESULTS
+from runner import RESULTS, write_record
 from tables import MIB, mebibytes, share, table, versions
 
 from perf_helpers import plots
@@ -245,6 +245,12 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
 
 
+def of_suite(data: dict) -> dict:
+    """The trainings of a report of the GPU suite that the estimate is held against, as a course's runs."""
+    rows = [row for row in data["rows"] if row["part"] == "estimate" and row["status"] == "ok"]
+    return {"machine": data["machine"], "runs": [run for row in rows for run in row["runs"]]}
+
+
 def held_against(measured: dict[str, dict]) -> list[dict]:
     """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
     rows = []
@@ -285,11 +291,10 @@ def error_table(rows: list[dict]) -> str:
     return f"On GPUs, {len(rows)} trainings:\n\n{table(['', 'trainings', 'median', '95th percentile', 'worst'], lines)}"
 
 
-def _estimate(suites: dict[str, dict]) -> str:
+def _estimate() -> str:
     """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
     report = json.loads(BESIDE.read_text(encoding="utf-8"))
     on_gpus = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
-    on_gpus += [row for data in suites.values() for row in data["estimates"]]
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
@@ -373,7 +378,7 @@ def written(
         "scoreboard": counts(measured),
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
-        "estimate": _estimate(suites or {}),
+        "estimate": _estimate(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
     texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
@@ -407,7 +412,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     parts += ["## The GPU suite", gpu_suites(suites or {}, cards)]
     parts += [
         "## The estimate",
-        _estimate(suites or {}),
+        _estimate(),
         "## The estimate for CUDA",
         cuda_page.nearness(),
         "### One rank of several",
@@ -440,8 +445,8 @@ def main(arguments=None) -> int:
     if not measured:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
-    if options.estimates:
-        write_whole(ON_GPUS, json.dumps(held_against(measured), indent=1) + "\n")
+    if options.estimates or options.suite:
+        write_record(ON_GPUS, held_against(measured | {f"{name}, suite": of_suite(suites[name]) for name in suites}))
     if not options.check:
         for data in measured.values():
             picture(data)

@@ -3,7 +3,7 @@
 import json
 import re
 
-from measuring import RESULTS
+from runner import RESULTS
 from tables import MIB, share, table, versions
 
 PUBLISHED = RESULTS / "published.json"  # by benchmarks/published.py

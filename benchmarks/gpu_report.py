@@ -1,18 +1,18 @@
-"""The report of the GPU suite: one JSON of all rows of one machine, with the claims that they decide and the errors of
-the estimate. benchmarks/build.py keeps it, if it was measured, and shows it."""
+"""The report of the GPU suite: one JSON of all rows of one machine, with the claims that they decide.
+benchmarks/build.py keeps it, if it was measured, holds the estimate against it, and shows it."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import gpu_claims
 from gpu_rows import Kept
+from runner import write_record
 
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.profiles import TINY
 from perf_helpers.lab.runs import Run
-from perf_helpers.lab.store import Store, write_whole
+from perf_helpers.lab.store import Store
 
 SCHEMA = 1
 _OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
@@ -44,8 +44,7 @@ def line(kept: Kept) -> str:
         return f"{kept.name}: {kept.speed_ratio} x the speed"
     if kept.runs:
         return str(Run.from_dict(kept.runs[-1]))
-    value = kept.value["peak_bytes"] if isinstance(kept.value, dict) and "peak_bytes" in kept.value else kept.value
-    return f"{kept.name}: {value}"
+    return f"{kept.name}: {kept.value}"
 
 
 def content(rows: list[Kept]) -> dict[str, Any]:
@@ -69,24 +68,8 @@ def content(rows: list[Kept]) -> dict[str, Any]:
         "began": min(row.date for row in latest.values()),
         "date": max(row.date for row in latest.values()),
         "claims": gpu_claims.decided(latest, machine, last.setup["profile"]),
-        "estimates": estimates(latest),
         "rows": [_shown(row) for row in latest.values()],
     }
-
-
-def estimates(rows: dict[tuple[str, str], Kept]) -> list[dict[str, Any]]:
-    """Each training that was measured and estimated: [estimated, measured] bytes, by category where that is known; as
-    `error_table` in build.py takes them."""
-    found = []
-    for (part, name), said in rows.items():
-        of = rows.get((part, name.removeprefix("estimate of ")))
-        if name.startswith("estimate of ") and said.ok and of and of.ok:
-            (run,) = of.runs
-            row = {"machine": of.setup["machine"], "name": of.name, "task": run["task"], "arguments": run["arguments"]}
-            for size in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
-                row[size] = [said.value[size], run["memory"][size]]
-            found.append(row)
-    return found
 
 
 def _shown(row: Kept) -> dict[str, Any]:
@@ -106,6 +89,6 @@ def write(rows: Path, report: Path) -> int:
     except ValueError as error:
         print(f"{rows}: {error}", file=sys.stderr)
         return 1
-    write_whole(report, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+    write_record(report, made)
     print(report)
     return 0

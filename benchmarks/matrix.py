@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from measuring import RESULTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from runner import RESULTS
 
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.regressions import compare, keyed

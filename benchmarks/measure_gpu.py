@@ -17,22 +17,17 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import cloudpickle
-import gpu_functions
 import gpu_report
-import recipes
 from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
+from runner import carry_modules, now
 
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -41,13 +36,11 @@ from perf_helpers.lab.runs import Run
 from perf_helpers.lab.store import Store
 from perf_helpers.unknown import NeedsValues
 
-for module in (gpu_functions, recipes):
-    cloudpickle.register_pickle_by_value(module)  # a clean process does not know this folder
+carry_modules()
 
 SECONDS = 470  # in which a call begins rows, unless told otherwise
 LAST_SECONDS = 100  # that the last one may take longer: then it is cut off, and begins anew in the next call
 ROW_SECONDS = 300  # after which a row is given up: "timed out"
-ESTIMATE_SECONDS = 90
 NEEDED = ("torch", "transformers", "accelerate", "datasets")  # that trainings import when they begin
 WISHED = {"bitsandbytes": "8-bit Adam's rows are not testable", "pynvml": "device-used memory is not measured"}
 TRIES = 2  # of what crashed
@@ -108,33 +101,12 @@ class Suite:
 
     def run(self, part: str) -> None:
         """All rows of a part that are left, until the clock is over."""
-        with self._estimating(part):
-            while (row := self._next(part)) and not self.clock.is_over:
-                self._tried.add((part, row.name))
-                self._do(part, row)
+        while (row := self._next(part)) and not self.clock.is_over:
+            self._tried.add((part, row.name))
+            self._do(part, row)
 
     def _next(self, part: str) -> Row | None:
-        untried = (row for row in self.left(part) if (part, row.name) not in self._tried)
-        return next((row for row in untried if row.kind != "estimate" or row.lacks), None)
-
-    @contextlib.contextmanager
-    def _estimating(self, part: str) -> Iterator[None]:
-        """Makes the part's estimates beside its trainings: another process does not change the bytes of either."""
-        rows = [row for row in self.left(part) if row.kind == "estimate" and not row.lacks]
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-            waiting: list[Future] = [pool.submit(self._estimate_in_time, part, row) for row in rows]
-            try:
-                yield
-                wait(waiting, max(0, self.clock.seconds - self.clock.elapsed))
-            finally:
-                pool.shutdown(cancel_futures=True)
-        for future in waiting:
-            if not future.cancelled():
-                future.result()
-
-    def _estimate_in_time(self, part: str, row: Row) -> None:
-        if not self.clock.is_over:
-            self._do(part, row)
+        return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
         """Do one row and keep it."""
@@ -147,7 +119,7 @@ class Suite:
             return
         about = {"part": part, "name": row.name, "settings": row.settings(), "setup": self.setup}
         about |= {"machine": self.lab.machine.to_dict(), "seconds": round(took, 2)}
-        kept = Kept(**about, **found, date=datetime.now(UTC).isoformat(timespec="seconds"))
+        kept = Kept(**about, **found, date=now())
         self.store.append(kept)
         self._rows.append(kept)
         print(f"{part}: {gpu_report.line(kept)}", file=sys.stderr, flush=True)
@@ -156,7 +128,7 @@ class Suite:
         """What a row yields: fields of `Kept`."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
-        kinds = {"run": self._run, "pair": self._pair, "question": self._ask, "estimate": self._estimate}
+        kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
         try:
             return kinds[row.kind](row)
         except NeedsValues as error:
@@ -197,17 +169,6 @@ class Suite:
     def _ask(self, row: Row) -> dict[str, Any]:
         run = self.lab.run(row.function, row.name, task=row.task, measure=("none",))
         return {"status": run.status, "message": run.message, "value": run.value}
-
-    def _estimate(self, row: Row) -> dict[str, Any]:
-        from perf_helpers.estimate import estimate
-
-        machine = self.lab.machine
-        capability = machine.gpus[0].capability if machine.kind == "cuda" else None
-        options = {"device": machine.kind, "compute_capability": capability, "timeout": ESTIMATE_SECONDS}
-        said = estimate(row.task, **options, **row.arguments)
-        names = ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown")
-        value = {name: getattr(said.memory, name) for name in names}
-        return {"status": "ok", "value": value | {"seconds": said.seconds}}
 
 
 def _what(row: Row) -> str:

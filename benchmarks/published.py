@@ -34,7 +34,7 @@ sys.path.insert(0, str(HERE))
 import published_changes  # noqa: E402
 import published_loops  # noqa: E402
 import published_trainings  # noqa: E402
-from measuring import RESULTS  # noqa: E402
+from runner import RESULTS  # noqa: E402
 
 from perf_helpers.estimate import estimate  # noqa: E402
 from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import cloudpickle
 import recipes
-from measuring import RESULTS
+from runner import RESULTS
 
 from perf_helpers import hardware
 from perf_helpers.course import ledger
