@@ -405,12 +405,14 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     assert kept.parent == tmp_path / "results" / "nvidia-h100-80gb-hbm3" / "gpu"
     suites, cards = gpu_page.suites(tmp_path / "results"), build.rehearsals()
     text = build.gpu_suites(suites, cards)
-    head = "| recipe | MB, V100 (guide) | MiB allocated / reserved | MiB device-used | samples/s | against vanilla |"
+    head = "| run | MiB allocated / reserved | MiB device-used | samples/s | against | MB, V100 (guide) |"
     assert f"{head} H100 80 GB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
-    assert "| vanilla | 14949 | 20480 / 21504 | 22528 | 1.2 | 1 | 7158 / 7626 |" in text
-    assert "| half precision | 13939 | 20890 / 21914 | 22938 | 2.4 | 2.00 (1.96 to 2.04) | 6578 / 6758 |" in text
-    assert "| 32 | out of memory | not measured |" in text and "| + tf32 | 24576 / 25600 | 100% | 1.5" in text
-    assert "| bf16 | bf16 against fp32 | 1.02 | 2.00 (1.96 to 2.04) |" in text
+    assert "| vanilla | 20480 / 21504 | 22528 | 1.2 |  | 14949 | 7158 / 7626 |" in text
+    half = "vanilla: 2.00 (1.96 to 2.04) x, memory 1.02 x"
+    assert f"| half precision | 20890 / 21914 | 22938 | 2.4 | {half} | 13939 | 6578 / 6758 |" in text
+    assert "| batch 32 | out of memory | not measured | not measured |  |" in text
+    assert "| + tf32 | 24576 / 25600 | 26624 | not measured | guides' vanilla: 1.5" in text
+    assert "| fp32: 2.00 (1.96 to 2.04) x, memory 1.02 x |" in text
     assert "model FLOPs utilisation, the first recipe" in text and "% of 50 TFLOP/s (float32)" in text
     assert "% of 800 TFLOP/s (bfloat16)" in text and "torch.compile: 30.0 s for a cold" in text
     assert "| `fp16-faster` |" in text and "**holds** (2 [1.961, 2.04])" in text
