@@ -192,17 +192,9 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def _line(row: dict) -> str:
-    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['must']} on {row.get('card', {}).get('name')}"
-    told += f" | {row['recipe']}, {row['estimates']} estimates" if "recipe" in row else ""
-    if "left_out" in row:
-        return f"{told} | left out: {row['left_out']}"
-    best, more = row["best"], row["next"]
-    if best["status"] == "ok":
-        told += (
-            f" | {best['said_allocated'] - best['allocated']:+,d} B, {best['said_reserved'] - best['reserved']:+,d} B"
-        )
-    return f"{told} | {best['status']}, {more['micro_batch']}: {more['status']}"
+def line(row: dict) -> str:
+    said = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
+    return f"{row['architecture']}, {row.get('recipe')}: {said}"
 
 
 def measure(cases, options):
@@ -223,7 +215,7 @@ ADVICE = Measurement(
     measure,
     conclude,
     {"count": 58, "seed": 1},
-    line=_line,
+    line=line,
 )
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import bisect
 import os
 import random
 import sys
+from unittest.mock import patch
 
 import cloudpickle
 from runner import Measurement
@@ -236,13 +237,21 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
     return peaks, double.retries, sorted(segments)
 
 
+def in_environment(text: str):
+    """Within it, new processes start with these settings of torch's allocator."""
+    return patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text)
+
+
+def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
+    """`compare` in a rehearsal with these settings."""
+    with in_environment(text), Rehearsal(card) as stage:
+        return stage.submit(compare, text, seeds).result()
+
+
 def measure(cases, options):
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of each request that the device refuses
     for name, (card, text) in cases.items():
-        seeds = [f"{options.seed}-{name}-{index}" for index in range(options.traces)]
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = text  # of the process that is started now
-        with Rehearsal(card) as stage:
-            found = stage.submit(compare, text, seeds).result()
+        found = rehearsed(card, text, [f"{options.seed}-{name}-{index}" for index in range(options.traces)])
         for mismatch in found["mismatches"][:3]:
             print(mismatch, file=sys.stderr)
         about = {"settings": text, "card_bytes": card.memory_bytes}

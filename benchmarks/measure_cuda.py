@@ -283,21 +283,14 @@ def conclude(rows: list[dict], options) -> dict:
     return {"what": what, "seed": options.seed, "summary": summary(rows)}
 
 
-def _line(row: dict) -> str:
-    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['arguments']} {row['capability']}"
-    if "left_out" in row:
-        return f"{told}: {row['left_out']}"
-    truth = row["rehearsed"]
-    found = row["estimated"]
-    if "refused" in found:
-        return f"{told} | {found['refused']}"
-    reserved = found["reserved"] / truth["reserved"] - 1
-    return f"{told} | {found['allocated'] - truth['allocated']:+,d} B, {reserved:+.2%}"
+def line(row: dict) -> str:
+    if "allocated" not in row.get("estimated", {}):
+        return row.get("left_out") or row["estimated"]["refused"]
+    off = {what: row["estimated"][what] - row["rehearsed"][what] for what in ("allocated", "reserved")}
+    return f"{row['architecture']}, off by {off} bytes"
 
 
-CUDA = Measurement(
-    __doc__, "cuda.json", cases, measure, conclude, {"count": 190, "seed": 2}, line=_line, rehearsed=True
-)
+CUDA = Measurement(__doc__, "cuda.json", cases, measure, conclude, {"count": 190, "seed": 2}, line=line, rehearsed=True)
 
 if __name__ == "__main__":
     if "--difference" in sys.argv:

@@ -267,11 +267,11 @@ def test_a_set_is_run_again_only_if_something_changed_or_it_is_asked_for(run, ma
     _, record = run("--sets", "oldest")
     assert made.calls[9:] == ["oldest"]
     assert [row["status"] for row in record["sets"]] == ["ok", "not run", "not run", "not run"]
-    monkeypatch.setattr(matrix, "_now", lambda: "2126-01-01T00:00:00+00:00")
+    monkeypatch.setattr(matrix, "now", lambda: "2126-01-01T00:00:00+00:00")
     made.calls.clear()
     run()
     assert made.calls == ["between", "tested", "newest"]
-    monkeypatch.setattr(matrix, "_now", lambda: "2126-01-02T00:00:00+00:00")
+    monkeypatch.setattr(matrix, "now", lambda: "2126-01-02T00:00:00+00:00")
     made.calls.clear()
     run()
     assert made.calls == ["newest"], "a set that nothing pins is of its day"
