@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import re
-import statistics
 import sys
 import tomllib
 from collections import Counter
@@ -29,8 +28,8 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
-from runner import RESULTS, write_record
-from tables import MIB, mebibytes, share, table, versions
+from runner import RESULTS, read_record, write_record
+from tables import MIB, mebibytes, share, spread, table, versions
 
 from perf_helpers import plots
 from perf_helpers.course.course import find_lessons
@@ -79,8 +78,7 @@ def record(course: Path) -> Path:
         if run.get("memory"):
             run["memory"]["timeline"] = None
     target = RESULTS / Machine.from_dict(data["machine"]).slug / f"{data['date'][:10]}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_record(target, data)
     return target
 
 
@@ -92,7 +90,7 @@ def rehearsals() -> dict[str, dict]:
     """
     found = {}
     for path in sorted(RESULTS.glob("rehearsed/*/*.json")):  # of each card the newest comes last
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_record(path)
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
         found[data["card"]] = data
@@ -286,15 +284,14 @@ def error_table(rows: list[dict]) -> str:
     lines = []
     for label, shares in errors.items():
         if shares:
-            high = sorted(shares)[-(-95 * len(shares) // 100) - 1]  # one of them, so that it is an error that was made
-            lines.append([label, str(len(shares)), *map(share, (statistics.median(shares), high, max(shares)))])
+            lines.append([label, str(len(shares)), *map(share, spread(shares).values())])
     return f"On GPUs, {len(rows)} trainings:\n\n{table(['', 'trainings', 'median', '95th percentile', 'worst'], lines)}"
 
 
 def _estimate() -> str:
     """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
-    report = json.loads(BESIDE.read_text(encoding="utf-8"))
-    on_gpus = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
+    report = read_record(BESIDE)
+    on_gpus = read_record(ON_GPUS) if ON_GPUS.exists() else []
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
@@ -314,7 +311,7 @@ def _estimate() -> str:
 
 def _speed() -> str:
     """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
-    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    report = read_record(RESULTS / "speed.json")
     about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
     rows = []
     for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
@@ -340,7 +337,7 @@ def _nights() -> str:
     )
     if not NIGHTS.exists():
         return f"{claims} Steps timed on several days: not measured."
-    report = json.loads(NIGHTS.read_text(encoding="utf-8"))
+    report = read_record(NIGHTS)
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
     rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
@@ -352,7 +349,7 @@ def _nights() -> str:
 def _false_alarms_of_claims() -> tuple[int, int]:
     """(how many pairs of recorded self-comparisons there are, how many of these `changes.Noise` would call a change),
     where as many figures are looked at as the ledger has claims about time."""
-    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    report = read_record(RESULTS / "speed.json")
     noise = Noise(sum(claim.decided_by == "time" for claim in load().values()))
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
     return len(pairs), sum(noise.is_exceeded(a[0], a[1:], b[0], b[1:]) for a, b in pairs)
@@ -426,7 +423,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 
 def _matrix() -> dict | None:
     """The library matrix, if it has been run."""
-    return json.loads(MATRIX.read_text(encoding="utf-8")) if MATRIX.exists() else None
+    return read_record(MATRIX) if MATRIX.exists() else None
 
 
 def main(arguments=None) -> int:

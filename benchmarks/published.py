@@ -15,7 +15,6 @@ estimate's, version or set-up differ. A row that is not like for like says why.
 import functools
 import inspect
 import json
-import statistics
 import sys
 import tempfile
 import tomllib
@@ -30,6 +29,7 @@ import published_gpt
 import published_guide
 import published_liger
 from runner import RESULTS, Measurement, read_record
+from tables import MIB, spread
 
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Arguments, Lab, Task
@@ -37,7 +37,6 @@ from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"
-MIB = 2**20
 NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which ignores it
 QUANTITIES = {"max allocated": "peak_bytes", "reserved": "reserved_bytes"}
 KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantity", "like_for_like", "reason", "older")
@@ -178,21 +177,11 @@ def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of the errors of rows that are like for like, all and by kind: how many, median, 95th percentile and worst."""
-    alike = [row for row in made if row["like_for_like"]]
-    kinds = {"all": alike} | {
-        kind: [row for row in alike if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in alike)
-    }
-    said = {}
-    for kind, chosen in kinds.items():
-        errors = sorted(abs(row["error"]) for row in chosen)
-        high = errors[-(-95 * len(errors) // 100) - 1]  # one of them, so that it is an error that was made
-        said[kind] = {
-            "rows": len(errors),
-            "median": statistics.median(errors),
-            "percentile_95": high,
-            "worst": errors[-1],
-        }
-    return said
+    errors: dict[str, list[float]] = {"all": []}
+    for row in (row for row in made if row["like_for_like"]):
+        for kind in ("all", row["kind"]):
+            errors.setdefault(kind, []).append(abs(row["error"]))
+    return {kind: {"rows": len(found)} | spread(found) for kind, found in errors.items()}
 
 
 def measure(cases, options):
