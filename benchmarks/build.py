@@ -127,8 +127,6 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         known = "speed by the GPU suite" if suites else "speed not measured"
         lines = [f"No GPU has run the course: memory rehearsed by torch's own allocator; {known}.", ""]
-    if not cards:
-        return "\n".join([*lines, "No card is rehearsed yet."])
     one = next(iter(cards.values()))
     there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
     lines += [
@@ -159,8 +157,6 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
 def rehearsed_claims(cards: dict[str, dict]) -> str:
     """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
     courses = {name: data["course"] for name, data in cards.items() if data["course"]}
-    if not courses:
-        return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
     claims = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
     return f"The claims about memory, by the rehearsed course ({told}):\n\n{claims}"
@@ -335,8 +331,6 @@ def _nights() -> str:
     claims = (
         f"Of {pairs:,} pairs of the comparisons above of one recipe with itself, {called} would be called a change."
     )
-    if not NIGHTS.exists():
-        return f"{claims} Steps timed on several days: not measured."
     report = read_record(NIGHTS)
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
@@ -403,7 +397,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})")
-    parts += ["## Library matrix", matrix_page.section(_matrix()), "## Speed on a CPU", _speed()]
+    parts += ["## Library matrix", matrix_page.section(read_record(MATRIX)), "## Speed on a CPU", _speed()]
     parts += ["## Nights", _nights()]
     parts += ["## On GPUs", rehearsed_recipes(cards, measured, suites), rehearsed_claims(cards)]
     parts += ["## The GPU suite", gpu_suites(suites or {}, cards)]
@@ -419,11 +413,6 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     ]
     parts += ["## The estimate against published measurements", cuda_page.published()]
     return "\n\n".join(parts) + "\n"
-
-
-def _matrix() -> dict | None:
-    """The library matrix, if it has been run."""
-    return read_record(MATRIX) if MATRIX.exists() else None
 
 
 def main(arguments=None) -> int:
@@ -448,7 +437,7 @@ def main(arguments=None) -> int:
         for data in measured.values():
             picture(data)
     pages = written(measured, cards, suites) | {PAGE: page(measured, cards, suites)}
-    pages[SINCE] = json.dumps(matrix_page.since(_matrix()), indent=1, ensure_ascii=False) + "\n"
+    pages[SINCE] = json.dumps(matrix_page.since(read_record(MATRIX)), indent=1, ensure_ascii=False) + "\n"
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         name = path.relative_to(PAGE.parents[1])

@@ -132,17 +132,9 @@ def decide(one: Pair, folder: Path) -> dict:
     try:
         on, batch = card_and_batch(one, task)
         row["card"] = {"name": on.name, "capability": on.capability, "memory_bytes": on.memory_bytes}
-        advice = advise(
-            task,
-            memory=on.memory_bytes,
-            effective_batch=batch,
-            must=one.must,
-            device="cuda",
-            compute_capability=on.capability,
-            context_memory=on.context_bytes,
-            runs=[],
-            most=1,
-        )
+        whose = {"device": "cuda", "compute_capability": on.capability, "context_memory": on.context_bytes}
+        must = {"memory": on.memory_bytes, "effective_batch": batch, "must": one.must}
+        advice = advise(task, **must, **whose, runs=[], most=1)
         if not advice.recipes:
             raise Undecided("nothing fits")
         recipe = advice.recipes[0]
@@ -163,10 +155,8 @@ def decide(one: Pair, folder: Path) -> dict:
                 if run.status not in ("ok", "out of memory"):
                     raise Undecided(f"cannot be trained: {run.message[-200:]}")
                 ends[name] = {"micro_batch": samples, "status": run.status} | (run.value or {"message": run.message})
-        ends["best"] |= {
-            "said_allocated": recipe.peak_bytes,
-            "said_reserved": recipe.needed_bytes - advice.context_bytes,
-        }
+        reserved = recipe.needed_bytes - advice.context_bytes
+        ends["best"] |= {"said_allocated": recipe.peak_bytes, "said_reserved": reserved}
     except (Undecided, NeedsValues, ValueError) as error:
         return row | {"left_out": str(error).replace(f"{folder}/", "")[:300]}
     keeps = {"best": ends["best"]["status"] == "ok", "next": ends["next"]["status"] == "out of memory"}
@@ -176,19 +166,14 @@ def decide(one: Pair, folder: Path) -> dict:
 def summary(rows: list[dict]) -> dict:
     """How often advice kept its word."""
     decided = [row for row in rows if "keeps_its_word" in row]
-    kept = sum(row["keeps_its_word"] for row in decided)
     return {
         "decided": len(decided),
         "left_out": len(rows) - len(decided),
-        "best_fits": sum(row["best"]["status"] == "ok" for row in decided),
-        "next_does_not": sum(row["next"]["status"] == "out of memory" for row in decided),
-        "keeps_its_word": kept,
-        "keeps_its_word_share": kept / len(decided) if decided else None,
+        "keeps_its_word": sum(row["keeps_its_word"] for row in decided),
         "architectures": len({row["architecture"] for row in decided}),
         "capabilities": sorted({tuple(row["card"]["capability"]) for row in decided}),
         "micro_batches": sorted({row["best"]["micro_batch"] for row in decided}),
         "estimates_median": statistics.median(row["estimates"] for row in decided) if decided else None,
-        "estimates": sum(row["estimates"] for row in decided),
     }
 
 

@@ -248,10 +248,14 @@ def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
         return stage.submit(compare, text, seeds).result()
 
 
+def named(card_bytes: int, settings: str) -> str:
+    return f"{card_bytes} bytes, {settings or 'default settings'}"
+
+
 def measure(cases, options):
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of each request that the device refuses
-    for name, (card, text) in cases.items():
-        found = rehearsed(card, text, [f"{options.seed}-{name}-{index}" for index in range(options.traces)])
+    for name, (number, card, text) in cases.items():
+        found = rehearsed(card, text, [f"{options.seed}-{number}-{index}" for index in range(options.traces)])
         for mismatch in found["mismatches"][:3]:
             print(mismatch, file=sys.stderr)
         about = {"settings": text, "card_bytes": card.memory_bytes}
@@ -267,11 +271,12 @@ def conclude(rows: list[dict], options) -> dict:
 ALLOCATOR = Measurement(
     __doc__,
     "allocator.json",
-    lambda options: {str(number): configuration for number, configuration in enumerate(CONFIGURATIONS)},
+    lambda options: {named(card.memory_bytes, text): (n, card, text) for n, (card, text) in enumerate(CONFIGURATIONS)},
     measure,
     conclude,
     {"traces": 500, "seed": 0},
     rows="configurations",
+    name_of=lambda number, row: named(row["card_bytes"], row["settings"]),
     rehearsed=True,
 )
 

@@ -70,7 +70,7 @@ class Measurement:
         options = self.parsed(arguments)
         cases, record, known = self.cases(options), {}, {}
         if self.rows and options.rows is not None:
-            record = json.loads(options.out.read_text(encoding="utf-8"))
+            record = read_record(options.out)
             known = {self.name_of(number, row): row for number, row in enumerate(record[self.rows])}
             known = {name: row for name, row in known.items() if not any(fnmatch(name, word) for word in options.rows)}
         new = {name: case for name, case in cases.items() if name not in known}
@@ -78,6 +78,8 @@ class Measurement:
             known |= self.measured(new, options)
             record |= stamp(self.rehearsed)
             record["versions"] |= {name: importlib.metadata.version(name) for name in self.packages}
+            if self.rows and options.rows is not None:
+                record["again"] = [*dict.fromkeys([*map(str, record.get("again", ())), *new])]  # after the others
         rows = [known[name] for name in cases if name in known]
         record |= self.conclude(rows, options) | ({self.rows: rows} if self.rows else {})
         write_record(options.out, record)
@@ -139,8 +141,8 @@ def write_record(path: Path, record: Any) -> None:
 
 def carry_modules() -> None:
     """Clean processes do not know this folder: what is loaded from it travels with what they are given."""
-    for module in [*sys.modules.values()]:
-        if module.__name__ != "__main__" and Path(getattr(module, "__file__", None) or "/").resolve().parent == HERE:
+    for name, module in [*sys.modules.items()]:
+        if name != "__main__" and Path(getattr(module, "__file__", None) or "/").resolve().parent == HERE:
             cloudpickle.register_pickle_by_value(module)
 
 

@@ -73,8 +73,9 @@ def test_some_rows_are_measured_anew_and_without_a_name_it_only_concludes(runner
     squares().main([])
     squares.asked.clear()
     squares().main(["--times", "3", "--rows", "2", "3*"])
-    assert squares.asked == [2, 3] and [row["square"] for row in record(runner)["rows"]] == [0, 1, 12, 27]
     before = record(runner)
+    assert squares.asked == [2, 3] and [row["square"] for row in before["rows"]] == [0, 1, 12, 27]
+    assert before["again"] == ["2", "3"]
     monkeypatch.setattr(runner, "now", lambda: "2126-01-01")
     squares().main(["--rows"])
     assert squares.asked == [2, 3] and record(runner) == before, "of the day on which it was measured"
