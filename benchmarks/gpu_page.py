@@ -1,6 +1,7 @@
-"""What the pages show of the GPU suite: its reports, kept as results/<machine>/gpu/<date>.json, and their tables.
+"""What is kept of the GPU suite, as results/<machine>/gpu/<date>.json, and what the pages show of it.
 
-Only what was measured on a GPU is kept. What was rehearsed, or ran at tiny sizes, is refused.
+A report has the rows of one machine, and the claims that they decide. Only what was measured on a GPU is kept: what was
+rehearsed, or ran at tiny sizes, is refused.
 """
 
 import json
@@ -8,16 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gpu_report
+import gpu_claims
 import recipes
-from gpu_rows import NOT_TESTABLE
+from gpu_rows import NOT_TESTABLE, Kept
 from runner import read_record, write_record
 from tables import MIB, mebibytes, table
 
 from perf_helpers.lab.hardware import Machine
+from perf_helpers.lab.profiles import TINY
 from perf_helpers.lab.runs import Ratio
+from perf_helpers.lab.store import Store
 from perf_helpers.texts import number_text
 
+SCHEMA = 1
 NONE = "No GPU has run it: not measured."
 TOLD = ("torch", "transformers", "bitsandbytes")
 BY_HALF = {"bf16": "bfloat16", "fp16": "float16"}
@@ -34,38 +38,62 @@ PARTS = {  # of the suite, as the page calls them
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A report of the suite.
+def content(rows: list[Kept]) -> dict[str, Any]:
+    """The report of the machine that measured the last row. Of a row that was tried twice the last try counts.
+    ValueError without rows."""
+    if not rows:
+        raise ValueError("no rows: run the suite first")
+    last = rows[-1]
+    latest = {(row.part, row.name): row for row in rows if row.setup == last.setup}
+    machine, rehearsed = Machine.from_dict(last.machine), last.setup["rehearsed"]
+    measured = "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed"
+    return {
+        "schema": SCHEMA,
+        "suite": "gpu",
+        "rehearsed": rehearsed,
+        "what": measured if rehearsed else "measured by benchmarks/measure_gpu.py",
+        "tiny": last.setup["profile"] == TINY.name,
+        "machine": last.machine,
+        "versions": last.setup["versions"],
+        "profile": last.setup["profile"],
+        "began": min(row.date for row in latest.values()),
+        "date": max(row.date for row in latest.values()),
+        "claims": gpu_claims.decided(latest, machine, last.setup["profile"]),
+        "rows": [_shown(row) for row in latest.values()],
+    }
 
-    Raises:
-        ValueError: it is none, or was not measured on a GPU at the sizes of one.
-    """
-    try:
-        data = read_record(path)
-        if (data["suite"], data["schema"]) != ("gpu", gpu_report.SCHEMA):
-            raise ValueError(f"suite {data['suite']!r}, schema {data['schema']!r}")
-        rehearsed, tiny, machine = data["rehearsed"], data["tiny"], Machine.from_dict(data["machine"])
-        [row[name] for row in data["rows"] for name in ("part", "name", "status", "runs")]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no report of the GPU suite ({type(error).__name__}: {error})") from None
-    if rehearsed is not False or machine.rehearsed:
-        raise ValueError(f"{path} was rehearsed, not measured")
-    if tiny or machine.kind != "cuda":
-        raise ValueError(f"{path} was made at tiny sizes, or without a GPU: it says nothing of one")
+
+def _shown(row: Kept) -> dict[str, Any]:
+    left_out = {"setup", "machine", "settings"}
+    told = {name: value for name, value in row.to_dict().items() if name not in left_out}
+    for run in told["runs"]:
+        for name in ("phase_breakdowns", "phases", "timeline"):
+            if run["memory"]:
+                run["memory"].pop(name, None)
+    return told
+
+
+def measured(data: dict[str, Any]) -> dict[str, Any]:
+    """A report that was measured on a GPU, at the sizes of one. ValueError for another one."""
+    machine = Machine.from_dict(data["machine"])
+    if data["rehearsed"] is not False or machine.rehearsed:
+        raise ValueError("what was rehearsed was not measured, and is not kept")
+    if data["tiny"] or machine.kind != "cuda":
+        raise ValueError("what ran at tiny sizes, or without a GPU, says nothing of one")
     return data
 
 
-def keep(path: Path, results: Path) -> Path:
-    """Keep a report as results/<machine>/gpu/<date>.json; ValueError as `read`."""
-    data = read(path)
+def keep(rows: Path, results: Path) -> Path:
+    """Keep what a file of rows holds as results/<machine>/gpu/<date>.json; ValueError as `content` and `measured`."""
+    data = measured(content(Store(rows, Kept).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
     write_record(target, data)
     return target
 
 
 def suites(results: Path) -> dict[str, dict[str, Any]]:
-    """The newest report of each machine, by its folder; ValueError as `read`."""
-    return {path.parents[1].name: read(path) for path in sorted(results.glob("*/gpu/*.json"))}
+    """The newest report of each machine, by its folder; ValueError as `measured`."""
+    return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/measure_gpu.py --list                       the parts, their rows, how long a call may take
     python benchmarks/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
-    python benchmarks/build.py --suite build/gpu/gpu.json         keep what was measured, and show it
+    python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep what was measured, and show it
 
 It needs perf_helpers and what that trains with; no notebook. A call stops between two rows when its seconds are over,
 and is at its end LAST_SECONDS later at most. Every row is in a file as soon as it is known: killed or not, the same
@@ -25,11 +25,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import gpu_report
 from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
 from runner import carry_modules, now
 
 from perf_helpers.lab import processes
+from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.profiles import TINY
 from perf_helpers.lab.runs import Run
@@ -44,6 +44,7 @@ ROW_SECONDS = 300  # after which a row is given up: "timed out"
 NEEDED = ("torch", "transformers", "accelerate", "datasets")  # that trainings import when they begin
 WISHED = {"bitsandbytes": "8-bit Adam's rows are not testable", "pynvml": "device-used memory is not measured"}
 TRIES = 2  # of what crashed
+OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Suite:
     def __init__(self, lab: Lab, file: Path, clock: Clock):
         self.lab, self.store, self.clock = lab, Store(file, Kept), clock
         self.here = Here(lab.machine, lab.versions, lab.profile)
-        self.setup = gpu_report.setup(lab.machine, lab.versions, lab.profile.name)
+        self.setup = setup_of(lab.machine, lab.versions, lab.profile.name)
         self._rows = self.store.read()
         self._tried: set[tuple[str, str]] = set()  # by this call
         self._runs: dict[str, Run] = {}  # of this lab, by what was run
@@ -122,7 +123,7 @@ class Suite:
         kept = Kept(**about, **found, date=now())
         self.store.append(kept)
         self._rows.append(kept)
-        print(f"{part}: {gpu_report.line(kept)}", file=sys.stderr, flush=True)
+        print(f"{part}: {line(kept)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
         """What a row yields: fields of `Kept`."""
@@ -138,7 +139,7 @@ class Suite:
 
     def _run(self, row: Row) -> dict[str, Any]:
         run = self._performed(row, row.measure)
-        return {"status": run.status, "message": run.message, "runs": (gpu_report.kept_of(run),)}
+        return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
         """A run of this lab. In a rehearsal, where there is no time, its memory alone."""
@@ -155,7 +156,7 @@ class Suite:
     def _pair(self, row: Row) -> dict[str, Any]:
         """Two runs in turns. What an earlier call ran, this one's lab runs once more, for its memory alone."""
         pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
-        runs = tuple(map(gpu_report.kept_of, pair))
+        runs = tuple(map(kept_of, pair))
         for run in pair:
             if not run.ok:
                 return {"status": run.status, "message": f"{run.name}: {run.message}", "runs": runs}
@@ -169,6 +170,35 @@ class Suite:
     def _ask(self, row: Row) -> dict[str, Any]:
         run = self.lab.run(row.function, row.name, task=row.task, measure=("none",))
         return {"status": run.status, "message": run.message, "value": run.value}
+
+
+def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
+    """What must be equal for two rows to be of one machine. With a GPU the host is not asked: speeds are compared only
+    within a row."""
+    gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
+    about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
+    return about | {"versions": versions | {"torch": machine.torch_build}, "profile": profile}
+
+
+def kept_of(run: Run) -> dict[str, Any]:
+    """What is kept of a run: what stands in its row, and the pictures of its memory, are left out."""
+    told = run.to_dict()
+    if told["memory"]:
+        told["memory"]["timeline"] = None
+    if told["timing"]:
+        told["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
+    return {name: told[name] for name in OF_A_RUN}
+
+
+def line(kept: Kept) -> str:
+    """A row in a line, for whoever waits."""
+    if not kept.ok:
+        return f"{kept.name}: {kept.status}, {kept.message}"
+    if kept.speed_ratio:
+        return f"{kept.name}: {kept.speed_ratio} x the speed"
+    if kept.runs:
+        return str(Run.from_dict(kept.runs[-1]))
+    return f"{kept.name}: {kept.value}"
 
 
 def _what(row: Row) -> str:
@@ -234,22 +264,19 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, list or finish; the exit code."""
+    """Run or list; the exit code."""
     began = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
-    parser.add_argument("--finish", action="store_true", help="write the report of what is known, run nothing")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"in which rows are begun; default {SECONDS}")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="DIR")
     parser.add_argument("--tiny", action="store_true", help="sizes at which everything runs and nothing is said")
     parser.add_argument("--rehearse", metavar="CARD", help="memory alone, on a card that is not here")
     options = parser.parse_args(arguments)
     label = "-".join(filter(None, (options.tiny and "tiny", options.rehearse and f"rehearsed-{options.rehearse}")))
-    rows, report = (options.out / f"{label or 'gpu'}.{end}" for end in ("jsonl", "json"))
+    rows = options.out / f"{label or 'gpu'}.jsonl"
     try:
-        if options.finish:
-            return gpu_report.write(rows, report)
         parts = _chosen(options.part)
         _check_packages()
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
@@ -263,7 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    gpu_report.write(rows, report)
     missing = ", ".join(f"{part} {number}" for part, number in left.items() if number)
     print(f"rows left: {missing}; the same command goes on" if missing else "nothing is left", file=sys.stderr)
     return 3 if missing else 0

@@ -24,7 +24,6 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu_claims  # noqa: E402
 import gpu_page  # noqa: E402
-import gpu_report  # noqa: E402
 import gpu_rows  # noqa: E402
 import measure_gpu  # noqa: E402
 
@@ -164,7 +163,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
         tried = subprocess.run([sys.executable, "-c", f"import {name}"], env=without_notebooks, capture_output=True)
         assert b"is blocked" in tried.stderr, "the modules are not blocked: this test would say nothing"
     command = [sys.executable, str(BENCHMARKS / "measure_gpu.py"), "--tiny", "--part", "bf16", "--out", str(tmp_path)]
-    rows, report = tmp_path / "tiny.jsonl", tmp_path / "tiny.json"
+    rows = tmp_path / "tiny.jsonl"
 
     first = subprocess.Popen(command, env=without_notebooks, stderr=subprocess.DEVNULL)
     while first.poll() is None and not (rows.exists() and rows.read_bytes().endswith(b"\n")):
@@ -172,7 +171,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     first.send_signal(signal.SIGKILL)  # in the middle of the second row
     assert first.wait() == -signal.SIGKILL, "it had ended: nothing was cut off"
     before = rows.read_bytes()
-    assert [json.loads(line)["name"] for line in before.splitlines()] == ["bf16"] and not report.exists()
+    assert [json.loads(line)["name"] for line in before.splitlines()] == ["bf16"]
 
     done = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing is left" in done.stderr, done.stderr
@@ -181,10 +180,10 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     assert (run.name, pair.name) == ("bf16", "bf16 against fp32") and run.ok and pair.ok, done.stderr
     assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
     assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
-    made = json.loads(report.read_text())
+    made = gpu_page.content(Store(rows, gpu_rows.Kept).read())
     assert (made["tiny"], made["rehearsed"], made["profile"]) == (True, False, "tiny") and len(made["rows"]) == 2
     with pytest.raises(ValueError, match="tiny sizes"):
-        gpu_page.read(report)
+        gpu_page.keep(rows, tmp_path)
 
     again = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert again.returncode == 0 and len(rows.read_bytes().splitlines()) == 2
@@ -312,7 +311,7 @@ def test_what_crashed_is_tried_once_more_by_a_later_call(suite):
         (made := suite(lab)).run("bf16")
         assert [row.status for row in lines(made) if row.name == "bf16"] == ["crashed"] * tried
     assert made.left("bf16") == []
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert "bf16, bf16: crashed (it crashed)" in gpu_page.section("h100", report, {})
 
 
@@ -322,7 +321,7 @@ def test_what_went_well_the_second_time_counts(suite):
     suite(lab).run("bf16")
     lab.ends = {}
     (made := suite(lab)).run("bf16")
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert {row["name"]: row["status"] for row in report["rows"]} == {"bf16": "ok", "bf16 against fp32": "ok"}
 
 
@@ -351,7 +350,7 @@ def test_what_was_measured_otherwise_is_measured_anew(suite, monkeypatch, change
     names = [row.name for row in lines(made) if row.part == "bf16"]
     assert "bf16" in lab.asked and names == ["bf16", "bf16 against fp32"] * 2
     if change != "settings":
-        about = gpu_report.content(lines(made))
+        about = gpu_page.content(lines(made))
         assert len(about["rows"]) == 2, "two machines are in one report"
 
 
@@ -366,7 +365,7 @@ def whole_suite(suite):
 
 
 def whole(suite):
-    return json.loads(json.dumps(gpu_report.content(lines(whole_suite(suite)))))
+    return json.loads(json.dumps(gpu_page.content(lines(whole_suite(suite)))))
 
 
 def test_every_claim_that_rows_decide_is_decided(suite):
@@ -392,16 +391,14 @@ def test_every_claim_that_rows_decide_is_decided(suite):
 
 def test_a_claim_without_its_rows_says_what_is_missing(suite):
     (made := suite()).run("bf16")
-    claims = gpu_report.content(lines(made))["claims"]
+    claims = gpu_page.content(lines(made))["claims"]
     assert {claim["verdict"] for claim in claims} == {"not testable here"}
     assert claims[0]["missing"] == "ten, vanilla: not measured" and claims[0]["value"] is None
 
 
 def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
-    report = whole(suite)
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(report))
-    kept = gpu_page.keep(path, tmp_path / "results")
+    kept = gpu_page.keep(whole_suite(suite).store.path, tmp_path / "results")
+    report = json.loads(kept.read_text())
     assert kept.parent == tmp_path / "results" / "nvidia-h100-80gb-hbm3" / "gpu"
     suites, cards = gpu_page.suites(tmp_path / "results"), build.rehearsals()
     text = build.gpu_suites(suites, cards)
@@ -433,22 +430,28 @@ def test_without_a_report_the_page_says_not_measured(build, tmp_path):
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"rehearsed": True}, "was rehearsed"),
+        ({"setup": {"rehearsed": True}}, "was rehearsed"),
+        ({"setup": {"rehearsed": None}}, "was rehearsed"),
         ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
-        ({"rehearsed": None}, "was rehearsed"),
-        ({"tiny": True}, "tiny sizes"),
+        ({"setup": {"profile": "tiny"}}, "tiny sizes"),
         ({"machine": card("cpu").to_dict()}, "without a GPU"),
-        ({"suite": "course"}, "no report"),
-        ({"rows": [{}]}, "no report"),
     ],
 )
 def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
     (made := suite()).run("bf16")
-    (tmp_path / "gpu.json").write_text(json.dumps(gpu_report.content(lines(made)) | change))
-    monkeypatch.setattr(build, "RESULTS", tmp_path)
+    rows = [json.loads(line) for line in made.store.path.read_text().splitlines()]
+    rows = [row | change | {"setup": row["setup"] | change.get("setup", {})} for row in rows]
+    made.store.path.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(build, "RESULTS", tmp_path / "results")
     with pytest.raises(ValueError, match=why):
-        build.main(["--suite", str(tmp_path / "gpu.json")])
-    assert not [*tmp_path.glob("*/gpu")]
+        build.main(["--suite", str(made.store.path)])
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_has_no_rows_is_refused(tmp_path):
+    (tmp_path / "gpu.jsonl").write_text('{"suite": "course"}\n')
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="no rows"):
+        gpu_page.keep(tmp_path / "gpu.jsonl", tmp_path)
 
 
 def test_a_rehearsal_decides_by_memory_alone(suite):
@@ -456,7 +459,7 @@ def test_a_rehearsal_decides_by_memory_alone(suite):
     lab.compare = None  # there is no time
     for part in ("ten", "bf16"):
         (made := suite(lab)).run(part)
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert report["rehearsed"] and report["what"].startswith("memory by torch's own CUDA allocator")
     decided = [claim for claim in report["claims"] if claim["verdict"] != "not testable here"]
     assert {load()[claim["id"]].decided_by for claim in decided} == {"memory"}
