@@ -164,24 +164,15 @@ def summary(rows: list[dict]) -> dict:
     """Errors over all that were compared, as shares."""
     kept = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
-    found = {"answered": len(pairs), "refused": sum("refused" in row["estimated"] for row in kept)}
-    if pairs:
-        errors = {
-            what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")
-        }
-        apart = [
-            max(abs(said["breakdown"][part] - size) for part, size in truth["breakdown"].items()) / truth["allocated"]
-            for said, truth in pairs
-        ]
-        equal = sum(said["allocated"] == truth["allocated"] for said, truth in pairs)
-        found |= {
-            "allocated_equal": equal,
-            "allocated_equal_share": equal / len(pairs),
-            "allocated_worst": max(errors["allocated"]),
-            "reserved_median": statistics.median(errors["reserved"]),
-            "reserved_worst": max(errors["reserved"]),
-            "category_worst": max(apart),
-        }
+    errors = {what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")}
+    found = {
+        "answered": len(pairs),
+        "refused": len(kept) - len(pairs),
+        "allocated_equal": errors["allocated"].count(0),
+        "allocated_worst": max(errors["allocated"], default=None),
+        "reserved_median": statistics.median(errors["reserved"]) if pairs else None,
+        "reserved_worst": max(errors["reserved"], default=None),
+    }
     return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
 
 

@@ -20,7 +20,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,8 @@ class Row:
     name: str  # of the set and of the row's sizes
     facts: dict[str, Any]  # of its set: source, date, gpu, versions, setup, quantity, like_for_like, reason
     published: float  # MiB
-    sizes: dict[str, Any] = field(default_factory=dict)  # of the rebuilt loop
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the training
-    changes: tuple[str, ...] = ()  # of its training
+    given: dict[str, Any]  # sizes of the rebuilt loop, or arguments of the training
+    changes: tuple[str, ...]  # of its training
 
     @property
     def card(self) -> Card:
@@ -80,10 +79,8 @@ class Row:
     def question(self) -> dict[str, Any]:
         """What `estimate` and a lab are asked alike: a loop of one's own, or a training with its changes."""
         if loop := self.facts.get("loop"):
-            return {"function": functools.partial(LOOPS[loop], **self.sizes)}
-        if not self.changes:
-            return dict(self.arguments)
-        return {"optimizer": functools.partial(changed, self.changes), **self.arguments}
+            return {"function": functools.partial(LOOPS[loop], **self.given)}
+        return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
 
     def task(self, folder: Path) -> Task:
         """The task of its training; `folder` takes the configuration of a model that is no preset."""
@@ -117,17 +114,8 @@ def rows(path: Path = FACTS) -> list[Row]:
             if reason:
                 about |= {"reason": reason, "like_for_like": False}
             name = label or ", ".join(f"{key} {value}" for key, value in own.items())
-            is_loop = "loop" in facts
-            found.append(
-                Row(
-                    name=f"{facts['name']}: {name}",
-                    facts=about,
-                    published=published,
-                    sizes=facts.get("sizes", {}) | own if is_loop else {},
-                    arguments={} if is_loop else facts.get("arguments", {}) | own,
-                    changes=tuple(changes),
-                )
-            )
+            given = facts.get("sizes" if "loop" in facts else "arguments", {}) | own
+            found.append(Row(f"{facts['name']}: {name}", about, published, given, tuple(changes)))
     return found
 
 
