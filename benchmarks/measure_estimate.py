@@ -88,7 +88,7 @@ def conclude(rows: list[dict], options) -> dict:
     }
 
 
-ESTIMATE = Measurement(__doc__, "estimate.json", cases, measure, conclude, rows="")
+ESTIMATE = Measurement(__doc__, "estimate.json", cases, measure, conclude, rows="", line=lambda row: ", ".join(row))
 
 if __name__ == "__main__":
     sys.exit(ESTIMATE.main())

@@ -56,7 +56,16 @@ def conclude(nights: list[dict], options) -> dict:
     return {"false alarms": counted(itertools.permutations(usual, 2)), "found": found}
 
 
-NIGHTS = Measurement(__doc__, "nights.json", cases, measure, conclude, {"usual": 20, "slower": 5}, rows="nights")
+NIGHTS = Measurement(
+    __doc__,
+    "nights.json",
+    cases,
+    measure,
+    conclude,
+    {"usual": 20, "slower": 5},
+    rows="nights",
+    line=lambda night: f"busy: {night['busy']}, slower: {night['slower']:.0%}",
+)
 
 if __name__ == "__main__":
     sys.exit(NIGHTS.main())

@@ -128,7 +128,11 @@ def conclude(rows: list[dict], options) -> dict:
     return {"called an effect": told, "verdicts": verdicts, "itself": itself, "claims": claims}
 
 
-SPEED = Measurement(__doc__, "speed.json", cases, measure, conclude, {"itself": 200, "times": 20}, rows="")
+def line(row: dict) -> str:
+    return ", ".join(f"{found['name']} {found['cpu'][0]:.3f}" for found in row["found"])
+
+
+SPEED = Measurement(__doc__, "speed.json", cases, measure, conclude, {"itself": 200, "times": 20}, rows="", line=line)
 
 if __name__ == "__main__":
     sys.exit(SPEED.main())
