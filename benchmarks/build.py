@@ -1,7 +1,7 @@
 """Keeps recorded course runs, and makes from them their pictures, results/README.md and tables of the written pages.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then build
+python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then as --estimates
 python benchmarks/build.py --estimates              hold the estimate against the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import re
-import statistics
 import sys
 import tomllib
 from collections import Counter
@@ -29,8 +28,8 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
-from measuring import RESULTS
-from tables import MIB, mebibytes, share, table, versions
+from runner import RESULTS, read_record, write_record
+from tables import MIB, mebibytes, share, spread, table, versions
 
 from perf_helpers import plots
 from perf_helpers.compare.compare import is_beyond_noise
@@ -78,8 +77,7 @@ def record(course: Path) -> Path:
         if run.get("memory"):
             run["memory"]["timeline"] = None
     target = RESULTS / Machine.from_dict(data["machine"]).slug / f"{data['date'][:10]}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_record(target, data)
     return target
 
 
@@ -91,7 +89,7 @@ def rehearsals() -> dict[str, dict]:
     """
     found = {}
     for path in sorted(RESULTS.glob("rehearsed/*/*.json")):  # of each card the newest comes last
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_record(path)
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
         found[data["card"]] = data
@@ -128,8 +126,6 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         known = "speed by the GPU suite" if suites else "speed not measured"
         lines = [f"No GPU has run the course: memory rehearsed by torch's own allocator; {known}.", ""]
-    if not cards:
-        return "\n".join([*lines, "No card is rehearsed yet."])
     one = next(iter(cards.values()))
     there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
     lines += [
@@ -160,8 +156,6 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
 def rehearsed_claims(cards: dict[str, dict]) -> str:
     """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
     courses = {name: data["course"] for name, data in cards.items() if data["course"]}
-    if not courses:
-        return "No course is rehearsed yet: no claim has a rehearsed number."
     told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
     claims = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
     return f"The claims about memory, by the rehearsed course ({told}):\n\n{claims}"
@@ -244,6 +238,12 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
 
 
+def of_suite(data: dict) -> dict:
+    """The trainings of a report of the GPU suite that the estimate is held against, as a course's runs."""
+    rows = [row for row in data["rows"] if row["part"] == "estimate" and row["status"] == "ok"]
+    return {"machine": data["machine"], "runs": [run for row in rows for run in row["runs"]]}
+
+
 def held_against(measured: dict[str, dict]) -> list[dict]:
     """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
     rows = []
@@ -279,16 +279,14 @@ def error_table(rows: list[dict]) -> str:
     lines = []
     for label, shares in errors.items():
         if shares:
-            high = sorted(shares)[-(-95 * len(shares) // 100) - 1]  # one of them, so that it is an error that was made
-            lines.append([label, str(len(shares)), *map(share, (statistics.median(shares), high, max(shares)))])
+            lines.append([label, str(len(shares)), *map(share, spread(shares).values())])
     return f"On GPUs, {len(rows)} trainings:\n\n{table(['', 'trainings', 'median', '95th percentile', 'worst'], lines)}"
 
 
-def _estimate(suites: dict[str, dict]) -> str:
+def _estimate() -> str:
     """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
-    report = json.loads(BESIDE.read_text(encoding="utf-8"))
-    on_gpus = json.loads(ON_GPUS.read_text(encoding="utf-8")) if ON_GPUS.exists() else []
-    on_gpus += [row for data in suites.values() for row in data["estimates"]]
+    report = read_record(BESIDE)
+    on_gpus = read_record(ON_GPUS) if ON_GPUS.exists() else []
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
@@ -308,7 +306,7 @@ def _estimate(suites: dict[str, dict]) -> str:
 
 def _speed() -> str:
     """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
-    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    report = read_record(RESULTS / "speed.json")
     about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
     rows = []
     for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
@@ -332,9 +330,7 @@ def _nights() -> str:
     claims = (
         f"Of {pairs:,} pairs of the comparisons above of one recipe with itself, {called} would be called a change."
     )
-    if not NIGHTS.exists():
-        return f"{claims} Steps timed on several days: not measured."
-    report = json.loads(NIGHTS.read_text(encoding="utf-8"))
+    report = read_record(NIGHTS)
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
     rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
@@ -346,7 +342,7 @@ def _nights() -> str:
 def _false_alarms_of_claims() -> tuple[int, int]:
     """(how many pairs of recorded self-comparisons there are, how many of these the comparison would call a change),
     where as many figures are looked at as the ledger has claims about time."""
-    report = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
     return len(pairs), sum(is_beyond_noise(a[0], a[1:], b[0], b[1:], number) for a, b in pairs)
@@ -372,7 +368,7 @@ def written(
         "scoreboard": counts(measured),
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
-        "estimate": _estimate(suites or {}),
+        "estimate": _estimate(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
     texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
@@ -400,13 +396,13 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     for name, data in measured.items():
         if (path := data["file"].with_suffix(".png")).exists():
             parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})")
-    parts += ["## Library matrix", matrix_page.section(_matrix()), "## Speed on a CPU", _speed()]
+    parts += ["## Library matrix", matrix_page.section(read_record(MATRIX)), "## Speed on a CPU", _speed()]
     parts += ["## Nights", _nights()]
     parts += ["## On GPUs", rehearsed_recipes(cards, measured, suites), rehearsed_claims(cards)]
     parts += ["## The GPU suite", gpu_suites(suites or {}, cards)]
     parts += [
         "## The estimate",
-        _estimate(suites or {}),
+        _estimate(),
         "## The estimate for CUDA",
         cuda_page.nearness(),
         "### One rank of several",
@@ -416,11 +412,6 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
     ]
     parts += ["## The estimate against published measurements", cuda_page.published()]
     return "\n\n".join(parts) + "\n"
-
-
-def _matrix() -> dict | None:
-    """The library matrix, if it has been run."""
-    return json.loads(MATRIX.read_text(encoding="utf-8")) if MATRIX.exists() else None
 
 
 def main(arguments=None) -> int:
@@ -439,13 +430,13 @@ def main(arguments=None) -> int:
     if not measured:
         print("no recorded runs in results/<machine>/", file=sys.stderr)
         return 1
-    if options.estimates:
-        write_whole(ON_GPUS, json.dumps(held_against(measured), indent=1) + "\n")
+    if options.estimates or options.suite:
+        write_record(ON_GPUS, held_against(measured | {f"{name}, suite": of_suite(suites[name]) for name in suites}))
     if not options.check:
         for data in measured.values():
             picture(data)
     pages = written(measured, cards, suites) | {PAGE: page(measured, cards, suites)}
-    pages[SINCE] = json.dumps(matrix_page.since(_matrix()), indent=1, ensure_ascii=False) + "\n"
+    pages[SINCE] = json.dumps(matrix_page.since(read_record(MATRIX)), indent=1, ensure_ascii=False) + "\n"
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         name = path.relative_to(PAGE.parents[1])

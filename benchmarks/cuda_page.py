@@ -1,9 +1,8 @@
 """The estimate for CUDA on the pages: beside torch's own allocator, other tools, and figures that others measured."""
 
-import json
 import re
 
-from measuring import RESULTS
+from runner import RESULTS, read_record
 from tables import MIB, share, table, versions
 
 PUBLISHED = RESULTS / "published.json"  # by benchmarks/published.py
@@ -13,13 +12,12 @@ CUDA_TOOLS = RESULTS / "cuda_tools.json"  # by benchmarks/measure_cuda_tools.py
 
 def nearness() -> str:
     """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
-    records = ("cuda", "allocator")
-    report, lists = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in records)
+    report, lists = (read_record(RESULTS / f"{name}.json") for name in ("cuda", "allocator"))
     kept = [row for row in report["rows"] if "rehearsed" in row]
-    architectures, optimizers = ({of(row) for row in kept} for of in (_architecture, _optimizer))
+    architectures, optimizers = {row["architecture"] for row in kept}, {row["arguments"]["optim"] for row in kept}
     found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # followed in part, once
     of_few = f" With few layers followed, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
-    figures = json.loads(PUBLISHED.read_text(encoding="utf-8"))["like_for_like"]["all"]
+    figures = read_record(PUBLISHED)["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     lines = [
         f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
@@ -43,17 +41,9 @@ def _equal_or_off(found: dict) -> str:
     )
 
 
-def _architecture(row: dict) -> str:
-    return row["architecture"]
-
-
-def _optimizer(row: dict) -> str:
-    return row["arguments"]["optim"]
-
-
 def ranks() -> str:
     """One rank of several: what torch's own allocator handed out, the estimate, and the formulas of ZeRO."""
-    report = json.loads(RANKS.read_text(encoding="utf-8"))
+    report = read_record(RANKS)
     rows, failed, off = [], {}, 0
     for row in report["rows"]:
         if "rehearsed" not in row:
@@ -88,7 +78,7 @@ def ranks() -> str:
 
 def cuda_tools() -> str:
     """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
-    report = json.loads(CUDA_TOOLS.read_text(encoding="utf-8"))
+    report = read_record(CUDA_TOOLS)
     head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
     head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
@@ -110,7 +100,7 @@ def cuda_tools() -> str:
 
 def published() -> str:
     """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
-    report = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    report = read_record(PUBLISHED)
     errors = [
         [kind, str(said["rows"]), *(share(said[name]) for name in ("median", "percentile_95", "worst"))]
         for kind, said in report["like_for_like"].items()

@@ -53,12 +53,12 @@ class Rows:
         return self(part, f"{name} against {baseline}").speed_ratio
 
 
-def _against(pair: tuple[str, str]) -> Callable[[Rows], Ratio]:
-    return lambda rows: rows.faster("ten", *pair)
+def faster(part: str, name: str, baseline: str) -> Callable[[Rows], Ratio]:
+    return lambda rows: rows.faster(part, name, baseline)
 
 
-def _share(pair: tuple[str, str]) -> Callable[[Rows], float]:
-    return lambda rows: rows.shrunk("ten", *pair)
+def shrunk(part: str, name: str, baseline: str) -> Callable[[Rows], float]:
+    return lambda rows: rows.shrunk(part, name, baseline)
 
 
 THREE, ADA, EIGHT = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
@@ -157,14 +157,6 @@ def _fused_kernels(rows: Rows) -> float:
     return found["flash"] + found["efficient"]
 
 
-def _ladder(name: str, baseline: str = FIRST) -> dict[str, Callable[[Rows], Value]]:
-    """The two cells of the guide's table that rows of the ladder decide."""
-    return {
-        "speed": lambda rows: rows.faster("best", name, baseline),
-        "memory": lambda rows: rows.shrunk("best", name, baseline),
-    }
-
-
 def _before(rows: Rows, name: str) -> str:
     """The rung below one, as a pair of the ladder names it."""
     pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
@@ -175,23 +167,23 @@ def _before(rows: Rows, name: str) -> str:
 
 VALUES: dict[str, Callable[[Rows], Value]] = {
     "training-dwarfs-weights": _training_dwarfs,
-    "accumulation-memory": _share(("accumulation", "vanilla")),
-    "accumulation-cost": _against(("accumulation", "vanilla")),
-    "checkpointing-memory": _share(("+ checkpointing", "accumulation")),
-    "checkpointing-cost": _against(("+ checkpointing", "accumulation")),
-    "checkpointing-cost-2022": _against(("+ checkpointing", "accumulation")),
-    "fp16-faster": _against(("half precision", "vanilla")),
-    "adafactor-memory": _share(("Adafactor", "vanilla")),
-    "adafactor-cost": _against(("Adafactor", "vanilla")),
+    "accumulation-memory": shrunk("ten", "accumulation", "vanilla"),
+    "accumulation-cost": faster("ten", "accumulation", "vanilla"),
+    "checkpointing-memory": shrunk("ten", "+ checkpointing", "accumulation"),
+    "checkpointing-cost": faster("ten", "+ checkpointing", "accumulation"),
+    "checkpointing-cost-2022": faster("ten", "+ checkpointing", "accumulation"),
+    "fp16-faster": faster("ten", "half precision", "vanilla"),
+    "adafactor-memory": shrunk("ten", "Adafactor", "vanilla"),
+    "adafactor-cost": faster("ten", "Adafactor", "vanilla"),
     "adam8bit-memory": _eight_bit_memory,
-    "adam8bit-cost": _against(("8-bit Adam", "vanilla")),
-    "combined-half-memory": _share((THREE, "vanilla")),
-    "combined-speed": _against((THREE, "vanilla")),
-    "all-three-memory": _share((ADA, "vanilla")),
-    "all-three-speed": _against((ADA, "vanilla")),
-    "all-three-8bit-memory": _share((EIGHT, "vanilla")),
-    "all-three-8bit-speed": _against((EIGHT, ADA)),
-    "accelerate-same": _share(("Accelerate loop, all + 8-bit Adam", EIGHT)),
+    "adam8bit-cost": faster("ten", "8-bit Adam", "vanilla"),
+    "combined-half-memory": shrunk("ten", THREE, "vanilla"),
+    "combined-speed": faster("ten", THREE, "vanilla"),
+    "all-three-memory": shrunk("ten", ADA, "vanilla"),
+    "all-three-speed": faster("ten", ADA, "vanilla"),
+    "all-three-8bit-memory": shrunk("ten", EIGHT, "vanilla"),
+    "all-three-8bit-speed": faster("ten", EIGHT, ADA),
+    "accelerate-same": shrunk("ten", "Accelerate loop, all + 8-bit Adam", EIGHT),
     "larger-batch-faster": _larger_batch,
     "memory-to-the-limit": _to_the_limit,
     "fp16-twice-by-batch": _twice_by_batch,
@@ -202,23 +194,23 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
     "mixed-saves-only-activations": _only_activations,
     "tf32-faster": _products("tf32"),
     "fp16-up-to-5x": _products("fp16"),
-    "tf32-with-half": lambda rows: rows.faster("tf32", "fp16 and tf32", "fp16"),
+    "tf32-with-half": faster("tf32", "fp16 and tf32", "fp16"),
     "sdpa-memory": _sdpa_memory,
     "sdpa-speed": _sdpa_speed,
     "sdpa-same": _sdpa_same,
     "sdpa-fused-kernels": _fused_kernels,
-    "compile": lambda rows: rows.faster("compile", "inductor", "uncompiled"),
-    "compile-debugging": lambda rows: rows.faster("compile", "aot_eager", "uncompiled"),
-    "table-accumulation-speed": _ladder("accumulation alone")["speed"],
-    "table-accumulation-memory": _ladder("accumulation alone")["memory"],
-    "table-checkpointing-speed": _ladder("checkpointing alone")["speed"],
-    "table-checkpointing-memory": _ladder("checkpointing alone")["memory"],
-    "table-half-speed": _ladder("+ half precision")["speed"],
-    "table-half-memory": _ladder("+ half precision")["memory"],
-    "table-batch-speed": lambda rows: rows.faster("best", FIRST, "micro-batch 1"),
-    "table-batch-memory": _ladder("micro-batch 1")["memory"],
+    "compile": faster("compile", "inductor", "uncompiled"),
+    "compile-debugging": faster("compile", "aot_eager", "uncompiled"),
+    "table-accumulation-speed": faster("best", "accumulation alone", FIRST),
+    "table-accumulation-memory": shrunk("best", "accumulation alone", FIRST),
+    "table-checkpointing-speed": faster("best", "checkpointing alone", FIRST),
+    "table-checkpointing-memory": shrunk("best", "checkpointing alone", FIRST),
+    "table-half-speed": faster("best", "+ half precision", FIRST),
+    "table-half-memory": shrunk("best", "+ half precision", FIRST),
+    "table-batch-speed": faster("best", FIRST, "micro-batch 1"),
+    "table-batch-memory": shrunk("best", "micro-batch 1", FIRST),
     "table-optimizer-speed": lambda rows: rows.faster("best", "+ fused AdamW", _before(rows, "+ fused AdamW")),
-    "table-optimizer-memory": _ladder("Adafactor alone")["memory"],
+    "table-optimizer-memory": shrunk("best", "Adafactor alone", FIRST),
     "table-loader-memory": lambda rows: rows.shrunk("best", "+ workers", _before(rows, "+ workers")),
 }
 

@@ -1,6 +1,7 @@
-"""What the pages show of the GPU suite: its reports, kept as results/<machine>/gpu/<date>.json, and their tables.
+"""What is kept of the GPU suite, as results/<machine>/gpu/<date>.json, and what the pages show of it.
 
-Only what was measured on a GPU is kept. What was rehearsed, or ran at tiny sizes, is refused.
+A report has the rows of one machine, and the claims that they decide. Only what was measured on a GPU is kept: what was
+rehearsed, or ran at tiny sizes, is refused.
 """
 
 import json
@@ -8,54 +9,90 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gpu_report
+import gpu_claims
 import recipes
-from gpu_rows import FIRST, NOT_TESTABLE
+from gpu_rows import NOT_TESTABLE, Kept
+from runner import read_record, write_record
 from tables import MIB, mebibytes, table
 
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.task import Task
-from perf_helpers.records import Ratio, write_whole
+from perf_helpers.lab.task import TINY
+from perf_helpers.records import Ratio, Store
 from perf_helpers.texts import number_text
 
+SCHEMA = 1
 NONE = "No GPU has run it: not measured."
 TOLD = ("torch", "transformers", "bitsandbytes")
 BY_HALF = {"bf16": "bfloat16", "fp16": "float16"}
+PARTS = {  # of the suite, as the page calls them
+    "ten": "The guides' ten recipes",
+    "batch": "By batch size",
+    "fp16": "fp16 against fp32 by micro-batch, as in the 2022 guide",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "attention": "Attention by length and kernel",
+    "compile": "torch.compile",
+    "best": "From the guides' vanilla to the best recipe",
+}
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A report of the suite.
+def content(rows: list[Kept]) -> dict[str, Any]:
+    """The report of the machine that measured the last row. Of a row that was tried twice the last try counts.
+    ValueError without rows."""
+    if not rows:
+        raise ValueError("no rows: run the suite first")
+    last = rows[-1]
+    latest = {(row.part, row.name): row for row in rows if row.setup == last.setup}
+    machine, rehearsed = Machine.from_dict(last.machine), last.setup["rehearsed"]
+    measured = "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed"
+    return {
+        "schema": SCHEMA,
+        "suite": "gpu",
+        "rehearsed": rehearsed,
+        "what": measured if rehearsed else "measured by benchmarks/measure_gpu.py",
+        "tiny": last.setup["profile"] == TINY.name,
+        "machine": last.machine,
+        "versions": last.setup["versions"],
+        "profile": last.setup["profile"],
+        "began": min(row.date for row in latest.values()),
+        "date": max(row.date for row in latest.values()),
+        "claims": gpu_claims.decided(latest, machine, last.setup["profile"]),
+        "rows": [_shown(row) for row in latest.values()],
+    }
 
-    Raises:
-        ValueError: it is none, or was not measured on a GPU at the sizes of one.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (data["suite"], data["schema"]) != ("gpu", gpu_report.SCHEMA):
-            raise ValueError(f"suite {data['suite']!r}, schema {data['schema']!r}")
-        rehearsed, tiny, machine = data["rehearsed"], data["tiny"], Machine.from_dict(data["machine"])
-        [row[name] for row in data["rows"] for name in ("part", "name", "status", "runs")]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no report of the GPU suite ({type(error).__name__}: {error})") from None
-    if rehearsed is not False or machine.rehearsed:
-        raise ValueError(f"{path} was rehearsed, not measured")
-    if tiny or machine.kind != "cuda":
-        raise ValueError(f"{path} was made at tiny sizes, or without a GPU: it says nothing of one")
+
+def _shown(row: Kept) -> dict[str, Any]:
+    left_out = {"setup", "machine", "settings"}
+    told = {name: value for name, value in row.to_dict().items() if name not in left_out}
+    for run in told["runs"]:
+        for name in ("phase_breakdowns", "phases", "timeline"):
+            if run["memory"]:
+                run["memory"].pop(name, None)
+    return told
+
+
+def measured(data: dict[str, Any]) -> dict[str, Any]:
+    """A report that was measured on a GPU, at the sizes of one. ValueError for another one."""
+    machine = Machine.from_dict(data["machine"])
+    if data["rehearsed"] is not False or machine.rehearsed:
+        raise ValueError("what was rehearsed was not measured, and is not kept")
+    if data["tiny"] or machine.kind != "cuda":
+        raise ValueError("what ran at tiny sizes, or without a GPU, says nothing of one")
     return data
 
 
-def keep(path: Path, results: Path) -> Path:
-    """Keep a report as results/<machine>/gpu/<date>.json; ValueError as `read`."""
-    data = read(path)
+def keep(rows: Path, results: Path) -> Path:
+    """Keep what a file of rows holds as results/<machine>/gpu/<date>.json; ValueError as `content` and `measured`."""
+    data = measured(content(Store(rows, Kept).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
-    write_whole(target, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_record(target, data)
     return target
 
 
 def suites(results: Path) -> dict[str, dict[str, Any]]:
-    """The newest report of each machine, by its folder; ValueError as `read`."""
-    return {path.parents[1].name: read(path) for path in sorted(results.glob("*/gpu/*.json"))}
+    """The newest report of each machine, by its folder; ValueError as `measured`."""
+    return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -76,112 +113,63 @@ def by_name(data: Mapping[str, Any]) -> Rows:
     return {(row["part"], row["name"]): row for row in data["rows"]}
 
 
-def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
-    """The tables of one machine. `cards`: what is rehearsed, by card."""
-    rows = by_name(data)
-    parts = [f"### {name}", caption(data)]
-    for title, made in (
-        ("The guides' ten recipes", _ten(rows, data, cards)),
-        ("By batch size", _batches(rows)),
-        ("fp16 against fp32 by micro-batch, as in the 2022 guide", _fp16(rows)),
-        ("One thing switched on, in turns with the same without it", _pairs(rows)),
-        ("From the guides' vanilla to the best recipe", _ladder(rows)),
-    ):
-        if made:
-            parts.append(f"**{title}**\n\n{made}")
-    facts = [*_facts(rows), *_utilisation(rows), *_not_well(data)]
-    return "\n\n".join([*parts, "\n".join(f"- {fact}" for fact in facts)])
-
-
 def _sizes(row: Mapping[str, Any]) -> dict[str, Any]:
     memory = (row["runs"][-1]["memory"] if row["runs"] else None) or {}
     names = ("peak_bytes", "reserved_bytes", "device_used_bytes")
     return {"status": row["status"]} | {name: memory.get(name) for name in names}
 
 
-def _samples(row: Mapping[str, Any] | None) -> str:
-    timing = row["runs"][-1]["timing"] if row and row["runs"] else None
+def _samples(row: Mapping[str, Any]) -> str:
+    timing = row["runs"][-1]["timing"] if row["runs"] else None
     return number_text(timing and timing["samples_per_second"])
 
 
-def _ratio(row: Mapping[str, Any] | None) -> str:
-    """A pair's ratio of speeds with its interval; what became of a pair without one."""
-    if row is None:
-        return "not measured"
-    return str(Ratio.from_dict(row["speed_ratio"])) if row["speed_ratio"] else row["status"]
+def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
+    """The tables of one machine, one a part. `cards`: what is rehearsed, by card."""
+    rows = by_name(data)
+    made = [f"### {name}", caption(data)]
+    for part, title in PARTS.items():
+        if table_of_part := _part(part, rows, _alike(rows, data, cards) if part == "ten" else {}):
+            made.append(f"**{title}**\n\n{table_of_part}")
+    facts = [*_facts(rows), *_utilisation(rows), *_not_well(data)]
+    return "\n\n".join([*made, "\n".join(f"- {fact}" for fact in facts)])
 
 
-def _ten(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
-    """Beside the V100's megabytes, and what cards of the same capability and task were rehearsed to take."""
-    if not (runs := rows.get(("ten", "vanilla"), {"runs": ()})["runs"]):
-        return ""
-    (run,) = runs
-    gpu = Machine.from_dict(data["machine"]).gpus[0]
-    alike = {
+def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
+    """A row for each run: its memory, its speed, and what it is against others, in turns, with the interval; of the
+    guides' recipes also the guide's megabytes, and what cards like this one were rehearsed to take."""
+    lines = []
+    for (of, name), row in rows.items():
+        if of == part and row["runs"] and " against " not in name:
+            used = _sizes(row)["device_used_bytes"]
+            cells = [name, mebibytes(_sizes(row)), f"{used / MIB:.0f}" if used else "not measured", _samples(row)]
+            against = (pair for where, pair in rows if where == part and pair.startswith(f"{name} against "))
+            cells.append("; ".join(_against(pair, rows[part, pair]) for pair in against))
+            guide = [str(recipes.ROWS[name][1])] if part == "ten" else []
+            lines.append([*cells, *guide, *(mebibytes(column.get(name)) for column in alike.values())])
+    head = ["run", "MiB allocated / reserved", "MiB device-used", "samples/s", "against"]
+    head += ["MB, V100 (guide)"] if part == "ten" else []
+    return lines and table([*head, *(f"{card}, rehearsed" for card in alike)], lines)
+
+
+def _against(pair: str, row: Mapping[str, Any]) -> str:
+    """A pair in words: the ratio of speeds with its interval, and that of the peaks."""
+    baseline = pair.partition(" against ")[2]
+    if not row["speed_ratio"]:
+        return f"{baseline}: {row['status']}"
+    first, second = (run["memory"] and run["memory"]["peak_bytes"] for run in row["runs"])
+    memory = f", memory {number_text(second / first)} x" if first and second else ""
+    return f"{baseline}: {Ratio.from_dict(row['speed_ratio'])} x{memory}"
+
+
+def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
+    """{card: what was rehearsed, by recipe} of cards of the same capability, with the same task."""
+    gpu, found = Machine.from_dict(data["machine"]).gpus[0], rows.get(("ten", "vanilla"), {"runs": ()})["runs"]
+    return {
         card: {row["name"]: row for row in told["rows"]}
         for card, told in cards.items()
-        if tuple(told["capability"]) == gpu.capability and told["task"] == run["task"]
+        if found and tuple(told["capability"]) == gpu.capability and told["task"] == found[0]["task"]
     }
-    head = ["recipe", "MB, V100 (guide)", "MiB allocated / reserved", "MiB device-used", "samples/s", "against vanilla"]
-    lines = []
-    for name, (_, megabytes) in recipes.ROWS.items():
-        row = rows.get(("ten", name))
-        sizes = _sizes(row) if row else None
-        used = sizes and sizes["device_used_bytes"]
-        cells = [name, str(megabytes), mebibytes(sizes), f"{used / MIB:.0f}" if used else "not measured", _samples(row)]
-        cells.append("1" if name == "vanilla" else _ratio(rows.get(("ten", f"{name} against vanilla"))))
-        lines.append([*cells, *(mebibytes(column.get(name)) for column in alike.values())])
-    told = f"{Task.from_dict(run['task'])}; throughput against vanilla's, in turns, with its interval."
-    return f"{told}\n\n" + table([*head, *(f"{card}, rehearsed" for card in alike)], lines)
-
-
-def _batches(rows: Rows) -> str:
-    lines = []
-    for (part, name), row in rows.items():
-        if part == "batch" and "against" not in name:
-            lines.append([name.removeprefix("batch "), mebibytes(_sizes(row)), _samples(row)])
-    pairs = [f"{name}: {_ratio(row)} x" for (part, name), row in rows.items() if part == "batch" and "against" in name]
-    head = ["batch", "MiB allocated / reserved", "samples/s"]
-    return lines and table(head, lines) + "\n\n" + "; ".join([*pairs, "in turns, with its interval."])
-
-
-def _fp16(rows: Rows) -> str:
-    lines = []
-    for steps in ("", " x 2"):
-        for size in (1, 8, 16, 32, 64):
-            full, half = (rows.get(("fp16", f"{size}{steps}, {kind}")) for kind in ("fp32", "fp16"))
-            if full and half:
-                sizes = [_sizes(row) for row in (full, half)]
-                peaks = [each["peak_bytes"] for each in sizes]
-                saved = f"{1 - peaks[1] / peaks[0]:.1%}" if all(peaks) else "not measured"
-                speed = _ratio(rows.get(("fp16", f"{size}{steps}, fp16 against {size}{steps}, fp32")))
-                lines.append([f"{size}{steps}", *map(mebibytes, sizes), saved, speed])
-    head = ["micro-batch x steps", "fp32, MiB allocated / reserved", "fp16", "saved", "throughput, fp16 / fp32"]
-    return lines and table(head, lines)
-
-
-def _pairs(rows: Rows) -> str:
-    lines = []
-    for (part, name), row in rows.items():
-        if part in ("tf32", "bf16", "attention", "compile") and " against " in name:
-            peaks = [run["memory"] and run["memory"]["peak_bytes"] for run in row["runs"]]
-            memory = number_text(peaks[1] / peaks[0]) if len(peaks) == 2 and all(peaks) else "not measured"
-            lines.append([part, name, memory, _ratio(row)])
-    return lines and table(["part", "what", "peak allocated, ratio", "throughput, ratio"], lines)
-
-
-def _ladder(rows: Rows) -> str:
-    first = rows.get(("best", FIRST))
-    whole = first and _sizes(first)["peak_bytes"]
-    lines = []
-    for (part, name), row in rows.items():
-        if part == "best" and name.startswith((FIRST, "+ ")) and " against " not in name:
-            peak = _sizes(row)["peak_bytes"]
-            share = f"{peak / whole:.0%}" if peak and whole else "not measured"
-            ratio = "1" if name == FIRST else _ratio(rows.get((part, f"{name} against {FIRST}")))
-            lines.append([name, mebibytes(_sizes(row)), share, ratio])
-    head = ["rung", "MiB allocated / reserved", "of the guides' vanilla", "throughput against it"]
-    return lines and table(head, lines)
 
 
 def _facts(rows: Rows) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The rows of the GPU suite, part by part: which trainings are run, compared and estimated, at what sizes.
+"""The rows of the GPU suite, part by part: which trainings are run and compared, at what sizes.
 
 Each part is a generator of rows. It is called with the rows that are measured already, and called anew after each
 further one: so a row may depend on others, such as the largest batch that fits. The rows that it yields and the file
@@ -28,10 +28,10 @@ BOTH = ("memory", "time")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure: a run, a pair of runs in turns, a question to a function, or an estimate."""
+    """One thing to measure: a run, a pair of runs in turns, or a question to a function."""
 
     name: str  # within its part
-    kind: str = "run"  # by the lab; "pair": two runs in turns; "question": a function's answer; "estimate": of a run
+    kind: str = "run"  # by the lab; "pair": two runs in turns; "question": a function's answer
     task: Task | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable | None = None
@@ -62,7 +62,7 @@ class Kept(Record):
     runs: tuple[dict[str, Any], ...] = ()  # one, or a pair's two; `Run.to_dict` without what stands here
     speed_ratio: Ratio | None = None  # of a pair: the other one's over the baseline's, in samples per second
     wall_ratio: Ratio | None = None  # the same by the wall's clock, on a CPU
-    value: Any = None  # a question's answer; of an estimate, its `Memory`
+    value: Any = None  # a question's answer
     seconds: float | None = None  # that it took, of everything
     date: str = ""  # ISO 8601, UTC
 
@@ -280,14 +280,13 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # nobody trains these two 
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Forty trainings of six models, each beside what the estimate says of it."""
+    """Forty trainings of six models, against which the estimate is held."""
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
         if here.tiny:
             task, size = task.replace(seq_len=16, dataset_size=64, config=small), 2
-        yield (row := here.row(f"{model}, {recipe}", task, batch_of(size) | RECIPES[recipe]))
-        yield Row(f"estimate of {row.name}", "estimate", task, row.arguments, lacks=row.lacks)
+        yield here.row(f"{model}, {recipe}", task, batch_of(size) | RECIPES[recipe])
 
 
 FIRST = "guides' vanilla"

@@ -25,18 +25,16 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
-from measuring import RESULTS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from runner import RESULTS, now, read_record, write_record
 
 from perf_helpers.compare.compare import compare, keyed
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results
 from perf_helpers.lab import hardware
-from perf_helpers.records import write_whole
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -126,7 +124,7 @@ class Environments:
             NotInstalled: pip refused.
         """
         home = self.folder / one.name / "environment"
-        made, asked = home / "packages.txt", "\n".join([self._python_version(), *one.wanted()])
+        made, asked = home / "packages.txt", "\n".join([f"python {platform.python_version()}", *one.wanted()])
         if made.exists() and made.read_text() == asked and not one.is_open:
             return
         if not (one.is_open and self.python(one).exists()):
@@ -189,9 +187,6 @@ class Environments:
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return kept | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
-    def _python_version(self) -> str:
-        return f"python {platform.python_version()}"
-
 
 def pip_reason(stderr: str) -> str:
     """What pip says when it gives up: its errors, without addresses and in one line."""
@@ -227,7 +222,7 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
         environments.install(one)
         packages = environments.packages(one)
         if known.get("packages") != packages:  # what was known is of other versions
-            known = {"key": state(one), "packages": packages, "date": _now(), "lessons": {}, "rehearsed": False}
+            known = {"key": state(one), "packages": packages, "date": now(), "lessons": {}, "rehearsed": False}
         say(f"{one.name}: torch {packages['torch']}, transformers {packages['transformers']}")
         for lesson in lessons:
             if lesson not in known["lessons"]:
@@ -251,7 +246,7 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
 def became(one: LibrarySet, known: dict, lessons: list[str], status: str = "ok", message: str = "") -> dict:
     """A set with what is known of it, as `run` returns it."""
     told = {"name": one.name, "what": one.what, "status": status, "message": message}
-    told |= {"date": known.get("date", _now()), "packages": known.get("packages", {})}
+    told |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
     told |= {"rehearsal": known.get("rehearsal"), "not_rehearsed": known.get("not_rehearsed", "")}
     ran = [known["lessons"][lesson] for lesson in lessons] if status == "ok" else []
     parts = {part: [each for data in ran for each in data[part]] for part in ("lessons", "claims", "runs")}
@@ -261,16 +256,14 @@ def became(one: LibrarySet, known: dict, lessons: list[str], status: str = "ok",
 def done(one: LibrarySet, environments: Environments) -> dict:
     """What an earlier call kept of a set, if it is of the same state; else nothing."""
     try:
-        known = json.loads((environments.folder / one.name / "done.json").read_text(encoding="utf-8"))
+        known = read_record(environments.folder / one.name / "done.json")
         return known if known["key"] == state(one) else {}
     except (OSError, ValueError, LookupError):  # there is none, or it was cut off
         return {}
 
 
 def keep(one: LibrarySet, environments: Environments, known: dict) -> None:
-    folder = environments.folder / one.name
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "done.json", json.dumps(known))
+    write_record(environments.folder / one.name / "done.json", known)
 
 
 def state(one: LibrarySet) -> str:
@@ -278,16 +271,12 @@ def state(one: LibrarySet) -> str:
     day."""
     parts = [one.name, *one.wanted(), platform.python_version(), source_hash(), PROFILE]
     parts += [json.dumps(tomllib.loads(SETS.read_text(encoding="utf-8")).get("rehearsal", []))]
-    parts += [_now()[:10]] if one.is_open else []
+    parts += [now()[:10]] if one.is_open else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # ---- the record
@@ -310,7 +299,7 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
         "machine": ran[0]["course"]["machine"]["name"] if ran else hardware.describe().name,
         "python": platform.python_version(),
         "profile": PROFILE,
-        "date": _now(),
+        "date": now(),
         "note": note,
         "source": source_hash(),
         "lessons": lessons,
@@ -379,7 +368,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
             ran = before.get("lessons", {}).keys() >= {*lessons}
             rows.append(became(one, before, lessons) if ran else became(one, {}, lessons, "not run", "not asked for"))
     made = record(rows, lessons, options.note)
-    write_whole(options.out, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+    write_record(options.out, made)
     print(options.out)
     trouble = []
     for row in (row for row in made["sets"] if row["name"] in options.sets):

@@ -19,10 +19,8 @@ DECISIVE = LIBRARIES[:4]  # those that a difference of bytes or verdicts is told
 DECIDED = (Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED)
 
 
-def section(record: dict | None) -> str:
+def section(record: dict) -> str:
     """The page's part, in Markdown, below its heading."""
-    if record is None:
-        return "The matrix has not been run yet: `make matrix`."
     names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
     head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
     about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."
@@ -49,11 +47,11 @@ def _causes(record: dict) -> list[str]:
     return ["Why, where it was found out:\n\n" + "\n".join(lines)] if lines else []
 
 
-def since(record: dict | None) -> dict[str, str]:
+def since(record: dict) -> dict[str, str]:
     """{claim: with which libraries it came out otherwise} of every claim that counted memory or computed values decide,
     and that differs between two sets."""
     found: dict[str, list[str]] = {}
-    for pair in record["between"] if record else ():
+    for pair in record["between"]:
         for id in dict.fromkeys(change["id"] for change in pair["changes"] if _is_told(change)):
             sides = record["claims"][id]
             now, before = (

@@ -6,42 +6,30 @@ Exit code 1, with the reason in one line, where nothing can be rehearsed.
 """
 
 import dataclasses
-import json
 import sys
 import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
+
+from runner import now, write_record
 
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import Task, hardware
-from perf_helpers.records import write_whole
 from perf_helpers.rehearsal import build, rehearse
 
-SETS = Path(__file__).with_name("matrix.toml")
-
-
-def main(out: Path) -> None:
-    """Rehearse, one training after the other; SystemExit where none can be."""
-    if why := build.problem():
-        sys.exit(why)
-    if not hardware.torch_build()[1]:
-        sys.exit(f"torch {hardware.torch_build()[0]} is no CUDA build")
-    runs = []
-    for row in tomllib.loads(SETS.read_text(encoding="utf-8"))["rehearsal"]:
-        task = Task(row["model"], seq_len=row["seq_len"])
-        try:
-            run = rehearse(task, on=row["card"], **row["arguments"])
-        except RuntimeError as error:
-            sys.exit(" ".join(str(error).split()))
-        print(f"{row['name']}: {run}", file=sys.stderr, flush=True)
-        memory = run.memory and dataclasses.replace(run.memory, timeline=None)
-        runs.append({"lesson": "rehearsal", **dataclasses.replace(run, name=row["name"], memory=memory).to_dict()})
-    machine = hardware.describe().to_dict() | {"rehearsed": True}
-    data = {"schema": SCHEMA, "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine}
-    data |= {"versions": hardware.versions(), "profile": "gpu", "strict": False, "claims": [], "runs": runs}
-    data["lessons"] = [{"name": "rehearsal", "status": "ok", "seconds": 0, "message": ""}]
-    write_whole(out, json.dumps(data, indent=1))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+if why := build.problem():
+    sys.exit(why)
+if not hardware.torch_build()[1]:
+    sys.exit(f"torch {hardware.torch_build()[0]} is no CUDA build")
+runs = []
+for row in tomllib.loads(Path(__file__).with_name("matrix.toml").read_text(encoding="utf-8"))["rehearsal"]:
+    try:
+        run = rehearse(Task(row["model"], seq_len=row["seq_len"]), on=row["card"], **row["arguments"])
+    except RuntimeError as error:
+        sys.exit(" ".join(str(error).split()))
+    print(f"{row['name']}: {run}", file=sys.stderr, flush=True)
+    memory = run.memory and dataclasses.replace(run.memory, timeline=None)
+    runs.append({"lesson": "rehearsal", **dataclasses.replace(run, name=row["name"], memory=memory).to_dict()})
+data = {"schema": SCHEMA, "date": now(), "machine": hardware.describe().to_dict() | {"rehearsed": True}}
+data |= {"versions": hardware.versions(), "profile": "gpu", "strict": False, "claims": [], "runs": runs}
+data["lessons"] = [{"name": "rehearsal", "status": "ok", "seconds": 0, "message": ""}]
+write_record(Path(sys.argv[1]), data)

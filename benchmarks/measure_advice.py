@@ -1,8 +1,7 @@
 """Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
 `perf_helpers.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
 
-    .venv-cuda/bin/python benchmarks/measure_advice.py [--count 42] [--seed 1] [--out results/advice.json]
-    .venv-cuda/bin/python benchmarks/measure_advice.py --only NUMBER ...
+    .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 
 Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. The memory
 of the former, and the effective batch, are chosen so that the memory ends somewhere within the batch. A pair that is
@@ -11,28 +10,25 @@ reason, and does not count. Advice and rehearsal take the same CUDA context: how
 rehearsal tells.
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from architectures import ARCHITECTURES
-from measure_cuda import CAPABILITIES, rehearsed
-from measuring import RESULTS
+from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
+from measure_cuda import rehearsed
+from runner import Measurement
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import Lab, Task, hardware
+from perf_helpers.lab import Lab, Task
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Memory, Phase, write_whole
+from perf_helpers.records import Memory, Phase
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
 from perf_helpers.unknown import NeedsValues
 
@@ -74,11 +70,6 @@ class Pair:
     samples: int
     must: dict  # training arguments that the advice is to keep
 
-    def task(self, folder: Path) -> Task:
-        path = folder / f"{self.number}.json"
-        path.write_text(json.dumps(self.config))
-        return Task(str(path), seq_len=self.seq_len)
-
     def to_dict(self) -> dict:
         return {name: getattr(self, name) for name in ("number", "architecture", "config", "seq_len", "must")}
 
@@ -94,7 +85,7 @@ def pair(number: int, seed: int) -> Pair:
         lengths = (1024,) if on.memory_bytes < 20e9 else (2048,) if on.memory_bytes < 50e9 else (4096,)
     else:
         architecture = [*ARCHITECTURES][(3 * turn + kind) % len(ARCHITECTURES)]
-        config = ARCHITECTURES[architecture](draw)
+        config = configuration(architecture, draw)
     vision = "image_size" in config or config["model_type"] == "swin"
     length, must = None if vision else draw.choice(lengths), draw.choice(OPTIMIZERS) | draw.choice(TECHNIQUES)
     return Pair(number, architecture, config, length, on, capability, draw.choice(SAMPLES), must)
@@ -137,21 +128,13 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 def decide(one: Pair, folder: Path) -> dict:
     """What is kept of a pair: the best recipe, and how it and the next larger micro-batch end in the rehearsal."""
-    row, task = one.to_dict(), one.task(folder)
+    row, task = one.to_dict(), task_of(one.config, one.seq_len, folder / f"{one.number}.json")
     try:
         on, batch = card_and_batch(one, task)
         row["card"] = {"name": on.name, "capability": on.capability, "memory_bytes": on.memory_bytes}
-        advice = advise(
-            task,
-            memory=on.memory_bytes,
-            effective_batch=batch,
-            must=one.must,
-            device="cuda",
-            compute_capability=on.capability,
-            context_memory=on.context_bytes,
-            runs=[],
-            most=1,
-        )
+        whose = {"device": "cuda", "compute_capability": on.capability, "context_memory": on.context_bytes}
+        must = {"memory": on.memory_bytes, "effective_batch": batch, "must": one.must}
+        advice = advise(task, **must, **whose, runs=[], most=1)
         if not advice.recipes:
             raise Undecided("nothing fits")
         recipe = advice.recipes[0]
@@ -172,10 +155,8 @@ def decide(one: Pair, folder: Path) -> dict:
                 if run.status not in ("ok", "out of memory"):
                     raise Undecided(f"cannot be trained: {run.message[-200:]}")
                 ends[name] = {"micro_batch": samples, "status": run.status} | (run.value or {"message": run.message})
-        ends["best"] |= {
-            "said_allocated": recipe.peak_bytes,
-            "said_reserved": recipe.needed_bytes - advice.context_bytes,
-        }
+        reserved = recipe.needed_bytes - advice.context_bytes
+        ends["best"] |= {"said_allocated": recipe.peak_bytes, "said_reserved": reserved}
     except (Undecided, NeedsValues, ValueError) as error:
         return row | {"left_out": str(error).replace(f"{folder}/", "")[:300]}
     keeps = {"best": ends["best"]["status"] == "ok", "next": ends["next"]["status"] == "out of memory"}
@@ -185,64 +166,42 @@ def decide(one: Pair, folder: Path) -> dict:
 def summary(rows: list[dict]) -> dict:
     """How often advice kept its word."""
     decided = [row for row in rows if "keeps_its_word" in row]
-    kept = sum(row["keeps_its_word"] for row in decided)
     return {
         "decided": len(decided),
         "left_out": len(rows) - len(decided),
-        "best_fits": sum(row["best"]["status"] == "ok" for row in decided),
-        "next_does_not": sum(row["next"]["status"] == "out of memory" for row in decided),
-        "keeps_its_word": kept,
-        "keeps_its_word_share": kept / len(decided) if decided else None,
+        "keeps_its_word": sum(row["keeps_its_word"] for row in decided),
         "architectures": len({row["architecture"] for row in decided}),
         "capabilities": sorted({tuple(row["card"]["capability"]) for row in decided}),
         "micro_batches": sorted({row["best"]["micro_batch"] for row in decided}),
         "estimates_median": statistics.median(row["estimates"] for row in decided) if decided else None,
-        "estimates": sum(row["estimates"] for row in decided),
     }
 
 
-def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=42, help="pairs that are decided")
-    parser.add_argument("--seed", type=int, default=1, help="of the set")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of pairs; nothing is written")
-    parser.add_argument("--out", type=Path, default=RESULTS / "advice.json")
-    options = parser.parse_args(arguments)
-    rows: list[dict] = []
+def line(row: dict) -> str:
+    said = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
+    return f"{row['architecture']}, {row.get('recipe')}: {said}"
+
+
+def measure(cases, options):
     with tempfile.TemporaryDirectory() as name:
-        for number in options.only or range(4 * options.count):
-            rows.append(decide(pair(number, options.seed), Path(name)))
-            print(_line(rows[-1]), file=sys.stderr, flush=True)
-            report = {
-                "what": "the best recipe of an advice and the next larger micro-batch, rehearsed on such a card; bytes",
-                "assumed_context_bytes": CONTEXT_BYTES,
-                "seed": options.seed,
-                "machine": hardware.describe().name,
-                "versions": hardware.versions(),
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "summary": summary(rows),
-                "rows": rows,
-            }
-            if not options.only:
-                write_whole(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-            if report["summary"]["decided"] == options.count:
-                break
-    print(json.dumps(report["summary"], indent=1))
-    return 0
+        for number, one in cases.items():
+            yield number, decide(one, Path(name))
 
 
-def _line(row: dict) -> str:
-    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['must']} on {row.get('card', {}).get('name')}"
-    told += f" | {row['recipe']}, {row['estimates']} estimates" if "recipe" in row else ""
-    if "left_out" in row:
-        return f"{told} | left out: {row['left_out']}"
-    best, more = row["best"], row["next"]
-    if best["status"] == "ok":
-        told += (
-            f" | {best['said_allocated'] - best['allocated']:+,d} B, {best['said_reserved'] - best['reserved']:+,d} B"
-        )
-    return f"{told} | {best['status']}, {more['micro_batch']}: {more['status']}"
+def conclude(rows: list[dict], options) -> dict:
+    what = "the best recipe of an advice and the next larger micro-batch, rehearsed on such a card; bytes"
+    return {"what": what, "assumed_context_bytes": CONTEXT_BYTES, "seed": options.seed, "summary": summary(rows)}
 
+
+ADVICE = Measurement(
+    __doc__,
+    "advice.json",
+    lambda options: {str(number): pair(number, options.seed) for number in range(options.count)},
+    measure,
+    conclude,
+    {"count": 58, "seed": 1},
+    line=line,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ADVICE.main())

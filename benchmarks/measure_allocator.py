@@ -1,6 +1,6 @@
 """The double of torch's caching allocator against the allocator itself, on random traces of births and deaths.
 
-    python benchmarks/measure_allocator.py [--traces 500] [--seed 0] [--out results/allocator.json]
+    python benchmarks/measure_allocator.py [--traces 500] [--seed 0]
 
 torch's CUDA build runs in a rehearsal, a process for each configuration with its PYTORCH_CUDA_ALLOC_CONF. After every
 event the bytes allocated, reserved and requested, the numbers of small and large segments, the address of the new block
@@ -10,21 +10,18 @@ Addresses are compared as segment and place in it: the driver puts segments wher
 """
 
 import bisect
-import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from unittest.mock import patch
 
 import cloudpickle
-import measuring
+from runner import Measurement
 
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings
 from perf_helpers.estimate.segments import MIB
-from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]
@@ -241,50 +238,48 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
     return peaks, double.retries, sorted(segments)
 
 
-@contextlib.contextmanager
-def in_environment(text: str) -> Iterator[None]:
+def in_environment(text: str):
     """Within it, new processes start with these settings of torch's allocator."""
-    kept = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = text
-    try:
-        yield
-    finally:
-        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-        if kept is not None:
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = kept
+    return patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text)
 
 
-def rehearsed(card: Card, text: str, seeds: list[str]) -> tuple[dict, dict]:
-    """`compare` in a rehearsal with these settings, and the versions that took part."""
+def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
+    """`compare` in a rehearsal with these settings."""
     with in_environment(text), Rehearsal(card) as stage:
-        return stage.submit(compare, text, seeds).result(), stage.submit(hardware.versions).result()
+        return stage.submit(compare, text, seeds).result()
 
 
-def main() -> None:
+def named(card_bytes: int, settings: str) -> str:
+    return f"{card_bytes} bytes, {settings or 'default settings'}"
 
-    options = measuring.options(__doc__, traces=500, seed=0)
-    rows = []
+
+def measure(cases, options):
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of each request that the device refuses
-    for number, (card, text) in enumerate(CONFIGURATIONS):
-        seeds = [f"{options.seed}-{number}-{index}" for index in range(options.traces)]
-        found, versions = rehearsed(card, text, seeds)
+    for name, (number, card, text) in cases.items():
+        found = rehearsed(card, text, [f"{options.seed}-{number}-{index}" for index in range(options.traces)])
         for mismatch in found["mismatches"][:3]:
             print(mismatch, file=sys.stderr)
-        rows.append(
-            {"settings": text, "card_bytes": card.memory_bytes} | found | {"mismatches": len(found["mismatches"])}
-        )
-        print(rows[-1], flush=True)
-    names = ("traces", "events", "out_of_memory", "retries", "mismatches")
-    report = {
-        "what": "torch's caching allocator in a rehearsal against its double, compared after every event",
-        **{name: sum(row[name] for row in rows) for name in names},
-        "configurations": rows,
-        "machine": hardware.describe().name,
-        "versions": versions,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    measuring.keep(report, options.out, leave_out=("configurations",))
+        about = {"settings": text, "card_bytes": card.memory_bytes}
+        yield name, about | found | {"mismatches": len(found["mismatches"])}
 
+
+def conclude(rows: list[dict], options) -> dict:
+    names = ("traces", "events", "out_of_memory", "retries", "mismatches")
+    sums = {name: sum(row[name] for row in rows) for name in names}
+    return {"what": "torch's caching allocator in a rehearsal against its double, compared after every event"} | sums
+
+
+ALLOCATOR = Measurement(
+    __doc__,
+    "allocator.json",
+    lambda options: {named(card.memory_bytes, text): (n, card, text) for n, (card, text) in enumerate(CONFIGURATIONS)},
+    measure,
+    conclude,
+    {"traces": 500, "seed": 0},
+    rows="configurations",
+    name_of=lambda number, row: named(row["card_bytes"], row["settings"]),
+    rehearsed=True,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ALLOCATOR.main())

@@ -1,25 +1,22 @@
 """How long commands take from the shell to their last line, imports included, and a second estimate in one Python.
 
-    python benchmarks/measure_commands.py [--rounds 5] [--out results/commands.json]
+    python benchmarks/measure_commands.py [--rounds 5]
 
-Medians of the clock on the wall, the commands in turns: to be measured on a quiet machine.
+Seconds of the clock on the wall, of the commands in turns after a round that warms up: to be measured on a quiet machine.
 """
 
-import datetime
 import statistics
 import subprocess
 import sys
 import time
 
-import measuring
-
-from perf_helpers.lab import hardware
+from runner import Measurement
 
 # What is timed, and the exit code that it has.
 COMMANDS = {
     "--help": 0,
     "doctor": 0,
-    "estimate --model bert-base-uncased --optimm adafactor": 2,  # a wrong argument
+    "estimate --model bert-base-uncased --optmi adafactor": 2,  # a wrong argument
     "estimate --model bert-large --seq-len 512 --device cuda": 0,
     "estimate --model llama-3-8b --seq-len 512 --device cuda": 0,
     "measure --model bert-tiny --steps 2": 0,
@@ -36,7 +33,7 @@ for model in ("bert-tiny", "bert-large", "llama-3-8b"):
 """
 
 
-def seconds_of(words: list[str], code: int) -> tuple[float, str]:
+def seconds_of(words: list[str], code: int = 0) -> tuple[float, str]:
     """Seconds of a whole process, and what it printed."""
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
@@ -46,27 +43,29 @@ def seconds_of(words: list[str], code: int) -> tuple[float, str]:
     return seconds, done.stdout
 
 
-def main() -> None:
-    options = measuring.options(__doc__, rounds=5)
-    every: dict[str, list[float]] = {}
-    for number in range(options.rounds + 1):  # the first round warms up
-        taken = {}
-        for command, code in COMMANDS.items():
-            taken[command], _ = seconds_of(["-m", "perf_helpers.cli", *command.split()], code)
-        _, *later = map(float, seconds_of(["-c", SECOND], 0)[1].split())
-        taken |= zip(("bert-large, the server running", "llama-3-8b, the server running"), later, strict=True)
-        for name, seconds in taken.items() if number else ():
-            every.setdefault(name, []).append(seconds)
-    report = {
-        "what": "seconds of whole commands, medians",
-        "seconds": {name: round(statistics.median(each), 2) for name, each in every.items()},
-        "all": {name: [round(seconds, 2) for seconds in each] for name, each in every.items()},
-        "machine": hardware.describe().name,
-        "versions": hardware.versions(),
-        "date": datetime.date.today().isoformat(),
-    }
-    measuring.keep(report, options.out)
+def cases(options) -> dict:
+    return {str(number): number for number in range(options.rounds + 1)}
 
+
+def measure(rounds, options):
+    for name in rounds:
+        taken = {
+            command: seconds_of(["-m", "perf_helpers.cli", *command.split()], code)[0]
+            for command, code in COMMANDS.items()
+        }
+        _, *later = map(float, seconds_of(["-c", SECOND])[1].split())
+        yield (
+            name,
+            taken | dict(zip(("bert-large, the server running", "llama-3-8b, the server running"), later, strict=True)),
+        )
+
+
+def conclude(rounds: list[dict], options) -> dict:
+    _, *counted = rounds
+    return {"medians": {name: round(statistics.median(each[name] for each in counted), 2) for name in counted[0]}}
+
+
+COMMANDS_OF_THE_SHELL = Measurement(__doc__, "commands.json", cases, measure, conclude, {"rounds": 5}, rows="rounds")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(COMMANDS_OF_THE_SHELL.main())

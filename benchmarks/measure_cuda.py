@@ -1,16 +1,15 @@
 """The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
 `perf_helpers.rehearsal`): what both say is allocated, reserved, and for what.
 
-    python benchmarks/measure_cuda.py [--count 190] [--seed 2] [--out results/cuda.json]
-    python benchmarks/measure_cuda.py --only NUMBER      # of a training: where its births and deaths differ first
+    python benchmarks/measure_cuda.py [--count 190] [--seed 2]
+    python benchmarks/measure_cuda.py --difference NUMBER   # where a training's births and deaths differ first
 
 Another seed is another set. Nothing is left out of it but what cannot be trained: a model that refuses a recipe, or one
 whose forward asks for values that a rehearsal does not compute.
 """
 
-import argparse
-import collections
 import difflib
+import itertools
 import json
 import os
 import random
@@ -18,30 +17,25 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from architectures import ARCHITECTURES
-from measuring import RESULTS
+from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
+from runner import Measurement
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
 from perf_helpers.estimate.prediction import Device, Known, trace_of
 from perf_helpers.estimate.trace_records import Log
-from perf_helpers.lab import Lab, Task, hardware, processes
+from perf_helpers.lab import Lab, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train
-from perf_helpers.records import write_whole
 from perf_helpers.rehearsal import Rehearsal, card
 from perf_helpers.unknown import NeedsValues
 
-CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
 MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
 LENGTHS = (64, 128, 200, 256, 333, 512, 768, 1024, 1500, 2048, 4096)
 MOST_TOKENS = 12288  # of a micro-batch
-
-
 PRECISIONS = ({}, {}, {"fp16": True}, {"fp16": True}, {"bf16": True}, {"bf16": True}, {"dtype": "bfloat16"})
 PRECISIONS += ({"dtype": "float16"},)
 CHECKPOINTS = ({}, {}, {}, {"gradient_checkpointing": True})
@@ -70,21 +64,31 @@ class Training:
     capability: tuple[int, int]
     processes: int
 
-    def task(self, folder: Path) -> Task:
-        path = folder / f"{self.number}.json"
-        path.write_text(json.dumps(self.config))
-        return Task(str(path), seq_len=self.seq_len)
+    @classmethod
+    def of(cls, row: dict) -> "Training":
+        """That of a recorded row."""
+        one = cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        return replace(one, capability=tuple(one.capability))
+
+    def to_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def experiment(self, folder: Path) -> Experiment:
+        task = task_of(self.config, self.seq_len, folder / f"{self.number}.json")
         given = Arguments.of(self.arguments)
-        return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
+        return Experiment(str(self.number), task=task, arguments=given, processes=self.processes)
+
+    def estimated(self, folder: Path):
+        """What the estimate says. ValueError where it refuses."""
+        options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
+        return estimate(self.experiment(folder).task, **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:
     """The training of that number in the set of that seed; each architecture has its turn."""
     draw = random.Random(f"{seed} {number}")
     architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
-    config = ARCHITECTURES[architecture](draw)
+    config = configuration(architecture, draw)
     vision = "image_size" in config
     length = None if vision else draw.choice(LENGTHS)
     size = draw.choice([size for size in (1, 2, 3, 4, 8) if size * (length or 256) <= MOST_TOKENS])
@@ -130,9 +134,7 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """What is kept of a training."""
-    experiment = one.experiment(folder)
-    row = {"number": one.number, "architecture": one.architecture, "config": one.config, "seq_len": one.seq_len}
-    row |= {"arguments": one.arguments, "capability": one.capability, "processes": one.processes}
+    experiment, row = one.experiment(folder), one.to_dict()
     # A thread of NCCL may hold what it sent a little longer, or not: of two ranks the leanest of several runs counts.
     tries = 3 if one.processes > 1 else 1
     options = {"task": experiment.task, "measure": "memory", "processes": one.processes} | one.arguments
@@ -146,9 +148,8 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
     row["rehearsed"] = dict(min(said, key=lambda value: value["allocated"]))
     row["rehearsed"]["breakdown"] = min((run.memory for run in watched), key=lambda memory: memory.peak_bytes).breakdown
-    options = {"device": "cuda", "compute_capability": one.capability, "processes": one.processes}
     try:
-        found = estimate(experiment.task, **options, **one.arguments)
+        found = one.estimated(folder)
     except ValueError as error:
         return row | {"estimated": {"refused": str(error)[:300]}}
     row["estimated"] = {"allocated": found.peak_bytes, "reserved": found.memory.reserved_bytes}
@@ -163,24 +164,15 @@ def summary(rows: list[dict]) -> dict:
     """Errors over all that were compared, as shares."""
     kept = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
-    found = {"answered": len(pairs), "refused": sum("refused" in row["estimated"] for row in kept)}
-    if pairs:
-        errors = {
-            what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")
-        }
-        apart = [
-            max(abs(said["breakdown"][part] - size) for part, size in truth["breakdown"].items()) / truth["allocated"]
-            for said, truth in pairs
-        ]
-        equal = sum(said["allocated"] == truth["allocated"] for said, truth in pairs)
-        found |= {
-            "allocated_equal": equal,
-            "allocated_equal_share": equal / len(pairs),
-            "allocated_worst": max(errors["allocated"]),
-            "reserved_median": statistics.median(errors["reserved"]),
-            "reserved_worst": max(errors["reserved"]),
-            "category_worst": max(apart),
-        }
+    errors = {what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")}
+    found = {
+        "answered": len(pairs),
+        "refused": len(kept) - len(pairs),
+        "allocated_equal": errors["allocated"].count(0),
+        "allocated_worst": max(errors["allocated"], default=None),
+        "reserved_median": statistics.median(errors["reserved"]) if pairs else None,
+        "reserved_worst": max(errors["reserved"], default=None),
+    }
     return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
 
 
@@ -211,21 +203,24 @@ class Lives:
         return [rounded(size) for size, _ in self.births]
 
 
-def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
+def difference(one: Training, most: int = 12) -> None:
     """Print the first births in which the estimate and torch's allocator differ; where they are the same, the first
     blocks that are given back at another time."""
-    events, experiment = folder / "events.json", one.experiment(folder)
-    lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
+    with tempfile.TemporaryDirectory() as name, Rehearsal(card(None, one.capability, MEMORY, one.processes)) as stage:
+        events, experiment = Path(name, "events.json"), one.experiment(Path(name))
+        lab = Lab("gpu", executor=stage, out=Path(name, "lab"))
+        lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
+        history = json.loads(events.read_text())
+        log = processes.call(_log, experiment, one.capability, timeout=300)
     real = Lives.of(
         (
             entry["addr"],
             entry["size"] if entry["action"] == "alloc" else -entry["size"],
             " < ".join(f"{Path(frame['filename']).name}:{frame['line']}" for frame in entry.get("frames", [])[1:5]),
         )
-        for entry in json.loads(events.read_text())
+        for entry in history
         if entry["action"] in ("alloc", "free_completed")
     )
-    log = processes.call(_log, experiment, one.capability, timeout=300)
     blocks = ((event, *log.blocks[event]) if event >= 0 else (~event, -1, None) for event in log.events)
     ours = Lives.of(
         (which, size, f"{label.phase} {label.module} {label.operation}" if label else "")
@@ -234,10 +229,8 @@ def difference(lab: Lab, one: Training, folder: Path, most: int = 12) -> None:
     matcher = difflib.SequenceMatcher(None, real.sizes, ours.sizes, autojunk=False)
     apart = [edges for tag, *edges in matcher.get_opcodes() if tag != "equal"]
     for edges in apart[:most]:
-        for who, births in (
-            ("torch", real.births[edges[0] : edges[1]]),
-            ("estimate", ours.births[edges[2] : edges[3]]),
-        ):
+        found = {"torch": real.births[slice(*edges[:2])], "estimate": ours.births[slice(*edges[2:])]}
+        for who, births in found.items():
             for size, where in births[:6]:
                 print(f"{who:>9} {size:14,d}  {where}")
         print()
@@ -253,62 +246,45 @@ def _log(experiment: Experiment, capability: tuple[int, int], tell) -> Log:
         return trace_of(experiment, Device("cuda", capability)).log
 
 
-def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=190, help="trainings that are compared")
-    parser.add_argument("--seed", type=int, default=2, help="of the set")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of trainings whose differences are shown")
-    parser.add_argument("--again", type=int, nargs="+", help="numbers of trainings in the file that are done anew")
-    parser.add_argument("--out", type=Path, default=RESULTS / "cuda.json")
-    options = parser.parse_args(arguments)
-    rows: list[dict] = []
-    kept = json.loads(options.out.read_text()) if options.again else {"rows": [], "again": []}
-    wanted = options.only or options.again or range(options.count)
-    kinds = collections.defaultdict(list)
-    for number in wanted:
-        one = training(number, options.seed)
-        kinds[one.capability, one.processes].append(one)
+# ---- the record
+
+
+def cases(options) -> dict[str, Training]:
+    trainings = [training(number, options.seed) for number in range(options.count)]
+    return {str(one.number): one for one in trainings}
+
+
+def of_a_kind(one: Training) -> tuple:
+    """What needs a rehearsal of its own."""
+    return one.capability, one.processes
+
+
+def measure(cases, options):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for (capability, count), trainings in sorted(kinds.items()):
+        for (capability, count), trainings in itertools.groupby(sorted(cases.values(), key=of_a_kind), of_a_kind):
             with Rehearsal(card(None, capability, MEMORY, devices=count)) as stage:
                 lab = Lab("gpu", executor=stage, out=folder / "lab")
-                versions = stage.submit(hardware.versions).result()
                 for one in trainings:
-                    rows.append(compare(lab, one, folder))
-                    print(f"{len(rows)} {_line(rows[-1])}", file=sys.stderr, flush=True)
-                    if options.only:
-                        difference(lab, one, folder)
-    rows += [row for row in kept["rows"] if row["number"] not in wanted]
-    rows.sort(key=lambda row: row["number"])
-    if options.only:
-        return 0
-    report = {
-        "what": "the estimate for CUDA beside torch's own allocator in a rehearsal; bytes, from the first forward on",
-        "seed": options.seed,
-        "machine": hardware.describe().name,
-        "versions": versions,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "again": sorted({*kept.get("again", ()), *(options.again or ())}),  # done anew, after the others
-        "summary": summary(rows),
-        "rows": rows,
-    }
-    write_whole(options.out, json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"], indent=1))
-    return 0
+                    yield str(one.number), compare(lab, one, folder)
 
 
-def _line(row: dict) -> str:
-    told = f"#{row['number']} {row['architecture']} {row['seq_len']} {row['arguments']} {row['capability']}"
-    if "left_out" in row:
-        return f"{told}: {row['left_out']}"
-    truth = row["rehearsed"]
-    found = row["estimated"]
-    if "refused" in found:
-        return f"{told} | {found['refused']}"
-    reserved = found["reserved"] / truth["reserved"] - 1
-    return f"{told} | {found['allocated'] - truth['allocated']:+,d} B, {reserved:+.2%}"
+def conclude(rows: list[dict], options) -> dict:
+    what = "the estimate for CUDA beside torch's own allocator in a rehearsal; bytes, from the first forward on"
+    return {"what": what, "seed": options.seed, "summary": summary(rows)}
 
+
+def line(row: dict) -> str:
+    if "allocated" not in row.get("estimated", {}):
+        return row.get("left_out") or row["estimated"]["refused"]
+    off = {what: row["estimated"][what] - row["rehearsed"][what] for what in ("allocated", "reserved")}
+    return f"{row['architecture']}, off by {off} bytes"
+
+
+CUDA = Measurement(__doc__, "cuda.json", cases, measure, conclude, {"count": 190, "seed": 2}, line=line, rehearsed=True)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "--difference" in sys.argv:
+        difference(training(int(sys.argv[-1]), CUDA.options["seed"]))
+    else:
+        sys.exit(CUDA.main())

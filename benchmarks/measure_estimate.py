@@ -1,6 +1,6 @@
 """How good the estimate is beside other tools: error, time and memory of each on trainings that are measured here.
 
-    python benchmarks/measure_estimate.py [--out results/estimate.json]
+    python benchmarks/measure_estimate.py
 
 Each tool predicts in a process of its own, the libraries already imported. DeepSpeed takes part where it is installed
 (CONTRIBUTING.md says how). Memory is counted bytes on a CPU: a figure that a tool gives for a GPU is
@@ -8,15 +8,13 @@ compared as far as it says the same, weights, gradients, optimizer states and ac
 """
 
 import importlib.util
+import sys
 
-import cloudpickle
-import measuring
 import tools
+from runner import Measurement
 
 from perf_helpers import Lab, Task
 from perf_helpers.estimate import estimate
-
-cloudpickle.register_pickle_by_value(tools)  # a clean process does not know this folder
 
 _VIT = {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
 _LLAMA = {"vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 688}
@@ -42,47 +40,55 @@ RECIPES = {
 LARGE = {"bert-large": Task("bert-large", seq_len=512), "llama-3-8b": Task("llama-3-8b", seq_len=512)}
 
 
+NAMES = ["this estimate", *tools.TOOLS]
+LARGE_BATCH = {"per_device_train_batch_size": 4}
+
+
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
     """What a tool says."""
     if name == "this estimate":
-        found = estimate(task, device="cpu", **arguments)
-        return {"bytes": found.peak_bytes, "seconds": found.seconds, "own_bytes": found.own_bytes}
+        return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
+    if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):
+        return {"refused": "not installed"}
     return tools.asked(lab, tools.TOOLS[name], task, arguments)
 
 
-def main() -> None:
-    options = measuring.options(__doc__)
-    lab = Lab("cpu", out="build/measure_estimate")
-    absent = set() if importlib.util.find_spec("deepspeed") else {"DeepSpeed"}
-    names = ["this estimate", *(name for name in tools.TOOLS if name not in absent)]
-    pairs = [(task, recipe) for task in TASKS for recipe in RECIPES]
-    estimate(Task("bert-tiny"), device="cpu")  # the libraries are imported once
-    measured, found = [], {name: [] for name in names}
-    for task, recipe in pairs:
-        arguments = {"per_device_train_batch_size": 8} | RECIPES[recipe]
-        measured.append(lab.train(f"{task}, {recipe}", task=TASKS[task], measure="memory", **arguments).peak_bytes)
-        for name in names:
-            found[name].append(ask(lab, name, TASKS[task], arguments))
-    speed = {}
-    for model, task in LARGE.items():
-        for name in names[:2]:
-            speed[f"{model}, {name}"] = ask(lab, name, task, {"per_device_train_batch_size": 4})
-        again = estimate(task, device="cpu", per_device_train_batch_size=4, gradient_checkpointing=True)
-        speed[f"{model}, this estimate, a second recipe"] = {"seconds": again.seconds, "own_bytes": again.own_bytes}
-    report = {
-        "what": f"{len(pairs)} trainings: {len(TASKS)} models, {len(RECIPES)} recipes; counted bytes on a CPU",
-        "machine": lab.machine.name,
-        "versions": lab.versions,
-        "date": lab.runs[-1].date,
-        "table": [tools.row(name, found[name], measured, tools.CANNOT[name]) for name in names],
-        "large": speed,
-        "pairs": [
-            {"task": task, "recipe": recipe, "measured_bytes": peak} | {name: found[name][n] for name in names}
-            for n, ((task, recipe), peak) in enumerate(zip(pairs, measured, strict=True))
-        ],
-    }
-    measuring.keep(report, options.out, leave_out=("versions", "date", "pairs"))
+def cases(options) -> dict:
+    """{name: model and recipe}; without a recipe a large model, of which only the cost of an answer is asked."""
+    trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
+    return trainings | {name: (name, None) for name in LARGE}
 
+
+def measure(cases, options):
+    lab = Lab("cpu", out="build/measure_estimate")
+    estimate(Task("bert-tiny"), device="cpu")  # the libraries are imported once
+    for name, (model, recipe) in cases.items():
+        if recipe is None:
+            said = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}
+            again = ask(lab, NAMES[0], LARGE[model], LARGE_BATCH | {"gradient_checkpointing": True})
+            said["this estimate, a second recipe"] = {part: again[part] for part in ("seconds", "own_bytes")}
+            yield name, {f"{model}, {tool}": answer for tool, answer in said.items()}
+        else:
+            arguments = {"per_device_train_batch_size": 8} | RECIPES[recipe]
+            peak = lab.train(name, task=TASKS[model], measure="memory", **arguments).peak_bytes
+            said = {tool: ask(lab, tool, TASKS[model], arguments) for tool in NAMES}
+            yield name, {"task": model, "recipe": recipe, "measured_bytes": peak} | said
+
+
+def conclude(rows: list[dict], options) -> dict:
+    pairs = [row for row in rows if "recipe" in row]
+    measured = [row["measured_bytes"] for row in pairs]
+    cannot = {name: about["cannot"] for name, about in tools.ABOUT["cpu"].items()}
+    table = [tools.row(name, [row[name] for row in pairs], measured, cannot[name]) for name in NAMES]
+    return {
+        "what": f"{len(pairs)} trainings: {len(TASKS)} models, {len(RECIPES)} recipes; counted bytes on a CPU",
+        "table": [row for row in table if row["answered"]],
+        "large": {name: said for row in rows if "recipe" not in row for name, said in row.items()},
+        "pairs": pairs,
+    }
+
+
+ESTIMATE = Measurement(__doc__, "estimate.json", cases, measure, conclude, rows="", line=lambda row: ", ".join(row))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ESTIMATE.main())

@@ -2,7 +2,7 @@
 
     python benchmarks/measure_gpu.py --list                       the parts, their rows, how long a call may take
     python benchmarks/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
-    python benchmarks/build.py --suite build/gpu/gpu.json         keep what was measured, and show it
+    python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep what was measured, and show it
 
 It needs perf_helpers and what that trains with; no notebook. A call stops between two rows when its seconds are over,
 and is at its end LAST_SECONDS later at most. Every row is in a file as soon as it is known: killed or not, the same
@@ -17,39 +17,33 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import cloudpickle
-import gpu_functions
-import gpu_report
-import recipes
 from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
+from runner import carry_modules, now
 
 from perf_helpers.lab import processes
+from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.task import TINY
 from perf_helpers.records import Run, Store
 from perf_helpers.unknown import NeedsValues
 
-for module in (gpu_functions, recipes):
-    cloudpickle.register_pickle_by_value(module)  # a clean process does not know this folder
+carry_modules()
 
 SECONDS = 470  # in which a call begins rows, unless told otherwise
 LAST_SECONDS = 100  # that the last one may take longer: then it is cut off, and begins anew in the next call
 ROW_SECONDS = 300  # after which a row is given up: "timed out"
-ESTIMATE_SECONDS = 90
 NEEDED = ("torch", "transformers", "accelerate", "datasets")  # that trainings import when they begin
 WISHED = {"bitsandbytes": "8-bit Adam's rows are not testable", "pynvml": "device-used memory is not measured"}
 TRIES = 2  # of what crashed
+OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class Suite:
     def __init__(self, lab: Lab, file: Path, clock: Clock):
         self.lab, self.store, self.clock = lab, Store(file, Kept), clock
         self.here = Here(lab.machine, lab.versions, lab.profile)
-        self.setup = gpu_report.setup(lab.machine, lab.versions, lab.profile.name)
+        self.setup = setup_of(lab.machine, lab.versions, lab.profile.name)
         self._rows = self.store.read()
         self._tried: set[tuple[str, str]] = set()  # by this call
         self._runs: dict[str, Run] = {}  # of this lab, by what was run
@@ -107,33 +101,12 @@ class Suite:
 
     def run(self, part: str) -> None:
         """All rows of a part that are left, until the clock is over."""
-        with self._estimating(part):
-            while (row := self._next(part)) and not self.clock.is_over:
-                self._tried.add((part, row.name))
-                self._do(part, row)
+        while (row := self._next(part)) and not self.clock.is_over:
+            self._tried.add((part, row.name))
+            self._do(part, row)
 
     def _next(self, part: str) -> Row | None:
-        untried = (row for row in self.left(part) if (part, row.name) not in self._tried)
-        return next((row for row in untried if row.kind != "estimate" or row.lacks), None)
-
-    @contextlib.contextmanager
-    def _estimating(self, part: str) -> Iterator[None]:
-        """Makes the part's estimates beside its trainings: another process does not change the bytes of either."""
-        rows = [row for row in self.left(part) if row.kind == "estimate" and not row.lacks]
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-            waiting: list[Future] = [pool.submit(self._estimate_in_time, part, row) for row in rows]
-            try:
-                yield
-                wait(waiting, max(0, self.clock.seconds - self.clock.elapsed))
-            finally:
-                pool.shutdown(cancel_futures=True)
-        for future in waiting:
-            if not future.cancelled():
-                future.result()
-
-    def _estimate_in_time(self, part: str, row: Row) -> None:
-        if not self.clock.is_over:
-            self._do(part, row)
+        return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
         """Do one row and keep it."""
@@ -146,16 +119,16 @@ class Suite:
             return
         about = {"part": part, "name": row.name, "settings": row.settings(), "setup": self.setup}
         about |= {"machine": self.lab.machine.to_dict(), "seconds": round(took, 2)}
-        kept = Kept(**about, **found, date=datetime.now(UTC).isoformat(timespec="seconds"))
+        kept = Kept(**about, **found, date=now())
         self.store.append(kept)
         self._rows.append(kept)
-        print(f"{part}: {gpu_report.line(kept)}", file=sys.stderr, flush=True)
+        print(f"{part}: {line(kept)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
         """What a row yields: fields of `Kept`."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
-        kinds = {"run": self._run, "pair": self._pair, "question": self._ask, "estimate": self._estimate}
+        kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
         try:
             return kinds[row.kind](row)
         except NeedsValues as error:
@@ -165,7 +138,7 @@ class Suite:
 
     def _run(self, row: Row) -> dict[str, Any]:
         run = self._performed(row, row.measure)
-        return {"status": run.status, "message": run.message, "runs": (gpu_report.kept_of(run),)}
+        return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
         """A run of this lab. In a rehearsal, where there is no time, its memory alone."""
@@ -182,7 +155,7 @@ class Suite:
     def _pair(self, row: Row) -> dict[str, Any]:
         """Two runs in turns. What an earlier call ran, this one's lab runs once more, for its memory alone."""
         pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
-        runs = tuple(map(gpu_report.kept_of, pair))
+        runs = tuple(map(kept_of, pair))
         for run in pair:
             if not run.ok:
                 return {"status": run.status, "message": f"{run.name}: {run.message}", "runs": runs}
@@ -197,16 +170,34 @@ class Suite:
         run = self.lab.run(row.function, row.name, task=row.task, measure=("none",))
         return {"status": run.status, "message": run.message, "value": run.value}
 
-    def _estimate(self, row: Row) -> dict[str, Any]:
-        from perf_helpers.estimate import estimate
 
-        machine = self.lab.machine
-        capability = machine.gpus[0].capability if machine.kind == "cuda" else None
-        options = {"device": machine.kind, "compute_capability": capability, "timeout": ESTIMATE_SECONDS}
-        said = estimate(row.task, **options, **row.arguments)
-        names = ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown")
-        value = {name: getattr(said.memory, name) for name in names}
-        return {"status": "ok", "value": value | {"seconds": said.seconds}}
+def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
+    """What must be equal for two rows to be of one machine. With a GPU the host is not asked: speeds are compared only
+    within a row."""
+    gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
+    about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
+    return about | {"versions": versions | {"torch": machine.torch_build}, "profile": profile}
+
+
+def kept_of(run: Run) -> dict[str, Any]:
+    """What is kept of a run: what stands in its row, and the pictures of its memory, are left out."""
+    told = run.to_dict()
+    if told["memory"]:
+        told["memory"]["timeline"] = None
+    if told["timing"]:
+        told["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
+    return {name: told[name] for name in OF_A_RUN}
+
+
+def line(kept: Kept) -> str:
+    """A row in a line, for whoever waits."""
+    if not kept.ok:
+        return f"{kept.name}: {kept.status}, {kept.message}"
+    if kept.speed_ratio:
+        return f"{kept.name}: {kept.speed_ratio} x the speed"
+    if kept.runs:
+        return str(Run.from_dict(kept.runs[-1]))
+    return f"{kept.name}: {kept.value}"
 
 
 def _what(row: Row) -> str:
@@ -272,22 +263,19 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, list or finish; the exit code."""
+    """Run or list; the exit code."""
     began = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
-    parser.add_argument("--finish", action="store_true", help="write the report of what is known, run nothing")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"in which rows are begun; default {SECONDS}")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="DIR")
     parser.add_argument("--tiny", action="store_true", help="sizes at which everything runs and nothing is said")
     parser.add_argument("--rehearse", metavar="CARD", help="memory alone, on a card that is not here")
     options = parser.parse_args(arguments)
     label = "-".join(filter(None, (options.tiny and "tiny", options.rehearse and f"rehearsed-{options.rehearse}")))
-    rows, report = (options.out / f"{label or 'gpu'}.{end}" for end in ("jsonl", "json"))
+    rows = options.out / f"{label or 'gpu'}.jsonl"
     try:
-        if options.finish:
-            return gpu_report.write(rows, report)
         parts = _chosen(options.part)
         _check_packages()
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
@@ -301,7 +289,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    gpu_report.write(rows, report)
     missing = ", ".join(f"{part} {number}" for part, number in left.items() if number)
     print(f"rows left: {missing}; the same command goes on" if missing else "nothing is left", file=sys.stderr)
     return 3 if missing else 0

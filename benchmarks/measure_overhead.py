@@ -1,14 +1,15 @@
 """What the time meter costs: the Trainer with it (and its losses kept) and bare, in turns, each in a clean process.
 
-    python benchmarks/measure_overhead.py [--rounds 9] [--steps 20] [--out results/overhead.json]
+    python benchmarks/measure_overhead.py [--rounds 9] [--steps 20]
 
 Compares processor seconds of the whole of `trainer.train()` on one thread, which a busy neighbour disturbs less than
 the clock on the wall. On CUDA it compares seconds on the wall.
 """
 
 import statistics
+import sys
 
-import measuring
+from runner import Measurement
 
 from perf_helpers import Lab, Task
 from perf_helpers.records import Ratio
@@ -27,7 +28,7 @@ def train(task, steps: int, metered: bool) -> list[float]:
 
     torch.set_num_threads(1)
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    plain = Trainer.train
+    plain, stepped = Trainer.train, time_meter.TimeMeter.stepped
     taken, inside = [], []
 
     def timed(self, *arguments, **options):
@@ -38,18 +39,15 @@ def train(task, steps: int, metered: bool) -> list[float]:
         taken.append(clock() - begin)
         return result
 
-    trainer.Trainer.train = timed
+    def watched(*arguments):
+        begin = clock()
+        stepped(*arguments)
+        inside.append(clock() - begin)
+
+    trainer.Trainer.train, time_meter.TimeMeter.stepped = timed, watched
     experiment = training.Experiment("overhead", task, Arguments.of({"per_device_train_batch_size": 4}))
     with tempfile.TemporaryDirectory() as folder:
         if metered:
-            stepped = time_meter.TimeMeter.stepped
-
-            def watched(*arguments):
-                begin = clock()
-                stepped(*arguments)
-                inside.append(clock() - begin)
-
-            time_meter.TimeMeter.stepped = watched
             with time_meter.TimeMeter(1, lambda number: None):
                 training.train(experiment, folder, steps)
         else:
@@ -57,38 +55,47 @@ def train(task, steps: int, metered: bool) -> list[float]:
     return [taken[0], sum(inside)]
 
 
-def main() -> None:
-    options = measuring.options(__doc__, rounds=9, steps=20)
+def measure(cases, options):
     lab = Lab(out="build/overhead")
     task = lab.task if lab.machine.kind == "cuda" else Task("bert-small", seq_len=128)
-    pairs, shares, inside = [], [], 0.0
-    for number in range(options.rounds + 1):
-        seconds = {}
-        for metered in (True, False) if number % 2 else (False, True):
-            run = lab.run(lambda t, m=metered: train(t, options.steps, m), "overhead", task=task, measure=("none",))
-            if not run.ok:
-                raise SystemExit(run.message)
-            seconds[metered], inside = run.value[0], run.value[1] or inside
-        if number:  # the first round warms up
-            pairs.append(seconds[True] / seconds[False])
-            shares.append(inside / seconds[True])
-            print(f"{pairs[-1]:.4f} {shares[-1]:.7f}", flush=True)
-    ratio = Ratio.of_pairs(pairs, floor=1)
-    report = {
+
+    def seconds(metered: bool) -> list[float]:
+        run = lab.run(lambda task: train(task, options.steps, metered), "overhead", task=task, measure=("none",))
+        if not run.ok:
+            raise SystemExit(run.message)
+        return run.value
+
+    seconds(True), seconds(False)  # both warm up
+    clock = "wall" if lab.machine.kind == "cuda" else "processor"
+    for name, metered_first in cases.items():
+        found = {metered: seconds(metered) for metered in (metered_first, not metered_first)}
+        (metered, inside), (bare, _) = found[True], found[False]
+        yield name, {"pair": metered / bare, "share": inside / metered, "clock": clock, "task": str(task)}
+
+
+def conclude(rows: list[dict], options) -> dict:
+    ratio = Ratio.of_pairs([row["pair"] for row in rows], floor=1)
+    return {
         "what": "time of trainer.train() with the time meter / bare, median of pairs",
         "ratio": round(ratio.value, 4),
         "interval": [round(ratio.low, 4), round(ratio.high, 4)],
-        "share_inside_the_meter": round(statistics.median(shares), 7),
-        "pairs": [round(pair, 4) for pair in pairs],
-        "clock": "wall" if lab.machine.kind == "cuda" else "processor",
+        "share_inside_the_meter": round(statistics.median(row["share"] for row in rows), 7),
+        "pairs": [round(row["pair"], 4) for row in rows],
+        "clock": rows[0]["clock"],
         "steps": options.steps,
-        "task": str(task),
-        "machine": lab.machine.name,
-        "versions": lab.versions,
-        "date": run.date,
+        "task": rows[0]["task"],
     }
-    measuring.keep(report, options.out)
 
+
+OVERHEAD = Measurement(
+    __doc__,
+    "overhead.json",
+    lambda options: {str(number): number % 2 == 1 for number in range(options.rounds)},
+    measure,
+    conclude,
+    {"rounds": 9, "steps": 20},
+    rows="",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(OVERHEAD.main())

@@ -1,6 +1,6 @@
 """One rank of several on GPUs that are not here: torch's own allocator, the estimate, and the formulas of ZeRO.
 
-    python benchmarks/measure_ranks.py [--out results/ranks.json]
+    python benchmarks/measure_ranks.py
 
 Each set-up is rehearsed with two and with four A100, a process for each device, collectives answered and not computed.
 Beside what the fullest rank allocated at most stands the estimate, which follows one rank; beside its weights,
@@ -8,18 +8,15 @@ gradients and optimizer states after backward, in bytes a parameter, the formula
 its error, and what is not followed with the reason. DeepSpeed: make build/deepspeed VENV=.venv-cuda
 """
 
-import importlib.metadata
-from datetime import UTC, datetime
+import sys
 
-import measuring
+from runner import Measurement
 
 from perf_helpers import Task, optional_packages
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import hardware
-from perf_helpers.records import Run
 from perf_helpers.rehearsal import CARDS, rehearse
 
-CARD, RANKS = "a100", (2, 4)
+CARD, COUNTS = "a100", (2, 4)
 GPT2 = Task("gpt2", seq_len=128)
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 LLAMA = Task("llama-3-8b", seq_len=256, config=LLAMA | {"num_key_value_heads": 4, "vocab_size": 32000})
@@ -57,7 +54,6 @@ SETUPS = [  # (name, task, training arguments)
     ("DeepSpeed, stage 2, a stream for messages", GPT2, zero(2, overlap_comm=True)),
     ("DeepSpeed, stage 2, states on the host", GPT2, zero(2, offload_optimizer={"device": "cpu"})),
 ]
-KEPT = ("weights", "gradients", "optimizer_states")
 
 
 def formula(arguments: dict, ranks: int) -> list[float]:
@@ -67,12 +63,6 @@ def formula(arguments: dict, ranks: int) -> list[float]:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]
         return [size / (ranks if stage >= first else 1) for size, first in ((4.0, 3), (4.0, 2), (8.0, 1))]
     return [4 / ranks, 4 / ranks, 8 / ranks] if arguments.get("fsdp") else [4.0, 8.0, 8.0]
-
-
-def kept(run: Run, parameters: int) -> list[float]:
-    """The same bytes a parameter as `formula`, as the rehearsed allocator counted them."""
-    parts = run.memory.phase_breakdowns["backward"]
-    return [parts[name] / parameters for name in KEPT]
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
@@ -87,34 +77,42 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
         said, refused = None, str(error)
     if not run.ok:
         return told | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
+    parts = run.memory.phase_breakdowns["backward"]
     told["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
-    told |= {"kept": kept(run, task.parameters()), "formula": formula(arguments, ranks)}
+    told["kept"] = [parts[name] / task.parameters() for name in ("weights", "gradients", "optimizer_states")]
+    told["formula"] = formula(arguments, ranks)
     if said is None:
         return told | {"estimate_error": refused}
     return told | {"estimated": {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}}
 
 
-def main() -> None:
-    options, rows = measuring.options(__doc__), []
+def measure(cases, options):
     if why := optional_packages.offer("deepspeed"):
         raise SystemExit(why)
-    for name, task, arguments in SETUPS:
-        for ranks in RANKS:
-            rows.append(row(name, task, arguments, ranks))
-            print(rows[-1], flush=True)
-    kept_rows = [each for each in rows if "rehearsed" in each]
-    report = {
+    for name, setup in cases.items():
+        yield name, row(*setup)
+
+
+def conclude(rows: list[dict], options) -> dict:
+    trained = [each for each in rows if "rehearsed" in each]
+    return {
         "what": "one rank of several: torch's own allocator in a rehearsal, the estimate, and the formulas",
         "card": CARD,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": hardware.versions() | {"deepspeed": importlib.metadata.version("deepspeed")},
-        "trained": len(kept_rows),
-        "followed": sum("estimated" in each for each in kept_rows),
-        "equal": sum(each.get("estimated") == each["rehearsed"] for each in kept_rows),
-        "rows": rows,
+        "trained": len(trained),
+        "followed": sum("estimated" in each for each in trained),
+        "equal": sum(each.get("estimated") == each["rehearsed"] for each in trained),
     }
-    measuring.keep(report, options.out, leave_out=("rows",))
 
+
+RANKS = Measurement(
+    __doc__,
+    "ranks.json",
+    lambda options: {f"{setup[0]}, {ranks}": (*setup, ranks) for setup in SETUPS for ranks in COUNTS},
+    measure,
+    conclude,
+    packages=("deepspeed",),
+    name_of=lambda number, row: f"{row['setup']}, {row['ranks']}",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(RANKS.main())

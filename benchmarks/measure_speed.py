@@ -1,6 +1,6 @@
 """How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
 
-    python benchmarks/measure_speed.py [--itself 200] [--times 20] [--out results/speed.json]
+    python benchmarks/measure_speed.py [--itself 200] [--times 20]
 
 A recipe compared with itself has no effect: how often is one called (1 outside the interval)? And how do the claims
 about speed that a CPU decides come out, each of 20 times, with the recipes and sizes of their lessons? Half of the
@@ -9,16 +9,15 @@ and each time of the claims, has a fork server of its own, as a lesson has. Take
 """
 
 import contextlib
-import datetime
 import itertools
-import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
-import measuring
+from runner import RESULTS, Measurement, elsewhere
+
+from perf_helpers.course.ledger import decide, load
 
 DOZEN = 12
 
@@ -70,14 +69,13 @@ def by_parts() -> dict:
     """A row of the report for the claim adafactor-cost: lesson 08's own cells are run, and their `cost` is taken."""
     import jupytext
 
-    notebook = jupytext.read(Path(__file__).parents[1] / "notebooks/src/08_adafactor.py")
+    notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     wanted = [cell for cell in cells if {"parameters", "setup"} & {*cell.metadata.get("tags", ())}]
     wanted += [cell for cell in cells if "def parts(" in cell.source or "def throughput(" in cell.source]
     names: dict = {"display": print}
-    with contextlib.redirect_stdout(sys.stderr):
-        for cell in wanted:
-            exec(cell.source, names)
+    for cell in wanted:
+        exec(cell.source, names)
     found = [names["cost"].value, names["cost"].low, names["cost"].high]
     return {"name": "adafactor-cost", "floor": names["floor"], "load": os.getloadavg()[0], "cpu": found}
 
@@ -98,55 +96,43 @@ def compared(pairs: list) -> list[dict]:
     return rows if pairs[0][0] in ITSELF else [*rows, by_parts()]
 
 
-def elsewhere(pairs: list, busy: bool) -> list[dict]:
-    """`compared` in a process of its own, beside a busy neighbour or not."""
-    with neighbour(busy):
-        done = subprocess.run(
-            [sys.executable, __file__, "--pairs", json.dumps(pairs)], stdout=subprocess.PIPE, check=True, text=True
-        )
-    return [row | {"busy": busy} for row in json.loads(done.stdout.splitlines()[-1])]
-
-
 def is_effect(ratio: list[float]) -> bool:
     return not ratio[1] <= 1 <= ratio[2]
 
 
-def main() -> None:
-    from perf_helpers.course.ledger import decide, load
-    from perf_helpers.lab import hardware
-
-    options = measuring.options(__doc__, itself=200, times=20)
+def cases(options) -> dict:
+    """{name: the comparisons of one process, and whether a neighbour is busy beside it}"""
     names = itertools.islice(itertools.cycle(ITSELF), options.itself)
     pairs = [[name, {"seq_len": 64}, ITSELF[name], ITSELF[name], {}] for name in names]
-    itself, claims = [], []
-    for number, start in enumerate(range(0, len(pairs), DOZEN)):
-        itself += elsewhere(pairs[start : start + DOZEN], busy=number % 2 == 1)
-        print(len(itself), sum(is_effect(row["cpu"]) for row in itself), file=sys.stderr, flush=True)
-    for number in range(options.times):
-        claims += elsewhere([[name, *sizes] for name, sizes in CLAIMS.items()], busy=number % 2 == 1)
+    dozens = [pairs[start : start + DOZEN] for start in range(0, len(pairs), DOZEN)]
+    found = {f"itself {number}": (dozen, number % 2 == 1) for number, dozen in enumerate(dozens)}
+    claims = [[name, *sizes] for name, sizes in CLAIMS.items()]
+    return found | {f"claims {number}": (claims, number % 2 == 1) for number in range(options.times)}
+
+
+def measure(cases, options):
+    for name, (pairs, busy) in cases.items():
+        with neighbour(busy):
+            found = elsewhere("measure_speed", "compared", pairs)
+        yield name, {"of": name.split()[0], "found": [row | {"busy": busy} for row in found]}
+
+
+def conclude(rows: list[dict], options) -> dict:
+    itself, claims = ([each for row in rows if row["of"] == of for each in row["found"]] for of in ("itself", "claims"))
     ledger, verdicts = load(), {}
     for row in claims:
         row["verdict"] = decide(ledger[row["name"]], tuple(row["cpu"][1:]), True)
         verdicts.setdefault(row["name"], Counter())[row["verdict"]] += 1
-    measuring.keep(
-        {
-            "machine": hardware.describe().name,
-            "versions": hardware.versions(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "called an effect": {
-                clock: f"{sum(is_effect(row[clock]) for row in itself)} of {len(itself)}" for clock in ("cpu", "wall")
-            },
-            "verdicts": verdicts,
-            "itself": itself,
-            "claims": claims,
-        },
-        options.out,
-        leave_out=("itself", "claims"),
-    )
+    effects = {clock: sum(is_effect(row[clock]) for row in itself) for clock in ("cpu", "wall")}
+    told = {clock: f"{number} of {len(itself)}" for clock, number in effects.items()}
+    return {"called an effect": told, "verdicts": verdicts, "itself": itself, "claims": claims}
 
+
+def line(row: dict) -> str:
+    return ", ".join(f"{found['name']} {found['cpu'][0]:.3f}" for found in row["found"])
+
+
+SPEED = Measurement(__doc__, "speed.json", cases, measure, conclude, {"itself": 200, "times": 20}, rows="", line=line)
 
 if __name__ == "__main__":
-    if "--pairs" in sys.argv:
-        print(json.dumps(compared(json.loads(sys.argv[-1]))))
-    else:
-        main()
+    sys.exit(SPEED.main())

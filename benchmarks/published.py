@@ -1,55 +1,60 @@
 """Holds the estimate against figures that others measured on real GPUs, row by row.
 
-python benchmarks/published.py                        predict every row of published.toml, write published.json
-python benchmarks/published.py --only Liger           only the sets with that word in their name; the rest is kept
-python benchmarks/published.py --rehearse             and run each row on torch's own CUDA allocator (make wheel first)
-python benchmarks/build.py                            the table in results/README.md
+python benchmarks/published.py                   predict every row of published.toml, write published.json
+python benchmarks/published.py --rows "*Liger*"  only these rows; the others are kept
+python benchmarks/published.py --rehearse        and run each row on torch's own CUDA allocator (make wheel first)
+python benchmarks/build.py                       the table in results/README.md
 
-published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and by which training or rebuilt
-loop (published_loops.py, published_changes.py) the row is predicted. Rows are kept whether they flatter or not.
+published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and by which loop or changed
+training the row is predicted, which stands in a file of its source. Rows are kept whether they flatter or not.
 
 Where the rehearsal gives the published figure and the estimate does not, the estimate is at fault; where it gives the
 estimate's, version or set-up differ. A row that is not like for like says why.
 """
 
-import argparse
 import functools
+import inspect
 import json
-import statistics
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import published_fms
+import published_gpt
+import published_guide
+import published_liger
+from runner import RESULTS, Measurement, read_record
+from tables import MIB, spread
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Arguments, Lab, Task
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
-import published_changes  # noqa: E402
-import published_loops  # noqa: E402
-import published_trainings  # noqa: E402
-from measuring import RESULTS  # noqa: E402
-
-from perf_helpers.estimate import estimate  # noqa: E402
-from perf_helpers.lab import Arguments, Lab, Task, hardware  # noqa: E402
-from perf_helpers.records import Memory, write_whole  # noqa: E402
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal  # noqa: E402
-
-FACTS = HERE / "published.toml"
+FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"
-MIB = 2**20
 NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which ignores it
 QUANTITIES = {"max allocated": "peak_bytes", "reserved": "reserved_bytes"}
+KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantity", "like_for_like", "reason", "older")
 
-LOOPS = vars(published_loops) | vars(published_trainings)
-for module in (published_changes, published_loops, published_trainings):  # other processes cannot import them
-    cloudpickle.register_pickle_by_value(module)
+
+def functions(*sources) -> dict[str, Callable]:
+    """What sources rebuild, by name."""
+    return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
+
+
+LOOPS = functions(published_liger, published_gpt)
+CHANGES = functions(published_fms, published_guide)
+
+
+def changed(names: Sequence[str], model, arguments):
+    """Make these changes to a model; an optimizer where one of them brings it, else None: the Trainer makes its own."""
+    made = [CHANGES[name](model, arguments) for name in names]
+    return next((optimizer for optimizer in made if optimizer is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,8 @@ class Row:
     name: str  # of the set and of the row's sizes
     facts: dict[str, Any]  # of its set: source, date, gpu, versions, setup, quantity, like_for_like, reason
     published: float  # MiB
-    sizes: dict[str, Any] = field(default_factory=dict)  # of the rebuilt loop
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the training
-    changes: tuple[str, ...] = ()  # see `published_changes`
+    given: dict[str, Any]  # sizes of the rebuilt loop, or arguments of the training
+    changes: tuple[str, ...]  # of its training
 
     @property
     def card(self) -> Card:
@@ -75,10 +79,8 @@ class Row:
     def question(self) -> dict[str, Any]:
         """What `estimate` and a lab are asked alike: a loop of one's own, or a training with its changes."""
         if loop := self.facts.get("loop"):
-            return {"function": functools.partial(LOOPS[loop], **self.sizes)}
-        if not self.changes:
-            return dict(self.arguments)
-        return {"optimizer": functools.partial(published_changes.of, self.changes), **self.arguments}
+            return {"function": functools.partial(LOOPS[loop], **self.given)}
+        return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
 
     def task(self, folder: Path) -> Task:
         """The task of its training; `folder` takes the configuration of a model that is no preset."""
@@ -106,23 +108,14 @@ def rows(path: Path = FACTS) -> list[Row]:
             own = dict(figure)
             published, label = own.pop("published"), own.pop("row", None)
             reason, changes = own.pop("reason", None), own.pop("changes", facts.get("changes", []))
-            if unknown := set(changes) - published_changes.CHANGES.keys():
+            if unknown := set(changes) - CHANGES.keys():
                 raise ValueError(f"{facts['name']}: no changes called {', '.join(sorted(unknown))}")
             about = {key: value for key, value in facts.items() if key not in ("figures", "sizes", "arguments")}
             if reason:
                 about |= {"reason": reason, "like_for_like": False}
             name = label or ", ".join(f"{key} {value}" for key, value in own.items())
-            is_loop = "loop" in facts
-            found.append(
-                Row(
-                    name=f"{facts['name']}: {name}",
-                    facts=about,
-                    published=published,
-                    sizes=facts.get("sizes", {}) | own if is_loop else {},
-                    arguments={} if is_loop else facts.get("arguments", {}) | own,
-                    changes=tuple(changes),
-                )
-            )
+            given = facts.get("sizes" if "loop" in facts else "arguments", {}) | own
+            found.append(Row(f"{facts['name']}: {name}", about, published, given, tuple(changes)))
     return found
 
 
@@ -137,45 +130,31 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
     return then, getattr(ask(**question).memory, quantity)
 
 
-def rehearse(found: list[Row], folder: Path) -> Iterator[tuple[Row, Memory | None, str]]:
-    """Each row on torch's own allocator, with what it said where it did not end well.
+def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
+    """{row: MiB by torch's own allocator}, None where it did not end well.
 
     Raises:
         RuntimeError: no rehearsal is possible here.
     """
+    sizes = {}
     for card in dict.fromkeys(row.card for row in found):
         with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as out:
             lab = Lab("gpu", executor=stage, out=out, timeout=900)
-            for row in found:
-                if row.card == card:
-                    task, question = row.task(folder), row.question
-                    run = (
-                        lab.run(question["function"], name=row.name, task=task, measure="memory")
-                        if "function" in question
-                        else lab.train(name=row.name, task=task, measure="memory", **question)
-                    )
-                    yield row, run.memory, run.message
+            for row in (row for row in found if row.card == card):
+                about = {"name": row.name, "task": row.task(folder), "measure": "memory"}
+                run = (lab.run if "function" in row.question else lab.train)(**about, **row.question)
+                size = getattr(run.memory, QUANTITIES[row.facts["quantity"]]) if run.memory else None
+                sizes[row.name] = size and size / MIB
+                print(row.name, sizes[row.name], run.message or "", file=sys.stderr, flush=True)
+    return sizes
 
 
 def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
     """A row of the JSON: its facts, the figure and the prediction in MiB, and the error as a share of the figure."""
     predicted, today = said
-    kept = (
-        "kind",
-        "source",
-        "date",
-        "commit",
-        "gpu",
-        "versions",
-        "setup",
-        "quantity",
-        "like_for_like",
-        "reason",
-        "older",
-    )
     return {
         "name": row.name,
-        **{key: row.facts.get(key) for key in kept},
+        **{key: row.facts.get(key) for key in KEPT},
         "published": row.published,
         "predicted": predicted / MIB,
         "error": predicted / MIB / row.published - 1,
@@ -186,57 +165,41 @@ def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of the errors of rows that are like for like, all and by kind: how many, median, 95th percentile and worst."""
-    alike = [row for row in made if row["like_for_like"]]
-    kinds = {"all": alike} | {
-        kind: [row for row in alike if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in alike)
-    }
-    said = {}
-    for kind, chosen in kinds.items():
-        errors = sorted(abs(row["error"]) for row in chosen)
-        high = errors[-(-95 * len(errors) // 100) - 1]  # one of them, so that it is an error that was made
-        said[kind] = {
-            "rows": len(errors),
-            "median": statistics.median(errors),
-            "percentile_95": high,
-            "worst": errors[-1],
-        }
-    return said
+    errors: dict[str, list[float]] = {"all": []}
+    for row in (row for row in made if row["like_for_like"]):
+        for kind in ("all", row["kind"]):
+            errors.setdefault(kind, []).append(abs(row["error"]))
+    return {kind: {"rows": len(found)} | spread(found) for kind, found in errors.items()}
 
 
-def main(arguments=None) -> int:
-    """Predict, rehearse if asked, write; the exit code."""
-    parser = argparse.ArgumentParser(description="Hold the estimate against published measurements.")
-    parser.add_argument("--only", default="", metavar="WORD", help="sets with this in their name; others are kept")
-    parser.add_argument("--rehearse", action="store_true", help="run each row on torch's own CUDA allocator too")
-    options = parser.parse_args(arguments)
+def measure(cases, options):
+    """Each row is predicted, and rehearsed if that is asked for; else what was rehearsed before is kept."""
+    before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
     Arguments.of({})  # imports transformers, which two threads must not do at once
-    everything = rows()
-    chosen = [row for row in everything if options.only.lower() in row.name.lower()]
-    before = {row["name"]: row for row in json.loads(RESULT.read_text())["table"]} if RESULT.exists() else {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
-        with ThreadPoolExecutor(2) as pool:
-            said = pool.map(lambda row: predict(row, folder), chosen)
-            made = {row.name: told(row, answer) for row, answer in zip(chosen, said, strict=True)}
-        for row in made.values():
-            row["rehearsed"] = before.get(row["name"], {}).get("rehearsed")
-        if options.rehearse:
-            for row, memory, message in rehearse(chosen, folder):
-                size = getattr(memory, QUANTITIES[row.facts["quantity"]]) if memory else None
-                made[row.name]["rehearsed"] = size and size / MIB
-                print(row.name, size and size / MIB, message or "", file=sys.stderr, flush=True)
-    table = [made.get(row.name) or before[row.name] for row in everything if row.name in made or row.name in before]
-    report = {
-        "what": "published measurements on real GPUs, in MiB, and what the estimate says of each",
-        "versions": hardware.versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "like_for_like": summary(table),
-        "table": table,
-    }
-    write_whole(RESULT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(report["like_for_like"]))
-    return 0
+        sizes = rehearse([*cases.values()], folder) if options.rehearse else before
+        said = pool.map(lambda row: predict(row, folder), cases.values())
+        for row, answer in zip(cases.values(), said, strict=True):
+            yield row.name, told(row, answer) | {"rehearsed": sizes.get(row.name)}
 
+
+def conclude(table: list[dict], options) -> dict:
+    what = "published measurements on real GPUs, in MiB, and what the estimate says of each"
+    return {"what": what, "like_for_like": summary(table)}
+
+
+PUBLISHED = Measurement(
+    __doc__,
+    "published.json",
+    lambda options: {row.name: row for row in rows()},
+    measure,
+    conclude,
+    {"rehearse": False},
+    rows="table",
+    name_of=lambda number, row: row["name"],
+    line=lambda row: f"{row['published']:,.2f} MiB, predicted {row['error']:+.3%}",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PUBLISHED.main())

@@ -9,27 +9,24 @@ another shape. Bytes are exact, there is no time. The set-up is the guides': ber
 """
 
 import argparse
-import json
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
-import cloudpickle
 import recipes
-from measuring import RESULTS
+from runner import RESULTS, carry_modules, now, write_record
 
 from perf_helpers import hardware
 from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.task import Task
-from perf_helpers.records import Run, write_whole
+from perf_helpers.records import Run
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 from perf_helpers.rehearsal.lessons import MACHINES
 
 REHEARSED = RESULTS / "rehearsed"
-cloudpickle.register_pickle_by_value(recipes)  # a clean process does not know this folder
+carry_modules()
 WANTED = ("a100", "h100", "t4")
 TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
 
@@ -43,7 +40,7 @@ def record(card: Card, course: Path | None = None) -> Path:
     """
     with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
         lab = Lab("gpu", executor=stage, out=folder)
-        versions = stage.submit(hardware.versions).result()
+        versions = stage.versions()
         rows = []
         for name, (how, megabytes) in recipes.ROWS.items():
             options = {"name": name, "task": TASK, "measure": "memory"}
@@ -59,14 +56,14 @@ def record(card: Card, course: Path | None = None) -> Path:
         "assumed_context_bytes": card.context_bytes,
         "host": hardware.describe().name,
         "versions": versions,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "task": TASK.to_dict(),
         "guide": recipes.GUIDE,
         "rows": rows,
         "course": course and decided(course, card),
     }
     target = REHEARSED / card.name.lower().replace(" ", "-") / f"{content['date'][:10]}.json"
-    write_whole(target, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_record(target, content)
     return target
 
 

@@ -1,5 +1,6 @@
 """Tables, sizes and versions as the pages have them, in Markdown."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ def versions(data: Mapping[str, Any], *packages: str) -> str:
     """The versions that a record's numbers stand with: "torch 2.13.0, transformers 5.23.0"."""
     packages = packages or ("torch", "transformers", "bitsandbytes")
     return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
+
+
+def spread(errors: Sequence[float]) -> dict[str, float]:
+    """Median, 95th percentile (one of them, so that it is an error that was made) and worst."""
+    ordered = sorted(errors)
+    high = ordered[-(-95 * len(ordered) // 100) - 1]
+    return {"median": statistics.median(ordered), "percentile_95": high, "worst": ordered[-1]}
 
 
 def share(value: float | None) -> str:

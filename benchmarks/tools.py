@@ -1,20 +1,17 @@
 """Other tools that tell the memory of a training: how each is asked, and what is concluded of its answers.
 
-Used by `measure_estimate.py` and `measure_cuda_tools.py`. Tools with an environment of their own: `tools_pypi.py`.
+Used by `measure_estimate.py` and `measure_cuda_tools.py`. What each claims stands in `tools.toml`; tools with an
+environment of their own are asked by `tools_pypi.py`.
 """
 
 import contextlib
 import statistics
 import time
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
-CANNOT = {
-    "this estimate": "what a worker of a data loader holds; compiled code",
-    "MemTracker": "the Trainer: it follows a loop that you write; what an operation allocates inside itself",
-    "accelerate": "micro-batch, length, checkpointing, accumulation, attention, any optimizer but Adam; activations",
-    "DeepSpeed": "the same; its figure is for weights, gradients and states of mixed-precision Adam in ZeRO stage 2",
-    "18 B/parameter": "the same; a figure for mixed-precision AdamW",
-}
+ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def accelerate_estimate(task, arguments: dict) -> int:
@@ -81,8 +78,8 @@ TOOLS: dict[str, Callable] = {
 }
 
 
-def timed(tool: Callable, *arguments) -> Callable:
-    """A function for a clean process: the bytes a tool says, its seconds and its peak memory; or why it says none."""
+def asked(lab, tool: Callable, *arguments) -> dict:
+    """What a tool says, from a clean process: bytes, its seconds and its peak memory; or why it says none."""
 
     def work(_):
         from perf_helpers.lab import memory_meter
@@ -94,13 +91,18 @@ def timed(tool: Callable, *arguments) -> Callable:
             return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
         return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
 
-    return work
-
-
-def asked(lab, tool: Callable, *arguments) -> dict:
-    """What a tool says, from a clean process of a lab."""
-    run = lab.run(timed(tool, *arguments), measure="none")
+    run = lab.run(work, measure="none")
     return run.value if run.ok else {"refused": f"{run.status}: {run.message}"[:200]}
+
+
+def estimated(ask: Callable) -> dict:
+    """The same of the estimate, with all that it says is reserved."""
+    try:
+        found = ask()
+    except ValueError as error:
+        return {"refused": str(error)[:200]}
+    said = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
+    return said | {"own_bytes": found.own_bytes}
 
 
 def errors(found: list[dict], measured: list[int], name: str = "bytes") -> list[float]:

@@ -52,40 +52,71 @@ class Question:
     eager: bool  # attention
     card: str  # of that compute capability
 
+    @property
     def length(self) -> int:
+        """The sequence's tokens."""
         if self.tokens is None:
             raise Cannot("images")
         return self.tokens
 
-    def named(self, **names: tuple[str, ...]) -> str:
-        """The tool's name for the optimizer."""
-        for name, ours in names.items():
-            if self.optimizer in ours:
-                return name
-        raise Cannot(f"the optimizer {self.optimizer}")
+    @property
+    def flash(self) -> bool:
+        """Whether attention keeps no square of the length."""
+        return not self.eager
 
     @property
     def experts(self) -> int:
         return self.fields.get("num_local_experts") or self.fields.get("num_experts") or 1
 
     @property
+    def experts_of_a_token(self) -> int:
+        return self.fields.get("num_experts_per_tok") or 1
+
+    @property
+    def key_heads(self) -> int | None:
+        return self.fields.get("num_key_value_heads")
+
+    @property
+    def half(self) -> str:
+        """The precision by torch's name."""
+        return {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[self.precision]
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one weight."""
         return 4 if self.mixed or self.precision == "fp32" else 2
 
+    def words(self, **names: str) -> dict:
+        """{a tool's name for it: what is asked}"""
+        return {theirs: getattr(self, ours) for theirs, ours in names.items()}
 
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-ADAMW_8BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-HALF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    def named(self, *plain: str, **theirs: str) -> str:
+        """The tool's name for the optimizer: one of OPTIMIZERS as it stands there, or by another name."""
+        for name, ours in OPTIMIZERS.items():
+            if self.optimizer in ours and (name in plain or name in theirs):
+                return theirs.get(name, name)
+        raise Cannot(f"the optimizer {self.optimizer}")
+
+
+OPTIMIZERS = {  # as tools tell them apart: the Trainer's names
+    "adamw": ("adamw_torch", "adamw_torch_fused"),
+    "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+    "sgd": ("sgd",),
+    "adafactor": ("adafactor",),
+    "adagrad": ("adagrad",),
+    "rmsprop": ("rmsprop",),
+    "lion": ("lion_32bit",),
+    "lion_8bit": ("lion_8bit",),
+}
 Answer = tuple[float, float]  # bytes of tensors; and with what the tool adds for context, fragmentation and safety
 
 
 def vramcalc(asked: Question) -> Answer:
     from vramcalc import estimate
 
-    how = {"attn_impl": "eager" if asked.eager else "sdpa", "optimizer": asked.named(adamw=ADAMW, sgd=("sgd",))}
-    how |= {"grad_checkpoint": asked.checkpointing, "precision": "amp" if asked.mixed else "pure"}
-    said = estimate(asked.folder, mode="train", dtype=asked.precision, batch=asked.size, seq_len=asked.length(), **how)
+    how = asked.words(dtype="precision", batch="size", seq_len="length", grad_checkpoint="checkpointing")
+    how |= {"attn_impl": "eager" if asked.eager else "sdpa", "precision": "amp" if asked.mixed else "pure"}
+    said = estimate(asked.folder, mode="train", optimizer=asked.named("adamw", "sgd"), **how)
     return said.total, said.total + said.overhead
 
 
@@ -96,40 +127,23 @@ def fitcheck(asked: Question) -> Answer:
 
     config_parser.hf_hub_download = lambda **_: f"{asked.folder}/config.json"
     config_parser._reported_param_count = lambda *_: asked.parameters
-    training = TrainingConfig(
-        precision=asked.precision,
-        optimizer=asked.named(adamw=ADAMW, adam8bit=ADAMW_8BIT, sgd=("sgd",)),
-        optimizer_dtype="fp32" if asked.mixed or asked.precision == "fp32" else "bf16",
-        batch_size=asked.size,
-        seq_len=asked.length(),
-        lora_rank=None,
-        grad_checkpoint=asked.checkpointing,
-        flash_attn=not asked.eager,
-    )
+    how = asked.words(precision="precision", batch_size="size", seq_len="length", grad_checkpoint="checkpointing")
+    how |= {"optimizer": asked.named("adamw", "sgd", adamw_8bit="adam8bit"), "flash_attn": asked.flash}
+    how |= {"optimizer_dtype": "fp32" if asked.mixed or asked.precision == "fp32" else "bf16", "lora_rank": None}
     card = {"T4": "t4", "A100": "a100-80", "RTX 3090": "3090", "H100": "h100"}[asked.card]
-    said = estimate(config_parser.fetch_model_config("a/model"), training, get_gpu(card))
+    said = estimate(config_parser.fetch_model_config("a/model"), TrainingConfig(**how), get_gpu(card))
     return (said.total_mib - said.overhead_mib) * MIB, said.total_mib * MIB
 
 
 def canifinetune(asked: Question) -> Answer:
     from canifinetune.estimator.memory import EstimateRequest, estimate
 
-    said = estimate(
-        EstimateRequest(
-            model_id=asked.folder,
-            method="full",
-            seq_len=asked.length(),
-            micro_batch_size=asked.size,
-            base_dtype=asked.precision,
-            optimizer=asked.named(
-                adamw_torch=ADAMW[:1], adamw_torch_fused=ADAMW[1:], adamw_8bit=ADAMW_8BIT, sgd=("sgd",)
-            ),
-            gradient_checkpointing=asked.checkpointing,
-            attention_implementation="eager" if asked.eager else "sdpa",
-            gpu_vram_gb={"T4": 16, "A100": 80, "RTX 3090": 24, "H100": 80}[asked.card],
-            use_network=False,
-        )
-    ).memory
+    how = asked.words(model_id="folder", seq_len="length", micro_batch_size="size", base_dtype="precision")
+    how |= {"optimizer": asked.named("adamw_8bit", "sgd", adamw=asked.optimizer), "use_network": False}
+    how |= {"gradient_checkpointing": asked.checkpointing, "method": "full"}
+    how |= {"attention_implementation": "eager" if asked.eager else "sdpa"}
+    card = {"T4": 16, "A100": 80, "RTX 3090": 24, "H100": 80}[asked.card]
+    said = estimate(EstimateRequest(gpu_vram_gb=card, **how)).memory
     total = said.total_estimated_gb
     return (total - said.cuda_overhead_gb - said.safety_margin_gb) * GIB, total * GIB
 
@@ -138,16 +152,9 @@ def ftuneai(asked: Question) -> Answer:
     from ftuneai import Estimator, hub
 
     hub.fetch_model_config = lambda _: asked.fields
-    optimizer = asked.named(adamw=ADAMW, adam_8bit=ADAMW_8BIT, sgd=("sgd",), adafactor=("adafactor",))
-    said = Estimator(
-        f"asked/{asked.parameters}",
-        method="full",
-        batch_size=asked.size,
-        seq_length=asked.length(),
-        gradient_checkpointing=asked.checkpointing,
-        optimizer=optimizer,
-        flash_attention=not asked.eager,
-    ).estimate_memory()
+    how = asked.words(batch_size="size", seq_length="length", gradient_checkpointing="checkpointing")
+    how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit"), "method": "full"}
+    said = Estimator(f"asked/{asked.parameters}", flash_attention=asked.flash, **how).estimate_memory()
     return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
 
 
@@ -156,14 +163,9 @@ def fitscout(asked: Question) -> Answer:
     from fitscout.model.introspect import inspect_model
 
     width = 4 if asked.precision == "fp32" else 2
-    said = estimate_memory(
-        inspect_model(asked.folder, dtype_bytes=width),
-        micro_batch=asked.size,
-        seq_len=asked.length(),
-        grad_ckpt=asked.checkpointing,
-        opt_8bit=asked.named(plain=ADAMW, small=ADAMW_8BIT) == "small",
-        grad_dtype_bytes=width,
-    )
+    how = asked.words(micro_batch="size", seq_len="length", grad_ckpt="checkpointing")
+    how |= {"opt_8bit": asked.named("adamw", "adamw_8bit") == "adamw_8bit", "grad_dtype_bytes": width}
+    said = estimate_memory(inspect_model(asked.folder, dtype_bytes=width), **how)
     return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
 
 
@@ -173,31 +175,21 @@ def llmcalculator(asked: Question) -> Answer:
     from llmcalculator.models.catalog import _spec_from_config
     from llmcalculator.workloads import FULL_FINETUNE
 
-    said = estimate(
-        _spec_from_config("a/model", asked.fields),
-        HardwareProfile(CPU("", 1, 1), 2**40),
-        FULL_FINETUNE,
-        quant_name=asked.precision,
-        context=asked.length(),
-        batch=asked.size,
-        gradient_checkpointing=asked.checkpointing,
-    ).breakdown
+    model, machine = _spec_from_config("a/model", asked.fields), HardwareProfile(CPU("", 1, 1), 2**40)
+    how = asked.words(quant_name="precision", context="length", batch="size", gradient_checkpointing="checkpointing")
+    said = estimate(model, machine, FULL_FINETUNE, **how).breakdown
     return said.total - said.overhead, said.total
 
 
 def alloc(asked: Question) -> Answer:
     from alloc.ghost import ghost
 
-    names = {"AdamW": ADAMW, "AdamW8bit": ADAMW_8BIT, "SGD": ("sgd",), "RMSprop": ("rmsprop",)}
-    names |= {"Adagrad": ("adagrad",), "Lion": ("lion_32bit",), "Adafactor": ("adafactor",)}
-    said = ghost(
-        param_count=asked.parameters,
-        dtype=HALF[asked.precision],
-        batch_size=asked.size,
-        seq_length=asked.tokens,
-        hidden_dim=asked.width,
-        optimizer_type=asked.named(**names),
+    names = {"adamw": "AdamW", "adamw_8bit": "AdamW8bit", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
+    names |= {"lion": "Lion", "adafactor": "Adafactor"}
+    how = asked.words(
+        param_count="parameters", dtype="half", batch_size="size", seq_length="tokens", hidden_dim="width"
     )
+    said = ghost(optimizer_type=asked.named(**names), **how)
     parts = said.weights_gb + said.gradients_gb + said.optimizer_gb + said.activations_gb
     return parts * GIB, said.total_gb * GIB
 
@@ -205,7 +197,7 @@ def alloc(asked: Question) -> Answer:
 def vram_check(asked: Question) -> Answer:
     from vram_check import estimate
 
-    optimizer = asked.named(adamw=ADAMW, sgd=("sgd",))
+    optimizer = asked.named("adamw", "sgd")
     said = estimate(asked.parameters, asked.size, asked.precision, optimizer, seq_len=asked.tokens or 128).total_bytes
     return said, said
 
@@ -213,59 +205,31 @@ def vram_check(asked: Question) -> Answer:
 def memguard(asked: Question) -> Answer:
     from memory_guard.estimator import FinetuneMethod, ModelArch, ModelSpec, TrainSpec, estimate_training_memory
 
-    said = estimate_training_memory(
-        ModelSpec(
-            params=asked.parameters,
-            hidden_dim=asked.width,
-            num_heads=asked.heads,
-            num_kv_heads=asked.fields.get("num_key_value_heads"),
-            num_layers=asked.depth,
-            intermediate_dim=asked.fields.get("intermediate_size"),
-            bits=8 * asked.weight_bytes,
-            arch=ModelArch.MOE if asked.experts > 1 else ModelArch.DENSE,
-            num_experts=asked.experts,
-            num_active_experts=asked.fields.get("num_experts_per_tok") or 1,
-        ),
-        TrainSpec(
-            method=FinetuneMethod.FULL,
-            batch_size=asked.size,
-            seq_length=asked.length(),
-            lora_layers=asked.depth,  # over which it takes activations, in a full fine-tuning too
-            optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adafactor=("adafactor",), lion=("lion_32bit",)),
-            grad_checkpoint=asked.checkpointing,
-            mixed_precision=asked.precision != "fp32",
-            flash_attention=not asked.eager,
-        ),
-    )
+    sizes = asked.words(params="parameters", hidden_dim="width", num_heads="heads", num_kv_heads="key_heads")
+    sizes |= asked.words(num_layers="depth", num_experts="experts", num_active_experts="experts_of_a_token")
+    sizes |= {"intermediate_dim": asked.fields.get("intermediate_size"), "bits": 8 * asked.weight_bytes}
+    model = ModelSpec(arch=ModelArch.MOE if asked.experts > 1 else ModelArch.DENSE, **sizes)
+    how = asked.words(batch_size="size", seq_length="length", grad_checkpoint="checkpointing", flash_attention="flash")
+    how |= {"lora_layers": asked.depth}  # over which it takes activations, in a full fine-tuning too
+    how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", "lion"), "mixed_precision": asked.precision != "fp32"}
+    said = estimate_training_memory(model, TrainSpec(method=FinetuneMethod.FULL, **how))
     return (said.total_mb - said.overhead_mb) * MIB, said.total_mb * MIB
 
 
 def qmemcalc(asked: Question) -> Answer:
     from qmemcalc import estimate_memory
 
-    said = estimate_memory(
-        asked.folder,
-        asked.size,
-        asked.length(),
-        precision=asked.precision,
-        optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adagrad=("adagrad",), rmsprop=("rmsprop",)),
-        num_trainable_params=asked.parameters,
-        gradient_checkpointing=asked.checkpointing,
-    )
+    how = asked.words(precision="precision", num_trainable_params="parameters", gradient_checkpointing="checkpointing")
+    how |= {"optimizer": asked.named("adamw", "sgd", "adagrad", "rmsprop")}
+    said = estimate_memory(asked.folder, asked.size, asked.length, **how)
     return (said["total_MB"] - said["buffers_MB"]) * 1e6, said["total_MB"] * 1e6
 
 
 def gpu_estimator(asked: Question) -> Answer:
     from gpu_estimator import GPUEstimator
 
-    said = GPUEstimator().estimate(
-        asked.parameters,
-        asked.size,
-        asked.length(),
-        asked.precision,
-        asked.named(adamw=ADAMW, sgd=("sgd",)),
-        gradient_checkpointing=asked.checkpointing,
-    )
+    sizes = asked.parameters, asked.size, asked.length, asked.precision, asked.named("adamw", "sgd")
+    said = GPUEstimator().estimate(*sizes, gradient_checkpointing=asked.checkpointing)
     states = said.model_memory_gb + said.gradient_memory_gb + said.optimizer_memory_gb
     return (states + said.activation_memory_gb) * GIB, said.total_memory_gb * GIB
 
@@ -273,14 +237,9 @@ def gpu_estimator(asked: Question) -> Answer:
 def kitsune(asked: Question) -> Answer:
     from kitsune.predict import predict_hf_memory
 
-    said = predict_hf_memory(
-        asked.folder,
-        batch_size=asked.size,
-        seq_len=asked.tokens,
-        dtype=HALF[asked.precision],
-        optimizer=asked.named(adamw=ADAMW, sgd=("sgd",), adagrad=("adagrad",), rmsprop=("rmsprop",)),
-        training=True,
-    )
+    how = asked.words(batch_size="size", seq_len="tokens", dtype="half")
+    how |= {"optimizer": asked.named("adamw", "sgd", "adagrad", "rmsprop"), "training": True}
+    said = predict_hf_memory(asked.folder, **how)
     return said.total_bytes - said.overhead_bytes, said.total_bytes
 
 
@@ -297,8 +256,8 @@ def hf_vram_calc(asked: Question) -> Answer:
 def memscale(asked: Question) -> Answer:
     from memscale.utils import estimate_training_memory
 
-    optimizer = asked.named(adamw=ADAMW, sgd=("sgd",))
-    said = estimate_training_memory(asked.weight_bytes * asked.parameters, asked.size, asked.length(), optimizer)
+    optimizer = asked.named("adamw", "sgd")
+    said = estimate_training_memory(asked.weight_bytes * asked.parameters, asked.size, asked.length, optimizer)
     return said, said
 
 
@@ -306,7 +265,7 @@ def trainkit(asked: Question) -> Answer:
     from trainkit.memory import estimate_training_vram
 
     weights = asked.weight_bytes * asked.parameters
-    said = estimate_training_vram(weights, asked.size, asked.length(), asked.width, asked.depth, asked.checkpointing)
+    said = estimate_training_vram(weights, asked.size, asked.length, asked.width, asked.depth, asked.checkpointing)
     return said, said
 
 
@@ -315,35 +274,24 @@ def llm_analysis(asked: Question) -> Answer:
     from llm_analysis.config import DtypeConfig, ModelConfig, get_gpu_config_by_name
 
     bits = 32 if asked.precision == "fp32" else 16
-    model = ModelConfig(
-        "a model",
-        asked.depth,
-        asked.heads,
-        asked.width,
-        asked.fields.get("vocab_size"),
-        asked.length(),
-        num_key_value_heads=asked.fields.get("num_key_value_heads"),
-        moe_num_experts=asked.experts,
-        moe_top_k=asked.fields.get("num_experts_per_tok") or 1,
-    )
+    sizes = asked.words(num_key_value_heads="key_heads", moe_num_experts="experts", moe_top_k="experts_of_a_token")
+    vocabulary = asked.fields.get("vocab_size")
+    model = ModelConfig("a model", asked.depth, asked.heads, asked.width, vocabulary, asked.length, **sizes)
     card, efficiency = get_gpu_config_by_name("h100-pcie-80gb"), {"flops_efficiency": 0.5, "hbm_memory_efficiency": 1}
     states = {
-        "8": ADAMW,
-        "2": ADAMW_8BIT,
-        "0": ("sgd",),
-        "4": ("lion_32bit", "rmsprop", "adagrad"),
-        "1": ("lion_8bit",),
+        "adamw": "8",
+        "adamw_8bit": "2",
+        "sgd": "0",
+        "lion": "4",
+        "rmsprop": "4",
+        "adagrad": "4",
+        "lion_8bit": "1",
     }
-    said = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(
-        batch_size_per_gpu=asked.size,
-        gradient_accumulation_steps=1,
-        seq_len=asked.length(),
-        total_num_tokens=10**6,
-        activation_recomputation=ActivationRecomputation(2 if asked.checkpointing else 0),
-        master_weights_dtype_bytes=asked.weight_bytes,
-        other_op_bytes=int(asked.named(**states)) * asked.weight_bytes // 4,
-        flash_attn=not asked.eager,
-    )
+    how = asked.words(batch_size_per_gpu="size", seq_len="length", master_weights_dtype_bytes="weight_bytes")
+    how |= {"gradient_accumulation_steps": 1, "total_num_tokens": 10**6, "flash_attn": asked.flash}
+    how |= {"activation_recomputation": ActivationRecomputation(2 if asked.checkpointing else 0)}
+    how |= {"other_op_bytes": int(asked.named(**states)) * asked.weight_bytes // 4}
+    said = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(**how)
     total = said["(weight+op_state+grad)_memory_per_gpu"] + said["activation_memory_per_gpu"]
     return total, total
 
@@ -356,31 +304,30 @@ def deepspeed_zero2(asked: Question) -> Answer:
 def deepspeed_zero3(asked: Question) -> Answer:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-    said = estimate_zero3_model_states_mem_needs(
-        asked.parameters, asked.largest_layer, 1, 1, cpu_offload=False, cpu_offload_params=False, zero_init=True
-    )[1]
+    here = {"cpu_offload": False, "cpu_offload_params": False, "zero_init": True}
+    said = estimate_zero3_model_states_mem_needs(asked.parameters, asked.largest_layer, 1, 1, **here)[1]
     return said, said
 
 
-TOOLS: dict[str, tuple[str, Callable[[Question], Answer]]] = {  # name: its distribution, and how it is asked
-    "DeepSpeed, ZeRO stage 2": ("deepspeed", deepspeed_zero2),
-    "DeepSpeed, ZeRO stage 3": ("deepspeed", deepspeed_zero3),
-    "vramcalc": ("vramcalc", vramcalc),
-    "fitcheck-llm": ("fitcheck-llm", fitcheck),
-    "canifinetune": ("canifinetune", canifinetune),
-    "llm-analysis": ("llm-analysis", llm_analysis),
-    "fitscout": ("fitscout", fitscout),
-    "ftuneai": ("ftuneai", ftuneai),
-    "llmcalculator": ("llmcalculator", llmcalculator),
-    "torch-kitsune": ("torch-kitsune", kitsune),
-    "ml-memguard": ("ml-memguard", memguard),
-    "gpu-estimator": ("gpu-estimator", gpu_estimator),
-    "qmemcalc": ("qmemcalc", qmemcalc),
-    "trainkit-vp": ("trainkit-vp", trainkit),
-    "memscale": ("memscale", memscale),
-    "alloc": ("alloc", alloc),
-    "vram-check": ("vram-check", vram_check),
-    "hf-vram-calc": ("hf-vram-calc", hf_vram_calc),
+TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
+    "DeepSpeed, ZeRO stage 2": deepspeed_zero2,
+    "DeepSpeed, ZeRO stage 3": deepspeed_zero3,
+    "vramcalc": vramcalc,
+    "fitcheck-llm": fitcheck,
+    "canifinetune": canifinetune,
+    "llm-analysis": llm_analysis,
+    "fitscout": fitscout,
+    "ftuneai": ftuneai,
+    "llmcalculator": llmcalculator,
+    "torch-kitsune": kitsune,
+    "ml-memguard": memguard,
+    "gpu-estimator": gpu_estimator,
+    "qmemcalc": qmemcalc,
+    "trainkit-vp": trainkit,
+    "memscale": memscale,
+    "alloc": alloc,
+    "vram-check": vram_check,
+    "hf-vram-calc": hf_vram_calc,
 }
 
 
@@ -415,16 +362,16 @@ def forked(tool: Callable[[Question], Answer], asked: Question) -> dict:
 
 
 def main() -> None:
-    distribution, tool = TOOLS[sys.argv[1]]
+    tool = TOOLS[sys.argv[1]]
     try:
-        version = importlib.metadata.version(distribution)
+        version = importlib.metadata.version(sys.argv[1].partition(",")[0])
     except importlib.metadata.PackageNotFoundError:
         sys.exit(ABSENT)
     own = os.dup(1)
     os.dup2(2, 1)  # what the tool prints is no part of the answer
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     questions = [Question(**asked) for asked in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))]
-    easy = dataclasses.replace(next(asked for asked in questions if asked.tokens), optimizer=ADAMW[0])
+    easy = dataclasses.replace(next(asked for asked in questions if asked.tokens), optimizer="adamw_torch")
     answer(tool, easy)  # imports what it needs
     said = [forked(tool, asked) for asked in questions]
     os.write(own, json.dumps({"version": version, "said": said}).encode())

@@ -83,11 +83,12 @@ def asked(pypi):
 
 
 def test_a_tool_is_asked_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
-    assert asked.named(adam=pypi.ADAMW, sgd=("sgd",)) == "adam"
+    assert asked.named("sgd", adamw="adam") == "adam" and asked.named("adamw", "sgd") == "adamw"
+    assert asked.words(batch="size", context="length") == {"batch": 2, "context": 64}
     other = dataclasses.replace(asked, optimizer="adafactor")
-    said = pypi.answer(lambda one: one.named(adam=pypi.ADAMW, sgd=("sgd",)), other)
+    said = pypi.answer(lambda one: one.named("sgd", adamw="adam"), other)
     assert said == {"refused": "cannot say the optimizer adafactor"}
-    said = pypi.answer(lambda one: (one.length(), 0), dataclasses.replace(asked, tokens=None))
+    said = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(asked, tokens=None))
     assert said == {"refused": "cannot say images"}
 
 

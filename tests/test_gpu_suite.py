@@ -23,7 +23,6 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu_claims  # noqa: E402
 import gpu_page  # noqa: E402
-import gpu_report  # noqa: E402
 import gpu_rows  # noqa: E402
 import measure_gpu  # noqa: E402
 
@@ -96,21 +95,21 @@ def _speed(arguments):
     return (1 + math.log2(size) / 10) * sdpa * math.prod(factors.get(name, 1) for name in switched)
 
 
+class Said:
+    """An estimate that is 1 % off."""
+
+    def __init__(self, task, arguments):
+        arguments = {name: value for name, value in arguments.items() if name not in ("device", "compute_capability")}
+        parts = _bytes(task, arguments)
+        peak = sum(parts.values())
+        self.memory = Memory(peak * 101 // 100, "estimated", breakdown=parts, reserved_bytes=peak + GIB)
+
+
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     """A suite of a new call, each time that this is called; by a clock that only work moves."""
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
-
-    class Said:
-        seconds = 0.1
-
-        def __init__(self, task, arguments):
-            parts = _bytes(task, arguments)
-            peak = sum(parts.values())
-            self.memory = Memory(peak * 101 // 100, "estimated", breakdown=parts, reserved_bytes=peak + GIB)
-
-    monkeypatch.setattr("perf_helpers.estimate.estimate", lambda task, **arguments: Said(task, arguments))
 
     def begin(lab=None, seconds=10**6, row_seconds=0.0):
         lab = lab or SayingLab()
@@ -163,7 +162,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
         tried = subprocess.run([sys.executable, "-c", f"import {name}"], env=without_notebooks, capture_output=True)
         assert b"is blocked" in tried.stderr, "the modules are not blocked: this test would say nothing"
     command = [sys.executable, str(BENCHMARKS / "measure_gpu.py"), "--tiny", "--part", "bf16", "--out", str(tmp_path)]
-    rows, report = tmp_path / "tiny.jsonl", tmp_path / "tiny.json"
+    rows = tmp_path / "tiny.jsonl"
 
     first = subprocess.Popen(command, env=without_notebooks, stderr=subprocess.DEVNULL)
     while first.poll() is None and not (rows.exists() and rows.read_bytes().endswith(b"\n")):
@@ -171,7 +170,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     first.send_signal(signal.SIGKILL)  # in the middle of the second row
     assert first.wait() == -signal.SIGKILL, "it had ended: nothing was cut off"
     before = rows.read_bytes()
-    assert [json.loads(line)["name"] for line in before.splitlines()] == ["bf16"] and not report.exists()
+    assert [json.loads(line)["name"] for line in before.splitlines()] == ["bf16"]
 
     done = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing is left" in done.stderr, done.stderr
@@ -180,10 +179,10 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     assert (run.name, pair.name) == ("bf16", "bf16 against fp32") and run.ok and pair.ok, done.stderr
     assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
     assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
-    made = json.loads(report.read_text())
+    made = gpu_page.content(Store(rows, gpu_rows.Kept).read())
     assert (made["tiny"], made["rehearsed"], made["profile"]) == (True, False, "tiny") and len(made["rows"]) == 2
     with pytest.raises(ValueError, match="tiny sizes"):
-        gpu_page.read(report)
+        gpu_page.keep(rows, tmp_path)
 
     again = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert again.returncode == 0 and len(rows.read_bytes().splitlines()) == 2
@@ -237,8 +236,7 @@ def test_on_a_cpu_what_it_lacks_is_named_and_not_made_up(suite):
 def test_the_estimate_has_forty_trainings_of_six_models(suite):
     rows = [*gpu_rows.estimates(suite().here, {})]
     runs = [row for row in rows if row.kind == "run"]
-    assert len(runs) == 40 and len({row.task.model for row in runs}) == 6
-    assert [row.name for row in rows if row.kind == "estimate"] == [f"estimate of {row.name}" for row in runs]
+    assert len(runs) == len(rows) == 40 and len({row.task.model for row in runs}) == 6
     ten = [row for row in gpu_rows.ten(suite().here, {}) if row.kind == "run"]
     assert [row.name for row in ten] == [*gpu_rows.recipes.ROWS] and len(ten) == 10
     assert ten[0].task == choose_profile("gpu").task
@@ -312,7 +310,7 @@ def test_what_crashed_is_tried_once_more_by_a_later_call(suite):
         (made := suite(lab)).run("bf16")
         assert [row.status for row in lines(made) if row.name == "bf16"] == ["crashed"] * tried
     assert made.left("bf16") == []
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert "bf16, bf16: crashed (it crashed)" in gpu_page.section("h100", report, {})
 
 
@@ -322,7 +320,7 @@ def test_what_went_well_the_second_time_counts(suite):
     suite(lab).run("bf16")
     lab.ends = {}
     (made := suite(lab)).run("bf16")
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert {row["name"]: row["status"] for row in report["rows"]} == {"bf16": "ok", "bf16 against fp32": "ok"}
 
 
@@ -351,7 +349,7 @@ def test_what_was_measured_otherwise_is_measured_anew(suite, monkeypatch, change
     names = [row.name for row in lines(made) if row.part == "bf16"]
     assert "bf16" in lab.asked and names == ["bf16", "bf16 against fp32"] * 2
     if change != "settings":
-        about = gpu_report.content(lines(made))
+        about = gpu_page.content(lines(made))
         assert len(about["rows"]) == 2, "two machines are in one report"
 
 
@@ -366,7 +364,7 @@ def whole_suite(suite):
 
 
 def whole(suite):
-    return json.loads(json.dumps(gpu_report.content(lines(whole_suite(suite)))))
+    return json.loads(json.dumps(gpu_page.content(lines(whole_suite(suite)))))
 
 
 def test_every_claim_that_rows_decide_is_decided(suite):
@@ -392,33 +390,35 @@ def test_every_claim_that_rows_decide_is_decided(suite):
 
 def test_a_claim_without_its_rows_says_what_is_missing(suite):
     (made := suite()).run("bf16")
-    claims = gpu_report.content(lines(made))["claims"]
+    claims = gpu_page.content(lines(made))["claims"]
     assert {claim["verdict"] for claim in claims} == {"not testable here"}
     assert claims[0]["missing"] == "ten, vanilla: not measured" and claims[0]["value"] is None
 
 
-def test_the_page_shows_what_was_measured(suite, build, tmp_path):
-    report = whole(suite)
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(report))
-    kept = gpu_page.keep(path, tmp_path / "results")
+def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
+    kept = gpu_page.keep(whole_suite(suite).store.path, tmp_path / "results")
+    report = json.loads(kept.read_text())
     assert kept.parent == tmp_path / "results" / "nvidia-h100-80gb-hbm3" / "gpu"
     suites, cards = gpu_page.suites(tmp_path / "results"), build.rehearsals()
     text = build.gpu_suites(suites, cards)
-    head = "| recipe | MB, V100 (guide) | MiB allocated / reserved | MiB device-used | samples/s | against vanilla |"
+    head = "| run | MiB allocated / reserved | MiB device-used | samples/s | against | MB, V100 (guide) |"
     assert f"{head} H100 80 GB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
-    assert "| vanilla | 14949 | 20480 / 21504 | 22528 | 1.2 | 1 | 7158 / 7626 |" in text
-    assert "| half precision | 13939 | 20890 / 21914 | 22938 | 2.4 | 2.00 (1.96 to 2.04) | 6578 / 6758 |" in text
-    assert "| 32 | out of memory | not measured |" in text and "| + tf32 | 24576 / 25600 | 100% | 1.5" in text
-    assert "| bf16 | bf16 against fp32 | 1.02 | 2.00 (1.96 to 2.04) |" in text
+    assert "| vanilla | 20480 / 21504 | 22528 | 1.2 |  | 14949 | 7158 / 7626 |" in text
+    half = "vanilla: 2.00 (1.96 to 2.04) x, memory 1.02 x"
+    assert f"| half precision | 20890 / 21914 | 22938 | 2.4 | {half} | 13939 | 6578 / 6758 |" in text
+    assert "| batch 32 | out of memory | not measured | not measured |  |" in text
+    assert "| + tf32 | 24576 / 25600 | 26624 | not measured | guides' vanilla: 1.5" in text
+    assert "| fp32: 2.00 (1.96 to 2.04) x, memory 1.02 x |" in text
     assert "model FLOPs utilisation, the first recipe" in text and "% of 50 TFLOP/s (float32)" in text
     assert "% of 800 TFLOP/s (bfloat16)" in text and "torch.compile: 30.0 s for a cold" in text
     assert "| `fp16-faster` |" in text and "**holds** (2 [1.961, 2.04])" in text
     assert "driver 580.1, torch 2.11.0+cu130, transformers 5.17.0" in text
     own = build.rehearsed_recipes(cards, {}, suites)
     assert "| nvidia-h100-80gb-hbm3, measured by the suite |" in own and "speed not measured" not in own
-    assert "On GPUs, 40 trainings" in build.error_table(report["estimates"])
-    assert "| allocated | 40 | 1.00% |" in build.error_table(report["estimates"])
+    monkeypatch.setattr(build, "estimate", lambda task, **arguments: Said(task, arguments))
+    ran = sum(row["status"] == "ok" for row in report["rows"] if row["part"] == "estimate")
+    table = build.error_table(build.held_against({name: build.of_suite(data) for name, data in suites.items()}))
+    assert f"On GPUs, {ran} trainings" in table and f"| allocated | {ran} | 1.00% |" in table and ran > 30
 
 
 def test_without_a_report_the_page_says_not_measured(build, tmp_path):
@@ -429,22 +429,28 @@ def test_without_a_report_the_page_says_not_measured(build, tmp_path):
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"rehearsed": True}, "was rehearsed"),
+        ({"setup": {"rehearsed": True}}, "was rehearsed"),
+        ({"setup": {"rehearsed": None}}, "was rehearsed"),
         ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
-        ({"rehearsed": None}, "was rehearsed"),
-        ({"tiny": True}, "tiny sizes"),
+        ({"setup": {"profile": "tiny"}}, "tiny sizes"),
         ({"machine": card("cpu").to_dict()}, "without a GPU"),
-        ({"suite": "course"}, "no report"),
-        ({"rows": [{}]}, "no report"),
     ],
 )
 def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
     (made := suite()).run("bf16")
-    (tmp_path / "gpu.json").write_text(json.dumps(gpu_report.content(lines(made)) | change))
-    monkeypatch.setattr(build, "RESULTS", tmp_path)
+    rows = [json.loads(line) for line in made.store.path.read_text().splitlines()]
+    rows = [row | change | {"setup": row["setup"] | change.get("setup", {})} for row in rows]
+    made.store.path.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(build, "RESULTS", tmp_path / "results")
     with pytest.raises(ValueError, match=why):
-        build.main(["--suite", str(tmp_path / "gpu.json")])
-    assert not [*tmp_path.glob("*/gpu")]
+        build.main(["--suite", str(made.store.path)])
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_has_no_rows_is_refused(tmp_path):
+    (tmp_path / "gpu.jsonl").write_text('{"suite": "course"}\n')
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="no rows"):
+        gpu_page.keep(tmp_path / "gpu.jsonl", tmp_path)
 
 
 def test_a_rehearsal_decides_by_memory_alone(suite):
@@ -452,7 +458,7 @@ def test_a_rehearsal_decides_by_memory_alone(suite):
     lab.compare = None  # there is no time
     for part in ("ten", "bf16"):
         (made := suite(lab)).run(part)
-    report = gpu_report.content(lines(made))
+    report = gpu_page.content(lines(made))
     assert report["rehearsed"] and report["what"].startswith("memory by torch's own CUDA allocator")
     decided = [claim for claim in report["claims"] if claim["verdict"] != "not testable here"]
     assert {load()[claim["id"]].decided_by for claim in decided} == {"memory"}

@@ -1,23 +1,15 @@
 """benchmarks/published.py: the comparison with published measurements is made of its facts, as close as it is said."""
 
-import importlib.util
 import json
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from scripts import script
 
 
 @pytest.fixture(scope="module")
 def published():
-    spec = importlib.util.spec_from_file_location("published", BENCHMARKS / "published.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published"] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
+    return script("published")
 
 
 @pytest.fixture(scope="module")

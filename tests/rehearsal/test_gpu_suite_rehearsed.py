@@ -1,11 +1,11 @@
 """The GPU suite in a rehearsal: its memory, by torch's own CUDA allocator, at tiny sizes."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from perf_helpers.lab.store import Store
 from perf_helpers.rehearsal import build
 
 if build.problem() or build.interpreter() is None:
@@ -14,6 +14,9 @@ if build.problem() or build.interpreter() is None:
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_page
 import measure_gpu
+from gpu_rows import Kept
+
+import build as build_page
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +26,11 @@ def report(tmp_path_factory):
     common = ["--tiny", "--rehearse", "a100", "--out", str(out)]
     assert measure_gpu.main([*common, "--part", "ten", "--part", "tf32"]) == 0
     assert measure_gpu.main([*common, "--part", "estimate", "--seconds", "25"]) in (0, 3)
-    return out / "tiny-rehearsed-a100.json"
+    return out / "tiny-rehearsed-a100.jsonl"
 
 
 def test_a_rehearsed_suite_has_bytes_and_no_times(report):
-    data = json.loads(report.read_text())
+    data = gpu_page.content(Store(report, Kept).read())
     assert data["rehearsed"] and data["machine"]["rehearsed"] and data["machine"]["name"] == "rehearsed A100 80 GB"
     rows = {(row["part"], row["name"]): row for row in data["rows"]}
     for (part, name), row in rows.items():
@@ -42,7 +45,7 @@ def test_a_rehearsed_suite_has_bytes_and_no_times(report):
 
 
 def test_its_claims_are_decided_by_memory_alone(report):
-    data = json.loads(report.read_text())
+    data = gpu_page.content(Store(report, Kept).read())
     claims = {claim["id"]: claim for claim in data["claims"]}
     peaks = {row["name"]: row["runs"][0]["memory"]["peak_bytes"] for row in data["rows"] if row["runs"]}
     share = peaks["Adafactor"] / peaks["vanilla"]
@@ -51,7 +54,7 @@ def test_its_claims_are_decided_by_memory_alone(report):
 
 
 def test_the_estimate_is_what_torchs_allocator_says(report):
-    rows = json.loads(report.read_text())["estimates"]
+    rows = build_page.held_against({"suite": build_page.of_suite(gpu_page.content(Store(report, Kept).read()))})
     assert rows
     for row in rows:
         said, counted = row["peak_bytes"]
@@ -61,4 +64,4 @@ def test_the_estimate_is_what_torchs_allocator_says(report):
 
 def test_it_is_refused_as_measured(report):
     with pytest.raises(ValueError, match="was rehearsed"):
-        gpu_page.read(report)
+        gpu_page.keep(report, report.parent)

@@ -1,10 +1,8 @@
-"""Layers of published measurements, rebuilt from the descriptions of their set-ups, for benchmarks/published.py.
+"""linkedin/Liger-Kernel, benchmark/scripts: the sides that are plain torch or transformers, for published.py.
 
-Each takes a task, which it ignores, and the sizes of a row of published.toml; it runs wherever the process runs, be it
-measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live when.
-
-All are the sides that are plain torch or transformers in linkedin/Liger-Kernel, benchmark/scripts: the layer, forward
-and backward, several times over; B, T, H, V are batch, tokens, hidden size and vocabulary, as there.
+Each loop takes a task, which it ignores, and the sizes of a row of published.toml; it runs wherever the process runs,
+be it measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live
+when. A layer runs forward and backward several times over; B, T, H, V are batch, tokens, hidden size and vocabulary.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ def device() -> str:
 
 
 @contextlib.contextmanager
-def _made_in(dtype: str) -> Iterator[None]:
+def made_in(dtype: str) -> Iterator[None]:
     """Modules made here are of that type, and on the device, at once: fake weights cannot be exchanged for others."""
     import torch
 
@@ -48,7 +46,7 @@ def _whole(below: int, *shape: int):
 def _linear(rows: int, columns: int, dtype: str = "bfloat16", bias: bool = False):
     import torch
 
-    with _made_in(dtype):
+    with made_in(dtype):
         return torch.nn.Linear(rows, columns, bias=bias)
 
 
@@ -102,17 +100,21 @@ def linear_cross_entropy(task, BT: int, H: int, V: int) -> None:
     _losses(lambda: cross_entropy(head(rows), labels))
 
 
+def _divergence(V: int, B: int, T: int, kinds: tuple[str, str], loss: Callable) -> None:
+    """A loss of two fp32 distributions, each given as its `kind`: log_softmax or softmax."""
+    found, target = _random(B * T, V, grad=True), _random(B * T, V)
+    found, target = getattr(found, kinds[0])(-1), getattr(target, kinds[1])(-1)
+    _losses(lambda: loss(found, target), keep=True)
+
+
 def kl_div(task, V: int, B: int, T: int) -> None:
     """Kullback-Leibler divergence of fp32 log-probabilities."""
     import torch
 
-    found = _random(B * T, V, grad=True).log_softmax(-1)
-    target = _random(B * T, V).softmax(-1)
-    loss = torch.nn.KLDivLoss(reduction="batchmean")
-    _losses(lambda: loss(found, target), keep=True)
+    _divergence(V, B, T, ("log_softmax", "softmax"), torch.nn.KLDivLoss(reduction="batchmean"))
 
 
-def _jsd(found, target, dtype: str):
+def _jsd(found, target, dtype: str = "float32"):
     """Jensen-Shannon divergence of log-probabilities, in fp32."""
     import torch
 
@@ -124,18 +126,17 @@ def _jsd(found, target, dtype: str):
 
 def jsd(task, V: int, B: int, T: int) -> None:
     """Jensen-Shannon divergence of fp32 log-probabilities."""
-    found = _random(B * T, V, grad=True).log_softmax(-1)
-    target = _random(B * T, V).log_softmax(-1)
-    _losses(lambda: _jsd(found, target, "float32"), keep=True)
+    _divergence(V, B, T, ("log_softmax", "log_softmax"), _jsd)
 
 
 def tvd(task, V: int, B: int, T: int) -> None:
     """Total variation distance of fp32 probabilities."""
     import torch
 
-    found = _random(B * T, V, grad=True).softmax(-1)
-    target = _random(B * T, V).softmax(-1)
-    _losses(lambda: torch.sum(torch.abs(found - target) / 2.0) / found.shape[0], keep=True)
+    def distance(found, target):
+        return torch.sum(torch.abs(found - target) / 2.0) / found.shape[0]
+
+    _divergence(V, B, T, ("softmax", "softmax"), distance)
 
 
 def linear_jsd(task, BT: int, H: int, V: int) -> None:
@@ -174,14 +175,11 @@ def preference(task, B: int, T: int, H: int, V: int) -> None:
         each = torch.gather(logits.log_softmax(-1), dim=2, index=targets.unsqueeze(2)).squeeze(2)
         return (each * mask).sum(-1) / mask.sum(-1)
 
-    def parts():
+    def forward():
         halves = rows @ head.weight.t()
         logits = halves.float()
         loss = cross_entropy(logits[: B // 2].view(-1, V), labels[: B // 2].view(-1))
-        return log_probabilities(logits), logits, loss
-
-    def forward():
-        every, _logits, loss = parts()
+        every = log_probabilities(logits)
         return loss - (0.1 * logsigmoid(every[: B // 2] - every[B // 2 :])).mean()
 
     _losses(forward)
@@ -194,13 +192,10 @@ def embedding(task, V: int, B: int, T: int, D: int) -> None:
     """An fp32 embedding; a second one lies beside it, unused."""
     import torch
 
-    with _made_in("float32"):
+    with made_in("float32"):
         table, _spare = (torch.nn.Embedding(V, D) for _ in range(2))
     ids = _whole(V, B, T)
-    for _ in range(ROUNDS):
-        rows = table(ids)
-        rows.backward(torch.randn_like(rows))
-        del rows
+    _layers(lambda: table(ids))
 
 
 def gated_mlp(task, B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
@@ -208,7 +203,7 @@ def gated_mlp(task, B: int, T: int, H: int, inner: int, activation: str, mode: s
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    with _made_in("bfloat16"):
+    with made_in("bfloat16"):
         layer = LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=inner, hidden_act=activation))
     rows = _random(B, T, H, dtype="bfloat16", grad=True)
     if mode == "forward":  # the benchmark's process has run backwards before: autograd's thread has its workspace
@@ -248,34 +243,33 @@ def _tiled():
     return Tiled
 
 
+def _normed(make: Callable, *shape: int, dtype: str = "float32") -> None:
+    """A norm with fp32 weights; a second one lies beside it, unused."""
+    with made_in("float32"):
+        layer, _spare = make(), make()
+    rows, gradient = _random(*shape, dtype=dtype, grad=True), _random(*shape, dtype=dtype)
+    _layers(lambda: layer(rows), gradient=gradient)
+
+
 def layer_norm(task, M: int, N: int) -> None:
-    """fp32 LayerNorm of (M, N); a second one lies beside it, unused."""
+    """fp32 LayerNorm of (M, N)."""
     import torch
 
-    with _made_in("float32"):
-        layer, _spare = (torch.nn.LayerNorm(N, eps=1e-6) for _ in range(2))
-    rows, gradient = _random(M, N, grad=True), _random(M, N)
-    _layers(lambda: layer(rows), gradient=gradient)
+    _normed(lambda: torch.nn.LayerNorm(N, eps=1e-6), M, N)
 
 
 def group_norm(task, M: int, C: int, H: int, each: int) -> None:
-    """fp32 GroupNorm of (M, C, H) with `each` channels a group; a second one lies beside it, unused."""
+    """fp32 GroupNorm of (M, C, H) with `each` channels a group."""
     import torch
 
-    with _made_in("float32"):
-        layer, _spare = (torch.nn.GroupNorm(C // each, C, eps=1e-6) for _ in range(2))
-    rows, gradient = _random(M, C, H, grad=True), _random(M, C, H)
-    _layers(lambda: layer(rows), gradient=gradient)
+    _normed(lambda: torch.nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
 
 
 def rms_norm(task, M: int, H: int) -> None:
-    """LlamaRMSNorm of (M, H) in bf16 with fp32 weights; a second one's weights lie beside it, unused."""
+    """LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    with _made_in("float32"):
-        layer, _spare = LlamaRMSNorm(H), LlamaRMSNorm(H)
-    rows, gradient = _random(M, H, dtype="bfloat16", grad=True), _random(M, H, dtype="bfloat16")
-    _layers(lambda: layer(rows), gradient=gradient)
+    _normed(lambda: LlamaRMSNorm(H), M, H, dtype="bfloat16")
 
 
 def add_rms_norm(task, M: int, H: int) -> None:
@@ -312,13 +306,11 @@ def rope(task, T: int, H: int, heads: int, key_heads: int) -> None:
     gradients = torch.randn_like(queries), torch.randn_like(keys)
     frequencies, positions = _random(size // 2), _whole(T, 1, T)
 
-    def positions_of():
-        # A product of matrices: of batches of one, torch 2.13 leaves outer products to Triton, which 2024 did not.
-        angles = (positions.float().t() @ frequencies[None, :])[None]
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
-
-    cosine, sine = positions_of()
+    # A product of matrices: of batches of one, torch 2.13 leaves outer products to Triton, which 2024 did not.
+    angles = (positions.float().t() @ frequencies[None, :])[None]
+    angles = torch.cat((angles, angles), dim=-1)
+    cosine, sine = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    del angles
     for _ in range(ROUNDS):
         turned = apply_rotary_pos_emb(queries, keys, cosine, sine)
         torch.autograd.grad(turned, (queries, keys), gradients, retain_graph=True)

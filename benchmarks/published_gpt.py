@@ -1,13 +1,9 @@
-"""Trainings of published measurements that are no Trainer's, rebuilt as described, for benchmarks/published.py.
+"""rasbt/LLMs-from-scratch, chapter 5, and pytorch's issue 95668, rebuilt as described, for published.py.
 
-As in published_loops.py: each takes a task, which it ignores, and the sizes of a row of published.toml.
+As in published_liger.py: each takes a task, which it ignores, and the sizes of a row of published.toml.
 """
 
-
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+from published_liger import device, made_in
 
 
 def one_linear(task) -> None:
@@ -68,10 +64,8 @@ def gpt(
 
         def forward(self, rows):
             size, count, _ = rows.shape
-            keys, queries, values = self.key(rows), self.query(rows), self.value(rows)
-            keys = keys.view(size, count, heads, -1).transpose(1, 2)
-            values = values.view(size, count, heads, -1).transpose(1, 2)
-            queries = queries.view(size, count, heads, -1).transpose(1, 2)
+            parts = self.key(rows), self.value(rows), self.query(rows)
+            keys, values, queries = (part.view(size, count, heads, -1).transpose(1, 2) for part in parts)
             scores = queries @ keys.transpose(2, 3)
             if mask == "kept":
                 hidden = self.mask.bool()[:count, :count]
@@ -110,11 +104,7 @@ def gpt(
 
         def forward(self, rows):
             for norm, part in zip(self.norms, (self.attention, self.feed), strict=True):
-                shortcut = rows
-                rows = norm(rows)
-                rows = part(rows)
-                rows = self.dropout(rows)
-                rows = rows + shortcut
+                rows = rows + self.dropout(part(norm(rows)))
             return rows
 
     class Gpt(nn.Module):
@@ -127,8 +117,7 @@ def gpt(
 
         def forward(self, ids):
             found, places = self.words(ids), self.places(torch.arange(ids.shape[1], device=ids.device))
-            rows = found + places
-            rows = self.dropout(rows)
+            rows = self.dropout(found + places)
             rows = self.blocks(rows)
             rows = self.norm(rows)
             return self.head(rows)
@@ -139,11 +128,8 @@ def gpt(
         logits = model(ids)
         return nn.functional.cross_entropy(logits.flatten(0, 1), after.flatten())
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    with torch.device(device()):
+    with made_in(dtype):
         model = Gpt()
-    torch.set_default_dtype(before)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, fused=fused or None)
     for _ in range(2):
         model.train()

@@ -1,0 +1,100 @@
+"""The guides of 2022 and 2023: what torch up to 1.10 and transformers of early 2022 did otherwise, for published.py.
+
+Changes of a training as in published_fms.py.
+"""
+
+import functools
+import math
+
+
+def adamw_hf(model, arguments):
+    """transformers' own AdamW, the Trainer's default until 4.29: parameter by parameter, one temporary of its size."""
+    import torch
+
+    class AdamW(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    gradient, state = parameter.grad, self.state[parameter]
+                    if not state:
+                        state |= {"first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+                    state["first"].mul_(0.9).add_(gradient, alpha=0.1)
+                    state["second"].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+                    width = state["second"].sqrt().add_(1e-8)
+                    parameter.addcdiv_(state["first"], width, value=-group["lr"])
+
+    return AdamW(model.parameters(), {"lr": arguments.learning_rate})
+
+
+def adam_8bit(model, arguments):
+    """bitsandbytes' 8-bit Adam as the guides make it themselves: embeddings too keep states of 8 bits."""
+    import bitsandbytes
+
+    return bitsandbytes.optim.Adam8bit(model.parameters(), lr=arguments.learning_rate)
+
+
+def kept_gradients(model, arguments) -> None:
+    """Gradients are zeroed and kept between the steps, as before torch 2.0 (`set_to_none`)."""
+    model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
+
+
+def kept_input_of_softmax(model, arguments) -> None:
+    """A softmax keeps its input for the backward as well as its result, as before torch 1.11 (pytorch PR 65242)."""
+    import torch
+    from torch.nn import functional
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(context, rows, dim):
+            result = torch._softmax(rows, dim, False)
+            context.save_for_backward(result, rows)
+            context.dim = dim
+            return result
+
+        @staticmethod
+        def backward(context, gradient):
+            result, _ = context.saved_tensors
+            return torch._softmax_backward_data(gradient, result, context.dim, result.dtype), None
+
+    functional.softmax = lambda rows, dim, dtype=None, **_: Softmax.apply(
+        rows if dtype is None else rows.to(dtype), dim
+    )
+
+
+def gelu_in_fp32(model, arguments) -> None:
+    """Autocast runs GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits."""
+    import torch
+
+    for module in model.modules():
+        if type(module).__name__ == "GELUActivation":
+            plain = module.forward
+            module.forward = lambda rows, plain=plain: plain(
+                rows.float() if torch.is_autocast_enabled(rows.device.type) else rows
+            )
+
+
+def attention_of_2022(model, arguments) -> None:
+    """BERT's attention as it was: scores divided, a mask in fp32 added although nothing is padded, softmax, dropout."""
+    import torch
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+        mask = torch.zeros(query.shape[0], 1, 1, key.shape[2], device=query.device)
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        scores = scores / math.sqrt(query.shape[-1])
+        scores = scores + mask
+        shares = torch.nn.functional.softmax(scores, dim=-1)
+        shares = torch.nn.functional.dropout(shares, p=dropout, training=module.training)
+        found = torch.matmul(shares, value)
+        return found.permute(0, 2, 1, 3).contiguous(), shares
+
+    ALL_ATTENTION_FUNCTIONS.register("2022", attend)
+    model.config._attn_implementation = "2022"
+
+
+def no_workspace(model, arguments) -> None:
+    """cuBLAS keeps no workspace of torch's allocator, as up to torch 1.9. Only an estimate can leave it out."""
+    from perf_helpers.estimate import kernels
+
+    kernels.multiplies = lambda function: False
