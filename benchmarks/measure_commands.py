@@ -2,7 +2,7 @@
 
     python benchmarks/measure_commands.py [--rounds 5]
 
-Seconds of the clock on the wall, of the commands in turns after a round that warms up: to be measured on a quiet machine.
+Seconds of the clock on the wall, the commands in turns, after a round that warms up: for a quiet machine.
 """
 
 import statistics
@@ -31,6 +31,7 @@ for model in ("bert-tiny", "bert-large", "llama-3-8b"):
     estimate(Task(model, seq_len=512), device="cuda")
     print(time.perf_counter() - began)
 """
+RUNNING = ("bert-large, the server running", "llama-3-8b, the server running")
 
 
 def seconds_of(words: list[str], code: int = 0) -> tuple[float, str]:
@@ -49,15 +50,11 @@ def cases(options) -> dict:
 
 def measure(rounds, options):
     for name in rounds:
-        taken = {
-            command: seconds_of(["-m", "perf_helpers.cli", *command.split()], code)[0]
-            for command, code in COMMANDS.items()
-        }
+        taken = {}
+        for command, code in COMMANDS.items():
+            taken[command], _ = seconds_of(["-m", "perf_helpers.cli", *command.split()], code)
         _, *later = map(float, seconds_of(["-c", SECOND])[1].split())
-        yield (
-            name,
-            taken | dict(zip(("bert-large, the server running", "llama-3-8b, the server running"), later, strict=True)),
-        )
+        yield name, taken | dict(zip(RUNNING, later, strict=True))
 
 
 def conclude(rounds: list[dict], options) -> dict:
