@@ -1,8 +1,9 @@
-"""Dask's workers as an executor: one experiment at a time a device; a killed worker's is made once more, elsewhere.
+"""Dask's workers as an executor for any lab, and where they come from.
 
-The client places every call itself and never hands a worker more than it has devices. Were all calls given to Dask at
-once, it would count a worker's death against every call that merely waited there, and make the one that ran up to
-three times more without a word (`distributed.scheduler.allowed-failures`).
+One experiment at a time a device; a killed worker's is made once more, elsewhere. The client places every call itself
+and never hands a worker more than it has devices. Were all calls given to Dask at once, it would count a worker's death
+against every call that merely waited there, and make the one that ran up to three times more without a word
+(`distributed.scheduler.allowed-failures`).
 """
 
 import asyncio

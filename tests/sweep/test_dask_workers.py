@@ -267,3 +267,15 @@ def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_pat
         client.cluster.close()
         with pytest.raises(ValueError, match="the scheduler does not answer any more"):
             future.result()
+
+
+def test_a_client_that_is_closed_leaves_nobody_waiting(in_this_process):
+    client = in_this_process(0)
+    executor = Workers(client)
+    future = executor.submit(print)
+    client.close()
+    with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+        future.result()
+    executor.shutdown()
+    with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+        executor.submit(print)
