@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.tracker import MARK, Tracker, Watcher, leave_mark, watched
+from perf_helpers.lab.tracker import MARK, Tracker, Watcher, leave_mark, name_of, watched
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
 
 COLLECTIVES = "c10d."  # how the names of their operations begin
@@ -204,15 +204,11 @@ def _running(changes: list[_Change]) -> tuple[list[int], list[int]]:
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 
-def _without(numbers: set[int], items: list) -> list:
-    return [item for number, item in enumerate(items) if number not in numbers]
-
-
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
     """The account of the CPU allocator, from the events that it gave to the profiler."""
     changes, operations, mark_times = _events(profile)
     times, totals = _running(changes)
-    begins = [ran.begin for ran in _without(tracker.failed, operations)]
+    begins = [ran.begin for ran in operations]
     start = next((when for when, (label, _, _) in zip(mark_times, tracker.marks, strict=True) if label == "start"), 0)
     peak = max(range(bisect.bisect_left(times, start), len(totals)), key=totals.__getitem__)
     at_operations = []
@@ -234,9 +230,8 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
     changes, operations, _ = _events(profile)
     times, totals = _running([change for change in changes if operations and change.thread == operations[0].thread])
     live = [0, *itertools.accumulate(sign * block.bytes for block, sign in tracker.log)]
-    ended = _without(tracker.failed, [*zip(operations, tracker.begun, strict=True)])
     at_operations = []
-    for (ran, before), (length, _, name, _) in zip(ended, tracker.operations, strict=True):
+    for ran, before, (length, _, name, _) in zip(operations, tracker.begun, tracker.operations, strict=True):
         first, last = bisect.bisect_left(times, ran.begin), bisect.bisect_right(times, ran.end)
         inside = 0 if name.startswith(COLLECTIVES) else max(totals[first : last + 1]) - totals[last]
         at_operations.append(max(live[before : length + 1]) + inside)
@@ -262,8 +257,8 @@ class _CpuTracker(Tracker):
         with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
             try:
                 return function(*args, **kwargs)
-            except BaseException:
-                self.failed.add(len(self.begun) - 1)
+            except BaseException:  # it was seen, though there is no result to follow
+                self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
                 raise
 
     def resized(self, storage):

@@ -103,7 +103,6 @@ class Watcher:
         self.phase = Phase.SETUP
         self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
         self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
-        self.failed: set[int] = set()  # numbers of operations that raised an error, of which there is no result
         self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
         self.modules = Modules()
 

@@ -2,10 +2,13 @@
 process.
 """
 
+import contextlib
+
 import pytest
 
-from perf_helpers.lab import Lab
+from perf_helpers.lab import Arguments, Lab, processes
 from perf_helpers.lab.task import Task
+from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CATEGORIES
 
 TINY = Task("bert-tiny", seq_len=48, dataset_size=64)
@@ -179,6 +182,31 @@ def test_memory_that_no_operation_made_is_counted_and_stands_inside_operations(l
     nothing, much = train(0), train(1_000_000)
     assert much.peak_bytes - nothing.peak_bytes == 1_000_000
     assert much.breakdown["inside_operations"] - nothing.breakdown["inside_operations"] == 1_000_000
+
+
+@pytest.mark.parametrize("workers", [0, 1])  # with one it is counted by tensors
+def test_an_operation_that_fails_on_the_way_disturbs_no_count(lab, workers):
+    def train(fails):
+        def loop(task):
+            import torch
+
+            model = task.build_model()
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(2):
+                loss = model(**task.batch(2)).loss
+                with contextlib.suppress(RuntimeError):
+                    torch.dot(torch.ones(3), torch.ones(2 if fails else 3))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        experiment = Experiment("loop", TINY, Arguments.of({"dataloader_num_workers": workers}), pickled(loop))
+        return processes.account(experiment).memory
+
+    plain, failing = train(False), train(True)
+    assert (failing.peak_bytes, failing.breakdown) == (plain.peak_bytes, plain.breakdown)
+    assert (failing.phases, failing.peak_operation) == (plain.phases, plain.peak_operation)
+    assert len(failing.timeline["phase"]) == len(plain.timeline["phase"])
 
 
 def test_categories_are_what_arithmetic_says(lab):
