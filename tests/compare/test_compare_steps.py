@@ -55,6 +55,8 @@ def test_the_clock_counts_that_both_nights_have():
     assert "takes 1.50 x" in change["text"] and not compare_steps(both, times(both, 1.5, clocks=("computed",)))[0]
     assert compare_steps(computed, times(computed, 1.5))[0] and not compare_steps(computed, computed)[0]
     assert "no recipe was timed in both" in compare_steps(paces(), computed)[1][0]
+    both["recipes"]["recipe 0"]["passed"] = (-0.1, 0.1)  # told to have waited for longer than the step took
+    assert not compare_steps(both, both)[0]
 
 
 def test_beside_a_busy_neighbour_less_is_told_and_it_says_how_much():

@@ -25,6 +25,11 @@ def test_the_fastest_step_counts_and_a_thread_that_had_no_core_did_not_take_that
     assert kept(an_outcome(), on_cpu=False) == ([0.3], [], "")
 
 
+def test_a_step_takes_no_less_than_half_of_what_it_computes():
+    """On two cores that two dozen programs wanted, threads were told to have waited for longer than the step took."""
+    assert kept(an_outcome(waited=(0.35, 0.45))) == ([0.05], [], "")
+
+
 def test_without_the_schedulers_word_what_was_computed_counts():
     assert kept(an_outcome(waited=())) == ([], [0.1], "")
 
