@@ -130,6 +130,11 @@ class ForkServer:
         except OSError:  # the server was killed: a new one
             self._process = None
             return self._asked_to_fork(descriptors, folder, job)
+        except KeyboardInterrupt:  # its answer would be taken for that to the next question
+            if self._process:
+                self._end(self._process, self._socket, self._owner, self._forked)
+            self._process = None
+            raise
 
     def _asked_to_fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         with self._lock:
@@ -184,7 +189,11 @@ class CleanProcess:
         if HAS_FORK:
             ours, theirs = socket.socketpair()
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
-            self.pid = SERVER.fork(descriptors, self.folder, job)
+            try:
+                self.pid = SERVER.fork(descriptors, self.folder, job)
+            except BaseException:
+                _remove(self.folder)
+                raise
             theirs.close()
             self.channel = connection.Connection(ours.detach())
         else:
