@@ -90,11 +90,10 @@ class ForkServer:
         libraries that did not find it: it is replaced, and its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
-            if HAS_FORK and not (
-                is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
-            ):
+            is_of_now = is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
+            if HAS_FORK and not is_of_now:
                 if is_ours and not self._forked:
-                    self._socket.close()  # by which it ends
+                    self._end(self._process, self._socket, self._owner, self._forked)
                 self._begin()
 
     def _begin(self) -> None:
@@ -119,7 +118,7 @@ class ForkServer:
     def _end(process: subprocess.Popen, control: socket.socket, owner: int, forked: set[int]) -> None:
         control.close()  # by which it ends, and removes what is left of its forks
         if owner == os.getpid():
-            if not forked:  # nor does it look at the socket while it imports
+            if not forked:  # nothing is left, and while it imports it does not look at the socket
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
@@ -132,6 +131,11 @@ class ForkServer:
         except OSError:  # the server was killed: a new one
             self._process = None
             return self._asked_to_fork(descriptors, folder, job)
+        except KeyboardInterrupt:  # its answer would be taken for that to the next question
+            if self._process:
+                self._end(self._process, self._socket, self._owner, self._forked)
+            self._process = None
+            raise
 
     def _asked_to_fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         with self._lock:
@@ -186,7 +190,11 @@ class CleanProcess:
         if HAS_FORK:
             ours, theirs = socket.socketpair()
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
-            self.pid = SERVER.fork(descriptors, self.folder, job)
+            try:
+                self.pid = SERVER.fork(descriptors, self.folder, job)
+            except BaseException:
+                _remove(self.folder)
+                raise
             theirs.close()
             self.channel = connection.Connection(ours.detach())
         else:

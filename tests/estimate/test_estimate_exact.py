@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from perf_helpers import Lab, Task
-from perf_helpers import arguments as training_arguments
 from perf_helpers.estimate import estimate
 
 _WORDS = {"vocab_size": 300}
@@ -242,7 +241,6 @@ def both(request, configurations, tmp_path_factory):
         assert run.ok, run.message
         return run.memory, estimate(task, device="cpu", training=training, **arguments).memory
 
-    training_arguments.known()  # imports, which threads had better not do at once
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         begun = {}
         for item in request.session.items:

@@ -184,3 +184,17 @@ def test_a_killed_server_is_replaced(lab):
     server = lab.run(parent, measure=("none",)).value
     os.kill(server, signal.SIGKILL)
     assert lab.run(parent, measure=("none",)).value != server
+
+
+def test_a_command_that_is_interrupted_while_the_server_imports_leaves_nothing(tmp_path):
+    code = "from perf_helpers.lab.forkserver import SERVER; from perf_helpers import cli; SERVER.start(); "
+    code += "print(SERVER._process.pid, flush=True); cli.main()"
+    words = [sys.executable, "-c", code, "estimate", "--model", "bert-tiny"]
+    command = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
+    server = int(command.stdout.readline())
+    while not [*tmp_path.glob("perf_helpers-*")]:  # it asks for a fork
+        time.sleep(0.05)
+    command.send_signal(signal.SIGINT)
+    command.communicate()
+    assert command.returncode == 130
+    assert _gone(server) and not [*tmp_path.glob("perf_helpers-*")]
