@@ -9,23 +9,26 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots. The
-# aims are 15,500 lines in 80 modules for perf_helpers, 7,500 for what a lesson imports and 4,000 for what measures.
+# (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
+# what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 17_900, 103),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 17_200, 84),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_700, 21),
+    ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 4_120, 18),
+    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 980, 7),
+    ("  course", ["perf_helpers/course/*.py"], 1_340, 8),
+    ("  compare", ["perf_helpers/compare/*.py"], 780, 5),
+    ("  advise", ["perf_helpers/advise/*.py"], 1_330, 5),
+    ("  widgets", ["perf_helpers/widgets/*.py"], 1_690, 10),
+    ("  what all share", ["perf_helpers/*.py"], 1_550, 8),
     (
         "what a lesson imports",
-        [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "plots.py")],
-        10_500,
-        60,
+        [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
+        8_830,
+        46,
     ),
-    ("  lab", ["perf_helpers/lab/*.py"], 6_300, 32),
-    ("  course", ["perf_helpers/course/*.py"], 2_150, 13),
-    ("  widgets", ["perf_helpers/widgets/*.py"], 1_800, 14),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 4_200, 23),
-    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 1_100, 12),
-    ("  advise", ["perf_helpers/advise/*.py"], 1_530, 8),
-    ("benchmarks", ["benchmarks/*.py"], 6_350, 34),
+    ("benchmarks", ["benchmarks/*.py"], 5_860, 32),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 330, 1),
 )

@@ -166,8 +166,18 @@ class Arguments:
 
 @functools.cache
 def _declared() -> type:
-    """A dataclass with the fields of the installed `TrainingArguments`: names, types, defaults, and how a parser takes
-    them; of the last two what is no literal is left out."""
+    """The installed `TrainingArguments`, or a dataclass with its fields, read from the source."""
+    try:
+        return _read()
+    except Exception:  # of a release whose source is written in another way: then it is imported
+        from transformers import TrainingArguments
+
+        return TrainingArguments
+
+
+def _read() -> type:
+    """The fields of `TrainingArguments` as its source has them: names, types, defaults, and how a parser takes them; of
+    the last two what is no literal is left out."""
     sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
     classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
     names, fields = _Names(), []
@@ -219,9 +229,15 @@ def known() -> frozenset[str]:
 @functools.cache
 def _kernels() -> list[str]:
     """The attention kernels that the installed library has itself."""
-    assigned = (node for node in ast.walk(_source("modeling_utils")) if isinstance(node, ast.Assign))
-    (table,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_global_mapping")
-    return ["eager", *(key.value for key in table.keys if "|" not in key.value)]
+    try:
+        assigned = (node for node in ast.walk(_source("modeling_utils")) if isinstance(node, ast.Assign))
+        (table,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_global_mapping")
+        names = [key.value for key in table.keys]
+    except Exception:  # as in `_declared`
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        names = [*ALL_ATTENTION_FUNCTIONS]
+    return ["eager", *(name for name in names if "|" not in name)]
 
 
 @functools.cache

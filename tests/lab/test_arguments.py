@@ -36,12 +36,27 @@ def test_what_is_read_from_the_library_s_source_is_what_the_library_has():
             kind = getattr(action.type, "__name__", action.type)
             yield action.dest, [*action.option_strings], action.nargs, action.const, kind, list(action.choices or [])
 
-    theirs, ours = (list(actions(fields)) for fields in (TrainingArguments, arguments._declared()))
+    theirs, ours = (list(actions(fields)) for fields in (TrainingArguments, arguments._read()))
     different = {their[0] for their, our in zip(theirs, ours, strict=True) if their != our}
     assert different == {"log_level", "log_level_replica", "parallelism_config"} and len(theirs) > 100
     assert {*arguments._kernels()} == {"eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)}
     for optimizer in OptimizerNames:
         Arguments.of({"optim": optimizer}), Arguments.of({"optim": optimizer.value})
+
+
+def test_a_library_whose_source_is_written_otherwise_is_imported(monkeypatch):
+    from transformers import TrainingArguments
+
+    def refuse(name):
+        raise KeyError(name)
+
+    known, kernels = arguments.known(), {*arguments._kernels()}
+    for read in (arguments._declared, arguments.known, arguments._kernels):
+        monkeypatch.setattr(arguments, read.__name__, read.__wrapped__)
+    monkeypatch.setattr(arguments, "_source", refuse)
+    assert arguments._declared() is TrainingArguments
+    assert arguments.known() == known and {*arguments._kernels()} == kernels
+    assert arguments.parse(["--bf16", "--optim", "adafactor"]).given == {"bf16": True, "optim": "adafactor"}
 
 
 @pytest.mark.parametrize(
