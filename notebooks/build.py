@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 LESSONS = "[0-9][0-9]_*"
 
 MAX_CODE_LINES = 25  # a cell and its output fit one laptop screen
-MIN_CELLS, MAX_CELLS = 20, 50  # fewer hides steps in long cells, more is two lessons (07 decides 21 claims)
+MIN_CELLS, MAX_CELLS = 20, 50  # fewer hides steps in long cells, more is two lessons
 MAX_WORDS = 1800  # ten minutes of reading; the rest of the time belongs to the experiments
 PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
 

@@ -30,7 +30,7 @@ BUDGETS = (
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_860, 32),
     ("README.md", ["README.md"], 140, 1),
-    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 330, 1),
+    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 335, 1),
 )
 
 

@@ -43,7 +43,8 @@ class Kernels:
         self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
-        """What the operation asks for, in order."""
+        """What the operation asks for, in order. `function` is what autograd leaves on CPU tensors: grid_sampler_2d of
+        `grid_sample`, say; where a GPU takes another operation, `cuda.py` decides."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         packet = function.overloadpacket
         if rule := _RULES.get(packet):
