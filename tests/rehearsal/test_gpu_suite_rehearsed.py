@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.lab.store import Store
+from perf_helpers.records import Store
 from perf_helpers.rehearsal import build
 
 if build.problem() or build.interpreter() is None:
