@@ -12,25 +12,25 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 17_200, 84),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_700, 21),
-    ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 4_120, 18),
-    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 980, 7),
-    ("  course", ["perf_helpers/course/*.py"], 1_340, 8),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 17_250, 84),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_720, 21),
+    ("  sweep", ["perf_helpers/sweep/*.py"], 800, 3),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 4_140, 18),
+    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 980, 6),
+    ("  course", ["perf_helpers/course/*.py"], 1_350, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 780, 5),
     ("  advise", ["perf_helpers/advise/*.py"], 1_330, 5),
-    ("  widgets", ["perf_helpers/widgets/*.py"], 1_690, 10),
-    ("  what all share", ["perf_helpers/*.py"], 1_550, 8),
+    ("  widgets", ["perf_helpers/widgets/*.py"], 1_700, 10),
+    ("  what all share", ["perf_helpers/*.py"], 1_570, 8),
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        8_830,
+        8_870,
         46,
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_860, 32),
     ("README.md", ["README.md"], 140, 1),
-    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 335, 1),
+    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
 )
 
 

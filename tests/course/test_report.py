@@ -1,7 +1,9 @@
 """The pages of a course run, for people and for CI, made from what it left in its folder."""
 
 import json
+import re
 import shutil
+from collections import Counter
 from xml.etree import ElementTree
 
 from toys import PNG, STATUS
@@ -30,6 +32,15 @@ def test_the_page_shows_each_claim_and_stands_alone(ran):
     assert "divides by &lt;tokens&gt;" in page and "V100" in page and "0.45 to 0.55" in page
     assert f"base64,{PNG}" in page and 'alt="Picture of lesson 08_ok' in page and 'href="08_ok.html"' in page
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_numbers_at_its_head_are_those_of_its_rows(ran):
+    result, out = ran
+    page, verdicts = (out / "index.html").read_text(encoding="utf-8"), [c["verdict"] for c in result.data["claims"]]
+    told = {verdict: int(number) for number, verdict in re.findall(r"<b>(\d+)</b>.*? ([a-z ]+)</li>", page)}
+    assert {verdict: number for verdict, number in told.items() if number} == Counter(verdicts)
+    decided = len(verdicts) - verdicts.count("not testable here")
+    assert f"{verdicts.count('holds')} of {decided} claims hold" in page
 
 
 def test_executed_lessons_are_pages_that_load_no_library_they_need(ran):

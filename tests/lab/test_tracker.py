@@ -1,4 +1,5 @@
-"""What a rank holds of weights that are divided: counted on real ranks, and followed on one that has no others."""
+"""What the tracker follows: weights that are divided, on real ranks and on one that has no others; other threads;
+storages that are resized."""
 
 import pytest
 

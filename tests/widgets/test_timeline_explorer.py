@@ -1,11 +1,11 @@
 """The timeline explorer on the kernel's side. Under ipywidgets 7.7.1 too, see test_frame.py."""
 
 import pytest
-from explored import run
+from explored import run, series
 from kernel import control, text
 
 from perf_helpers import explorers
-from perf_helpers.records import Run
+from perf_helpers.records import Memory, Run
 
 
 def test_the_slider_moves_the_line_and_the_words(shown):
@@ -19,6 +19,15 @@ def test_the_slider_moves_the_line_and_the_words(shown):
     control(shown, "below").value = ""
     assert text(shown).count("<svg") == 1
     assert shown[-1]["text/html"].count("<img") == 2 and "layer.1" in shown[-1]["text/plain"]
+
+
+def test_the_line_tells_the_bytes_where_the_slider_is(shown):
+    totals = [*range(10, 50), 100]
+    memory = Memory(100, "counted", "backward", "aten.mm", "layer.1", {"weights": 100}, timeline=series(*totals))
+    explorers.timeline(Run("long", "ok", memory=memory))
+    for moment in (0, 17, 39):
+        control(shown, "moment").value = moment
+        assert f">{totals[moment]} B<" in text(shown)
 
 
 def test_a_timeline_needs_one():
