@@ -69,7 +69,7 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
 
-    allowed = sorted(allowed, key=lambda word: (alike(word), -len(word)), reverse=True)
+    allowed = sorted(allowed, key=lambda word: (alike(word), len(word) <= len(given)), reverse=True)
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
     every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < (9 if near else 100) else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
