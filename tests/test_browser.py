@@ -105,10 +105,10 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson[:2] not in RUN])
 def test_an_executed_lesson_shows_its_widgets_within_their_cells(server, page, lesson):
     assert (EXECUTED / f"{lesson}.ipynb").exists(), "tests/test_lessons.py executes it"
+    assert faults(nbformat.read(EXECUTED / f"{lesson}.ipynb", as_version=4)) == []
     notebook = browser.Notebook(server, page, f"executed {lesson}.ipynb")
     notebook.trust()
     page.locator(".jp-OutputArea-output .jupyter-widgets").first.wait_for(timeout=30_000)
-    assert faults(nbformat.read(notebook.file, as_version=4)) == []
     assert page.evaluate(OVERFLOWING) == [], "wider than the cell"
     screenshot(notebook, lesson)
 
