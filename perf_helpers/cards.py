@@ -9,6 +9,9 @@ from perf_helpers.texts import nearest_text, parse_bytes, whole_number
 # (benchmarks/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
 CONTEXT_BYTES = 530 << 20
 CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
+# Of a card's memory, that is kept free for what no estimate follows: longer samples, a communicator's buffers, a larger
+# context. From 16 GB on it covers, with CONTEXT_BYTES, the largest of those 19 contexts.
+MARGIN = 0.05
 DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
 
 
@@ -56,9 +59,7 @@ def card(
     """
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError(f"name a card ({', '.join(CARDS)}), or a compute capability and a memory")
-    known = None if name is None else CARDS.get(name.lower())
-    if known is None and name is not None:
-        raise ValueError(f"no card {name!r}. {nearest_text(name.lower(), CARDS)}")
+    known = None if name is None else named(name)
     capability = tuple(compute_capability or known.capability)
     if not (7, 0) <= capability < (13, 0):
         raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
@@ -67,3 +68,25 @@ def card(
         raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
     return Card(known.name if known else described, capability, memory_bytes, devices)
+
+
+def named(name: str) -> Card:
+    """The card that people call so. ValueError: there is none of that name."""
+    if name.lower() not in CARDS:
+        raise ValueError(f"no card {name!r}. {nearest_text(name.lower(), CARDS)}")
+    return CARDS[name.lower()]
+
+
+def memory_of_card(
+    name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
+) -> tuple[int, tuple[int, int] | None]:
+    """Bytes and compute capability of a named card; a memory (called `argument`) and a capability overrule its own.
+
+    Raises:
+        ValueError: an unknown name, a memory that is none, or neither of them.
+    """
+    if name is None and memory is None:
+        raise ValueError(f"give {argument}, e.g. '16GB', or a card: {', '.join(CARDS)}")
+    known = named(name) if name is not None else None
+    size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
+    return size, capability or (known.capability if known else None)

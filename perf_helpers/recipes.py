@@ -81,6 +81,7 @@ QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
 }
 # Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.
 ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION}
+OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION}  # they change what is kept for backward, and nothing else
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 

@@ -22,7 +22,8 @@ from perf_helpers.advise.search import (
     helpful_changes,
     native_precisions,
 )
-from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, card
+from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
+from perf_helpers.cards import card as card_like
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
@@ -34,6 +35,7 @@ from perf_helpers.records import Run, Store
 from perf_helpers.rehearsal import build, rehearse
 from perf_helpers.texts import bytes_text, parse_bytes, whole_number
 
+_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
 _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
 
 
@@ -45,7 +47,7 @@ class Recipe:
     arguments: dict[str, Any]  # of the training
     peak_bytes: int  # of live tensors, as the estimate says
     needed_bytes: int  # what is compared with the memory
-    headroom_bytes: int  # memory less `needed_bytes`; negative where it does not fit
+    headroom_bytes: int  # memory less `needed_bytes`; where it does not fit less than the margin, or negative
     speed: float | None  # relative to the fastest recipe that fits; None: a factor of it was never measured
     speed_source: tuple[str, ...]  # where each factor of the speed comes from
     costs: tuple[str, ...]  # of its techniques in time, precision or convergence; empty: a plain recipe
@@ -110,8 +112,8 @@ class Advice(Shown):
         if self.assumptions:
             notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
         if not self.recipes:
-            needed, over = bytes_text(self.smallest.needed_bytes), bytes_text(-self.smallest.headroom_bytes)
-            head += f": nothing fits. The smallest ({self.smallest.name}) needs {needed}, {over} over"
+            needed = bytes_text(self.smallest.needed_bytes)
+            head += f": nothing fits. The smallest ({self.smallest.name}) needs {needed}"
             rows = [
                 [change.name, "fits" if change.fits else "does not", bytes_text(change.needed_bytes), change.text]
                 for change in self.changes
@@ -167,8 +169,10 @@ class Verification:
 def advise(
     task: Task,
     *,
-    memory: int | float | str,
     effective_batch: int,
+    memory: int | float | str | None = None,
+    card: str | None = None,
+    margin: float = MARGIN,
     must: Mapping[str, Any] | None = None,
     avoid: Iterable[str] = (),
     device: str | None = None,
@@ -186,17 +190,20 @@ def advise(
     then fits; attention is the library's choice, unless `must` says otherwise. Its kernel, compiled code and sizes that
     should be padded are told in `notes`. One that only adds costs to a recipe that fits whole is left out.
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
-    training's births and deaths are followed on the caching allocator of a card of that memory, less the context: it
-    fits if that does not run out. Nothing is kept for fragmentation, which is in the figures; `results/advice.json` has
-    how often such advice kept its word.
+    training's births and deaths are followed on the caching allocator of a card of that memory, less the context and
+    the margin: it fits if that does not run out. Nothing is kept for fragmentation, which is in the figures;
+    `results/advice.json` has how often such advice kept its word.
 
     Args:
-        memory: bytes of one device, or a text such as "16GB".
         effective_batch: samples an update sees: micro-batch x accumulation x processes.
+        memory: bytes of one device, or a text such as "16GB"; None: the card's.
+        card: a GPU by its name in `cards.CARDS`, e.g. "h100": its memory and compute capability.
+        margin: part of the memory that a recipe leaves free.
         must: training arguments that are fixed, e.g. {"optim": "sgd"}; each settles its question.
         avoid: techniques or arguments that are not wanted, e.g. ["checkpointing", "adafactor", "accumulation"].
-        device: "cpu" or "cuda"; None: this machine's.
-        compute_capability: of the GPU, e.g. (8, 0); None: this machine's, else (9, 0).
+        device: "cpu" or "cuda"; None: a GPU where one is named or here, or where the memory is as large as a GPU's is
+            sold (a note says that it was assumed); else this machine's CPU.
+        compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
         context_memory: bytes of `memory` that are kept for the CUDA context, or a text such as "450MiB"; 0 where they
             are off already. None: `CONTEXT_BYTES`, 530 MiB, which published out-of-memory messages suggest.
         processes: ranks of a data-parallel training, one device each.
@@ -209,33 +216,43 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
             estimate within `timeout`.
     """
-    limit = parse_bytes(memory)
+    limit, named_capability = memory_of_card(card, memory, compute_capability)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
+        raise ValueError(f"margin={margin!r}: give a part of the memory from 0 to 1, such as {MARGIN}")
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         whole_number(name, value)
     if effective_batch % processes:
         raise ValueError(f"effective_batch={effective_batch} does not divide by processes={processes}")
     machine = machine or hardware.describe()
-    kind = device or machine.kind
+    kind, assumed = device or machine.kind, ()
+    if device is None and machine.kind == "cpu" and (named_capability or limit in _AS_SOLD):
+        kind = "cuda"
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
-    capability = tuple(compute_capability or here or DEFAULT_CAPABILITY)
+    capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
+    if kind == "cuda" and not (named_capability or here):
+        which = (
+            "a GPU" if device else f"a GPU, for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
+        )
+        assumed = (f"Assumed: {which}; compute capability 9.0, an H100's. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
     choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     evidence = Evidence(machine, kind, capability, task, runs)
-    ranking = Ranking(choices, evidence)
+    ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
     predict = functools.partial(estimate, device=kind, processes=processes)
     if kind == "cuda":
-        predict = functools.partial(predict, compute_capability=capability, device_memory=max(limit - context, 0))
+        predict = functools.partial(predict, compute_capability=capability, device_memory=max(room - context, 0))
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, limit, context, choices, ranking, on_estimate=bar.update)
+        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, on_estimate=bar.update)
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
+    free = f"{margin:.0%} of the memory, {bytes_text(limit - room)}, are left free for what no estimate follows."
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
@@ -245,10 +262,10 @@ def advise(
         device=kind,
         compute_capability=capability if kind == "cuda" else None,
         context_bytes=context,
-        recipes=tuple(_recipe(candidate, search, max(measured, default=None)) for candidate in fitting),
-        smallest=smallest and _recipe(smallest, search, None),
+        recipes=tuple(_recipe(candidate, search, limit, max(measured, default=None)) for candidate in fitting),
+        smallest=smallest and _recipe(smallest, search, limit, None),
         changes=changes,
-        notes=(kept, *search.notes, *beside),
+        notes=(*assumed, kept, free, *search.notes, *beside),
         assumptions=tuple(search.assumptions),
         estimates=search.count,
     )
@@ -277,7 +294,7 @@ def verify(advice: Advice, lab: Lab | None = None) -> Verification:
             f"the advice is for {advice.device}, this is {machine.name}: verify it where it will run{also}"
         )
     else:
-        like = card(None, advice.compute_capability, advice.memory_bytes, advice.processes)
+        like = card_like(None, advice.compute_capability, advice.memory_bytes, advice.processes)
         run = rehearse(task, on=dataclasses.replace(like, context_bytes=advice.context_bytes), **options)
     predicted, found = recipe.peak_bytes, run.peak_bytes
     return Verification(recipe, run, predicted, found, None if found is None else predicted - found)
@@ -309,7 +326,7 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
-def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> Recipe:
+def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
     """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
@@ -322,13 +339,13 @@ def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> R
         following = max(faster, key=ranking.key)
         its_needs = search.too_large[following]
         why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs)}, "
-        why_not_next += f"{bytes_text(its_needs - search.limit)} more than there is"
+        why_not_next += f"{bytes_text(its_needs - search.limit)} more than may be used"
     return Recipe(
         name=choices.name(candidate),
         arguments=choices.arguments(candidate),
         peak_bytes=search.estimates[candidate].peak_bytes,
         needed_bytes=needed,
-        headroom_bytes=search.limit - needed,
+        headroom_bytes=memory - needed,
         speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate) else None,
         speed_source=sources or ("the plain recipe: what the others are compared with",),
         costs=tuple(costs),

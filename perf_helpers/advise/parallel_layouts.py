@@ -1,30 +1,40 @@
 """Which parallelism: copies, shards, parts of layers or stages, for a model, cards and the links between them.
 
-What one card needs, and each of several copies, is followed on fake tensors. What a rank needs where states are
-sharded, layers are cut through or stages are made is arithmetic on that, as lessons 16 and 17 count it. Bytes that are
-sent are those of ring algorithms, and seconds are a model: `notes` says of what.
+Where each rank has the whole model, as a copy or in shards, its bytes are the estimate's: the training is followed with
+these arguments. What a rank needs of a model that is cut, into parts of layers, stages or experts, is arithmetic on
+what one card needs (lessons 17 and 18); `results/layouts.json` has how far it is from ranks that were followed. Bytes
+that are sent are those of ring algorithms, and seconds are a model: `notes` says of what.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from perf_helpers.advise.advice import Shown
-from perf_helpers.cards import CONTEXT_BYTES
+from perf_helpers.advise.measured_speedups import RECORDED
+from perf_helpers.cards import CONTEXT_BYTES, MARGIN, memory_of_card
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
-from perf_helpers.records import Category
-from perf_helpers.texts import bytes_text, parse_bytes, whole_number
+from perf_helpers.records import TENSOR_CATEGORIES, Category
+from perf_helpers.texts import bytes_text, whole_number
 
 # Korthikanti and others, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), equation
 # 2: of 34 bytes that a token and a unit of width keep in a layer without scores, tensor parallelism divides 24.
 _KEPT_WHOLE = 10 / 34
-_HIDDEN = 2 / 3  # of the arithmetic is backward, behind which gradients, gathered weights and stages' messages travel
-_ZERO = ("", "states", "states and gradients", "states, gradients and weights")  # what the stages of ZeRO share out
+_BACKWARD = 2 / 3  # of the arithmetic: behind it gradients travel
+_WORTH_CUTTING = 1.2  # times as fast must a model that is cut be by the model of seconds: that is no better than this
+_MOST_FOLLOWED = 32  # ranks: of more, the shards of 32 are followed and made smaller
 _FORBIDDEN = ("fsdp", "deepspeed", "parallelism_config")
+_STATES = {Category.WEIGHTS: 3, Category.GRADIENTS: 2, Category.OPTIMIZER_STATES: 1}  # shared out from that stage on
+_STAGES = {"": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "FSDP": 3, "FSDP, gathered once": 3, "HSDP": 3}
+_WHOLE = {"ZeRO 1": 2, "ZeRO 2": 1, "FSDP, gathered once": 1}  # weights and gradients in the type computed in: copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +43,16 @@ class Model:
 
     parameters: int
     blocks: int  # layers that are repeated; 0: there are none
-    block: int  # of the largest of them
     inside: int  # all blocks
-    matrices: int  # of these, that tensor parallelism cuts: those with two dimensions and more
+    matrices: int  # of all, that tensor parallelism cuts: those with two dimensions and more
     before: int  # the first block: embeddings
     after: int  # the last one; a tied head counts here too, for two stages have it
     width: int  # numbers that a token is between two blocks
     heads: int  # the most parts of an attention; 1 where it is not known
+    experts: int = 1  # in a block
+    of_experts: int = 0  # parameters of all experts: weights with one dimension for them
+    chosen: int = 1  # experts that a token passes
+    prefixes: tuple[str, ...] = ()  # of the names of the modules in blocks
 
     @classmethod
     def of(cls, task: Task) -> "Model":
@@ -58,25 +71,39 @@ class Model:
         if head is not None and embedding is not None and head.weight is embedding.weight:
             after += head.weight.numel()
         config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1
+
+        def told(*names: str) -> int:
+            values = (getattr(config, name, None) for name in names)
+            return next((value for value in values if isinstance(value, int) and value > 0), 1)
+
         return cls(
             parameters=sum(weight.numel() for weight in order),
             blocks=len(blocks),
-            block=max((sum(weight.numel() for weight in block.parameters()) for block in blocks), default=0),
             inside=sum(weight.numel() for weight in inside.values()),
-            matrices=sum(weight.numel() for weight in inside.values() if weight.dim() > 1),
+            matrices=sum(weight.numel() for weight in order if weight.dim() > 1),
             before=before,
             after=after,
-            width=getattr(config, "hidden_size", 0) or 0,
-            heads=heads if isinstance(heads, int) else 1,
+            width=told("hidden_size"),
+            heads=told("num_key_value_heads", "num_attention_heads"),
+            experts=told("num_local_experts", "num_experts", "n_routed_experts"),
+            of_experts=sum(weight.numel() for weight in inside.values() if weight.dim() == 3),
+            chosen=told("num_experts_per_tok"),
+            prefixes=tuple(f"{name}." for name, part in lists if part in outer),
         )
 
-    def on_a_rank(self, tensor: int, pipeline: int) -> float:
-        """Parameters of the fullest of `tensor` x `pipeline` ranks."""
-        cut = self.matrices / tensor + self.inside - self.matrices
+    @property
+    def active(self) -> float:
+        """Parameters that a token meets."""
+        return self.parameters - self.of_experts * (1 - self.chosen / self.experts)
+
+    def on_a_rank(self, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> float:
+        """Parameters of the fullest rank."""
+        part = (self.matrices / tensor + self.parameters - self.matrices) / self.parameters
+        whole = self.parameters - self.of_experts * (1 - 1 / expert)
         if pipeline == 1:
-            return cut + self.parameters - self.inside
-        return cut * math.ceil(self.blocks / pipeline) / self.blocks + max(self.before, self.after)
+            return part * whole
+        inside = self.inside - self.of_experts * (1 - 1 / expert)
+        return part * (inside * math.ceil(self.blocks / pipeline) / self.blocks + max(self.before, self.after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +111,37 @@ class Layout:
     """How a model and its samples lie on the cards: `data` x `tensor` x `pipeline` ranks."""
 
     data: int
-    tensor: int
-    pipeline: int
-    zero: int  # the stage of ZeRO over the data ranks; 0: each has a copy of what its place in the model needs
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1  # of the data ranks, so many have different experts
+    sharing: str = ""  # how data ranks share out states, gradients and weights: a key of `_STAGES`
+    checkpointing: bool = False
     bytes_a_rank: int = 0  # that the card of the fullest rank must have
+    source: str = ""  # of these: "followed", "arithmetic", or "states alone" where these do not fit by themselves
     bytes_a_step: int = 0  # that a rank hands over for an update, to all its groups
     bytes_between_hosts: int = 0  # of these, what leaves the host
     seconds_a_sample: float = 0.0  # on all cards together, by the model that `Parallelism.notes` names
     fits: bool = False
 
     @property
+    def is_cut(self) -> bool:
+        """Whether layers, or the model between layers, are cut: no rank has or gathers all of it."""
+        return self.tensor * self.pipeline * self.expert > 1
+
+    @property
     def name(self) -> str:
-        words = [f"tensor {self.tensor}"] * (self.tensor > 1) + [f"pipeline {self.pipeline}"] * (self.pipeline > 1)
-        if self.data > 1:
-            kind = f"ZeRO {self.zero}" if self.zero else "data" if words else "DDP"
+        ways = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        words = [f"{way} {count}" for way, count in ways.items() if count > 1]
+        if self.data > 1 and (self.sharing or self.expert == 1):
+            kind = self.sharing or ("data" if words else "DDP")
             words.append(f"{kind} {self.data}" if words else kind)
-        return " x ".join(words) or "one card"
+        return (" x ".join(words) or "one card") + ", checkpointing" * self.checkpointing
 
     @property
     def effort(self) -> tuple[int, int, int]:
-        """What is sorted by for the simplest: in how many ways the model is cut, the stage of ZeRO, the parts."""
-        return (self.tensor > 1) + (self.pipeline > 1), self.zero, self.tensor * self.pipeline
+        """What is sorted by for the simplest: in how many ways the model is cut, how much is shared out, the parts."""
+        ways = (self.tensor > 1) + (self.pipeline > 1) + (self.expert > 1)
+        return ways, [*_STAGES].index(self.sharing), self.tensor * self.pipeline * self.expert
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,13 +169,14 @@ class Parallelism(Shown):
                 layout.name,
                 "fits" if layout.fits else "does not",
                 bytes_text(layout.bytes_a_rank),
+                layout.source,
                 bytes_text(layout.bytes_a_step),
                 bytes_text(layout.bytes_between_hosts),
                 f"{shown[0].seconds_a_sample / layout.seconds_a_sample:.2f} x",
             ]
             for layout in shown
         ]
-        header = ["layout", "", "bytes a rank", "sent a step", "between hosts", "speed, by the model"]
+        header = ["layout", "", "bytes a rank", "which are", "sent a step", "between hosts", "speed, by the model"]
         return f"{self.task.model} on {where}: {self.choice}", Table(header, rows), "", [self.why, *self.notes]
 
 
@@ -146,26 +184,32 @@ def parallelism(
     task: Task,
     *,
     cards: int,
-    card_bytes: int | float | str,
+    card: str | None = None,
+    card_bytes: int | float | str | None = None,
     hosts: int = 1,
+    effective_batch: int | None = None,
     link_gbits: float | None = None,
     card_tflops: float = 100.0,
+    sharding: str = "fsdp",
     device: str | None = "cuda",
     compute_capability: tuple[int, int] | None = None,
     **arguments,
 ) -> Parallelism:
     """Which parallelism for a training on several cards: the guides' decision tree, with the bytes that speak for it.
 
-    The tree: does the model fit one card? Does its largest layer? One host or many, over which link? Of the layouts
-    that fit, the one is taken that trains a sample fastest by a model of arithmetic and links; of equals the simplest.
-    A model that fits one card is not cut: each card has it whole.
+    The tree: does the model fit one card? Then each has a copy. Does it fit shared out, and if not, with checkpointing?
+    Only then, or where links are so slow that it would be 1.2 times as fast, is the model itself cut: into parts of
+    layers inside a host, into stages, into experts. Of what remains the fastest is taken by a model of arithmetic and
+    links; of equals the simplest.
 
     Args:
         cards: in all, as many in each host.
-        card_bytes: memory of one, in bytes or as "80GB".
-        link_gbits: Gbit/s in one direction of the slowest link that all must use: between hosts, or between the cards
-            of the only host. None: NVLink of an A100 (2400) in one host, 200 between hosts.
+        card, card_bytes: a name of `cards.CARDS`, e.g. "h100", or the memory of one, in bytes or as "80GB".
+        effective_batch: samples that an update sees. None: a micro-batch for each card, times the accumulation steps.
+        link_gbits: Gbit/s in one direction of the slowest link that all must use: between hosts, for each card, or
+            between the cards of the only host. None: NVLink of an A100 (2400) in one host, 200 between hosts.
         card_tflops: 10^12 operations a second that a card is taken to do in a training.
+        sharding: what shares out: "fsdp" (FSDP2), or "deepspeed" where that is installed (ZeRO 1 to 3).
         device, compute_capability: whose memory, as `estimate` takes them.
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is that of a data rank.
 
@@ -173,40 +217,47 @@ def parallelism(
         ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that the
             estimate cannot follow.
     """
-    whole_number("cards", cards)
-    whole_number("hosts", hosts)
+    for name, value in (("cards", cards), ("hosts", hosts)):
+        whole_number(name, value)
     if cards % hosts:
         raise ValueError(f"cards={cards} do not divide by hosts={hosts}: give as many to each")
     link_gbits = link_gbits if link_gbits is not None else 2400 if hosts == 1 else 200
     for name, value in (("link_gbits", link_gbits), ("card_tflops", card_tflops)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: give a number above 0")
+    if sharding not in ("fsdp", "deepspeed"):
+        raise ValueError(f"sharding={sharding!r}: choose 'fsdp' or 'deepspeed'")
     if given := [name for name in arguments if name.startswith(_FORBIDDEN)]:
         raise ValueError(f"{given[0]}: what is shared out is the answer here, leave it out")
-    asked = {"device": device, "compute_capability": compute_capability if device == "cuda" else None}
-    one = estimate(task, **asked, **arguments)
-    copies = estimate(task, processes=2, **asked, **arguments) if cards > 1 else one
-    limit, inside = parse_bytes(card_bytes, "card_bytes"), link_gbits if hosts == 1 else max(2400, link_gbits)
-    planner = _Planner(task, one, copies, Arguments.of(arguments), cards // hosts, inside, link_gbits, card_tflops)
-    layouts = [planner.layout(*place, limit) for place in planner.places(cards)]
-    alone, layer = one.needed_bytes(CONTEXT_BYTES), planner.largest_layer()
+    limit, capability = memory_of_card(card, card_bytes, compute_capability, "card_bytes")
+    asked = {"device": device, "compute_capability": capability if device == "cuda" else None}
+    links = link_gbits if hosts == 1 else max(2400, link_gbits), link_gbits
+    planner = Planner(task, arguments, asked, cards, hosts, limit, effective_batch, links, card_tflops, sharding)
+    layouts = [*planner.layouts(checkpointing=False)]
+    tries_checkpointing = (
+        "gradient_checkpointing" not in arguments and task.model_class().supports_gradient_checkpointing
+    )
+    if tries_checkpointing and not any(each.fits and not each.is_cut for each in layouts):
+        layouts += planner.layouts(checkpointing=True)
+    alone, room = planner.one(False).needed_bytes(CONTEXT_BYTES), planner.room
+    fitting, others = [each for each in layouts if each.fits], [each for each in layouts if not each.fits]
+    whole = min((each.seconds_a_sample for each in fitting if not each.is_cut), default=math.inf)
 
     def order(layout: Layout) -> tuple:
         """Where the model fits one card those that leave it whole; then seconds to three digits, then the simplest."""
-        is_cut = alone <= limit and layout.tensor * layout.pipeline > 1
-        return is_cut, float(f"{layout.seconds_a_sample:.3g}"), layout.effort
+        too_little = layout.is_cut and (alone <= room or _WORTH_CUTTING * layout.seconds_a_sample > whole)
+        return too_little, float(f"{layout.seconds_a_sample:.3g}"), layout.effort
 
-    fitting = sorted((each for each in layouts if each.fits), key=order)
-    others = sorted((each for each in layouts if not each.fits), key=lambda each: each.bytes_a_rank)
+    fitting.sort(key=order)
+    others.sort(key=lambda each: each.bytes_a_rank)
     chosen = (fitting or others)[0]
     branch = "the model fits one card"
-    if alone > limit:
+    if alone > room:
         branch = "the model does not fit one card, its largest layer does"
-    if layer > limit:
+    if alone > room and whole == math.inf and planner.largest_layer(tries_checkpointing) > room:
         branch = "not even the largest layer fits one card"
-    why = f"{branch[0].upper()}{branch[1:]}: all on one needs {bytes_text(alone)}, the largest layer alone "
-    why += f"{bytes_text(layer)}, a card has {bytes_text(limit)}. "
-    why += _why(chosen, others, limit) if fitting else _nothing(chosen, limit)
+    why = f"{branch[0].upper()}{branch[1:]}: all on one needs {bytes_text(alone)}, a card has {bytes_text(limit)}, of "
+    why += f"which {MARGIN:.0%} are kept free. " + (_why(chosen, others, room) if fitting else _nothing(chosen, room))
     return Parallelism(
         task=task,
         cards=cards,
@@ -218,157 +269,302 @@ def parallelism(
         bytes_a_step=chosen.bytes_a_step,
         why=why,
         layouts=(*fitting, *others),
-        notes=(_OF_BYTES, _of_seconds(inside, link_gbits, card_tflops, hosts)),
+        notes=(*_of_bytes(cards), planner.of_seconds(), *planner.of_links(chosen)),
     )
 
 
-_OF_BYTES = (
-    "Bytes a rank: one card and copies are followed; shares, parts and stages are arithmetic on that. A stage takes "
-    "one sample at a time; tensor parallelism leaves 10 of 34 parts of the activations whole (arXiv:2205.05198)."
-)
+def _of_bytes(cards: int) -> Iterator[str]:
+    """What the figures of memory stand for."""
+    text = "Bytes a rank: where no layer is cut they are the estimate's, which followed the training"
+    yield text + (f" on {_MOST_FOLLOWED} ranks; more make the shards smaller." if cards > _MOST_FOLLOWED else ".")
+    text = "Parts of layers, stages and experts are arithmetic on one card's: "
+    file = RECORDED / "layouts.json"
+    if file.is_file():
+        errors = json.loads(file.read_text("utf-8"))["errors"].items()
+        told = (f"{kind} {each['least']:+.0%} to {each['most']:+.0%} ({each['count']})" for kind, each in errors)
+        text += f"beside ranks that were followed it was off by {', '.join(told)}; see results/layouts.json. "
+    text += "A stage takes one sample at a time, and tensor parallelism leaves 10 of 34 parts of the activations whole "
+    yield text + "(arXiv:2205.05198), which sequence parallelism would divide as well."
 
 
-def _of_seconds(inside: float, between: float, tflops: float, hosts: int) -> str:
-    links = (
-        f"{inside:g} Gbit/s inside a host, {between:g} between hosts" if hosts > 1 else f"links of {between:g} Gbit/s"
-    )
-    return (
-        f"Speed is a model, not a measurement: {tflops:g} TFLOPS a card, {links}, gradients and stages' messages "
-        "hidden behind backward as far as they fit, tensor parallelism's sums hidden by nothing, and the pipeline's "
-        "bubble."
-    )
-
-
-def _why(chosen: Layout, others: list[Layout], limit: int) -> str:
+def _why(chosen: Layout, others: list[Layout], room: int) -> str:
     text = f"{chosen.name} needs {bytes_text(chosen.bytes_a_rank)} a rank and sends {bytes_text(chosen.bytes_a_step)}"
-    text += " a step" + (f" ({_ZERO[chosen.zero]} shared out)." if chosen.zero else ".")
+    text += " a step."
     if simpler := [each for each in others if each.effort < chosen.effort]:
         least = min(simpler, key=lambda each: each.effort)
-        text += f" {least.name} is simpler and {bytes_text(least.bytes_a_rank - limit)} too large."
+        text += f" {least.name} is simpler and {bytes_text(least.bytes_a_rank - room)} too large."
     return text
 
 
-def _nothing(smallest: Layout, limit: int) -> str:
+def _nothing(smallest: Layout, room: int) -> str:
     text = f"Nothing fits: the smallest, {smallest.name}, needs {bytes_text(smallest.bytes_a_rank)} a rank, "
-    text += f"{bytes_text(smallest.bytes_a_rank - limit)} too much. More cards, checkpointing or a smaller batch, "
-    return text + "or offload to the host (advise tells what would help)."
+    text += f"{bytes_text(smallest.bytes_a_rank - room)} too much. More cards, a smaller batch, "
+    return text + "an optimizer with smaller states, or offload to the host (advise tells what would help)."
 
 
-class _Planner:
-    """The arithmetic of layouts, from what one card and a copy need."""
+class Planner:
+    """The layouts of one question: what is followed, and the arithmetic on what one card needs."""
 
     def __init__(
         self,
         task: Task,
-        one: MemoryEstimate,
-        copies: MemoryEstimate,
-        arguments: Arguments,
-        cards_a_host: int,
-        inside_gbits: float,
-        between_gbits: float,
-        tflops: float,
+        arguments: dict[str, Any],
+        asked: dict[str, Any],
+        cards: int,
+        hosts: int = 1,
+        limit: float = math.inf,
+        effective_batch: int | None = None,
+        link_gbits: tuple[float, float] = (2400, 200),  # inside a host, between hosts
+        tflops: float = 100,
+        sharding: str = "fsdp",
     ):
-        self.model, self.tokens, self.cards_a_host = Model.of(task), task.length(), cards_a_host
-        self.of_copies = max(copies.needed_bytes(CONTEXT_BYTES) - one.needed_bytes(CONTEXT_BYTES), 0)  # DDP's buckets
-        self.on_top = one.needed_bytes(CONTEXT_BYTES) - one.peak_bytes  # context, and what the allocator holds
-        self.states = [one.memory.breakdown, *(one.memory.phase_breakdowns or {}).values()]
-        self.batch = arguments.training.get("per_device_train_batch_size", 8)
-        self.passes = arguments.training.get("gradient_accumulation_steps", 1)
-        half = arguments.training.get("bf16") or arguments.training.get("fp16")
-        self.activation_bytes = 2 if half or arguments.model.get("dtype") in ("bfloat16", "float16") else 4
-        operations = 8 if arguments.training.get("gradient_checkpointing") else 6  # for a weight and a token
-        self.arithmetic = (
-            operations * self.model.parameters * self.tokens / (1e12 * tflops)
-        )  # seconds a sample on one card
-        self.inside, self.between = (gbits * 1e9 / 8 for gbits in (inside_gbits, between_gbits))
+        self.task, self.arguments, self.asked, self.sharding = task, arguments, asked, sharding
+        self.cards, self.cards_a_host, self.room = cards, cards // hosts, limit * (1 - MARGIN)
+        self.links, self.tflops, self.model, self.tokens = link_gbits, tflops, Model.of(task), task.length()
+        known = Arguments.of(arguments)
+        self.batch = known.training.get("per_device_train_batch_size", 8)
+        self.samples = effective_batch or self.batch * known.training.get("gradient_accumulation_steps", 1) * cards
+        whole_number("effective_batch", self.samples)
+        self.is_half = bool(known.training.get("bf16") or known.training.get("fp16"))
+        is_narrow = known.model.get("dtype") in ("bfloat16", "float16")
+        self.activation_bytes = 2 if self.is_half or is_narrow else 4  # of what products take and messages carry
+        self.input_bytes = 2 if is_narrow else 4  # of a block's input: autocast leaves it as wide as the weights
+        self.checkpoints = bool(known.training.get("gradient_checkpointing"))
 
-    def places(self, cards: int) -> Iterator[tuple[int, int, int, int]]:
-        """(data, tensor, pipeline, zero) of every layout on so many cards: tensor parallelism stays in a host, and with
-        stages ZeRO shares out no more than the states."""
-        divisors = [each for each in range(1, cards + 1) if cards % each == 0]
-        for tensor, pipeline in itertools.product(divisors, repeat=2):
-            fits_heads = (
-                self.model.heads % tensor == 0 and tensor <= self.cards_a_host and self.cards_a_host % tensor == 0
-            )
-            if cards % (tensor * pipeline) or not fits_heads or pipeline > max(self.model.blocks, 1):
+    def one(self, checkpointing: bool) -> MemoryEstimate:
+        """What one card needs that has the whole model, and room for it."""
+        return estimate(self.task, **self.asked, **self._with(checkpointing, 1))
+
+    def _with(self, checkpointing: bool, passes: int) -> dict[str, Any]:
+        more = {"gradient_accumulation_steps": passes} if passes > 1 else {}
+        kept = {name: value for name, value in self.arguments.items() if name != "gradient_accumulation_steps"}
+        return kept | more | ({"gradient_checkpointing": True} if checkpointing else {})
+
+    def layouts(self, checkpointing: bool) -> Iterator[Layout]:
+        """Every layout: the model whole, as copies and in shards, then cut."""
+        one = self.one(checkpointing)
+        for place in self._places():
+            yield self._layout(replace(place, checkpointing=checkpointing), one)
+
+    def _places(self) -> Iterator[Layout]:
+        """Layouts without figures. Tensor parallelism and experts stay in a host; with stages no more than the states
+        are shared out."""
+        shared = ("ZeRO 1", "ZeRO 2", "ZeRO 3") if self.sharding == "deepspeed" else ("FSDP, gathered once", "FSDP")
+        divisors = [each for each in range(1, self.cards + 1) if self.cards % each == 0]
+        inside = [each for each in divisors if self.cards_a_host % each == 0]
+        for tensor, pipeline in itertools.product(inside, divisors):
+            data, rest = divmod(self.cards, tensor * pipeline)
+            if rest or self.model.heads % tensor or pipeline > max(self.model.blocks, 1):
                 continue
-            data = cards // (tensor * pipeline)
-            most = 0 if data == 1 else 1 if tensor * pipeline > 1 else 3
-            for zero in range(most + 1):
-                yield data, tensor, pipeline, zero
+            if self.samples % (data * (1 if pipeline > 1 else self.batch)):
+                continue
+            yield Layout(data, tensor, pipeline)
+            if data > 1:
+                cut = ("ZeRO 1", "FSDP") if pipeline == 1 else ("ZeRO 1",)
+                for sharing in cut if tensor * pipeline > 1 else shared:
+                    yield Layout(data, tensor, pipeline, sharing=sharing)
+            if data > self.cards_a_host > 1 == tensor * pipeline and self.sharding == "fsdp":
+                yield Layout(data, sharing="HSDP")
+        for expert in inside if self.samples % (self.cards * self.batch) == 0 else ():
+            if expert > 1 and self.model.experts % expert == 0:
+                yield Layout(self.cards, expert=expert, sharing="FSDP")
 
-    def layout(self, data: int, tensor: int, pipeline: int, zero: int, limit: int) -> Layout:
-        made = Layout(data, tensor, pipeline, zero)
-        sent, needed = self._sent(made), self._needed(made)
-        seconds, between = min(self._seconds(made, sent, crossing) for crossing in self._crossings(made))
+    def _layout(self, made: Layout, one: MemoryEstimate) -> Layout:
+        passes = self.samples // (made.data * self.batch)
+        needed, source = self._states_alone(made, one), "states alone"
+        if made.is_cut:
+            needed, source = self._with_allocator(self.live_bytes(made, one, passes), one), "arithmetic"
+        elif needed <= self.room:
+            needed, source = self._followed(made, passes), "followed"
+        sent = self._sent(made, one, passes)
+        seconds, between = min(self._seconds(made, sent, crossing, passes) for crossing in self._crossings(made))
         return replace(
             made,
-            bytes_a_rank=needed,
+            bytes_a_rank=round(needed),
+            source=source,
             bytes_a_step=round(sum(sent.values())),
             bytes_between_hosts=round(between),
-            seconds_a_sample=seconds / (self.batch * self.passes * data),
-            fits=needed <= limit,
+            seconds_a_sample=seconds / self.samples,
+            fits=needed <= self.room,
         )
 
-    def largest_layer(self) -> int:
+    # ---- memory
+
+    def _bytes_each(self, one: MemoryEstimate, category: Category) -> float:
+        """Of a parameter, in that category."""
+        return max(one.memory.timeline[category]) / self.model.parameters
+
+    def _shares(self, made: Layout) -> dict[Category, float]:
+        """Which part of one card's bytes a rank has, of what can be shared out: ranks that have different experts share
+        the rest, those that have the same also these."""
+        part = self.model.on_a_rank(made.tensor, made.pipeline) / self.model.parameters
+        ranks = self.cards_a_host if made.sharing == "HSDP" else made.data
+        return {name: part / (ranks if _STAGES[made.sharing] >= stage else 1) for name, stage in _STATES.items()}
+
+    def _states_alone(self, made: Layout, one: MemoryEstimate) -> float:
+        """Bytes that every rank has at the least: of weights, gradients and optimizer states, whole or its shares."""
+        copies = _WHOLE.get(made.sharing, 0) * self._weight_bytes(one) * self.model.parameters
+        shared = [Category.OPTIMIZER_STATES] if copies else _STATES
+        return copies + sum(self._shares(made)[name] * max(one.memory.timeline[name]) for name in shared)
+
+    def _followed(self, made: Layout, passes: int) -> float:
+        """The estimate's bytes of a rank on a card of this memory."""
+        options = self._with(made.checkpointing, passes)
+        if made.sharing.startswith("ZeRO"):
+            zero = {"stage": _STAGES[made.sharing]}
+            own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+            halves = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+            words = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+            options["deepspeed"] = {"zero_optimization": zero} | own | words | halves
+        elif made.sharing:
+            options |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": made.sharing != "FSDP, gathered once"}}
+        ranks = self.cards_a_host if made.sharing == "HSDP" else made.data
+        options["processes"] = followed = min(ranks, _MOST_FOLLOWED)
+        spared = 0
+        if followed < ranks:  # smaller shards take so much off, at the peak
+            parts = estimate(self.task, **self.asked, **options).memory.breakdown
+            stages = [name for name, stage in _STATES.items() if _STAGES[made.sharing] >= stage]
+            spared = round(sum(parts[name] for name in stages) * (1 - followed / ranks))
+        if self.asked["device"] == "cuda":  # a card that has so much more room decides alike
+            options["device_memory"] = max(0, round(self.room) - CONTEXT_BYTES + spared)
+        return estimate(self.task, **self.asked, **options).needed_bytes(CONTEXT_BYTES) - spared
+
+    def largest_layer(self, checkpointing: bool) -> float:
         """Bytes that a card needs for what sharding over any number of cards does not divide."""
-        return self._needed(Layout(2**30, 1, 1, 3))
+        made, one = Layout(2**30, sharing="FSDP", checkpointing=checkpointing), self.one(checkpointing)
+        return self._with_allocator(self.live_bytes(made, one, 1), one)
 
-    def _needed(self, made: Layout) -> int:
-        model = self.model
-        part = model.on_a_rank(made.tensor, made.pipeline) / model.parameters
-        shares = {Category.WEIGHTS: 3, Category.GRADIENTS: 2, Category.OPTIMIZER_STATES: 1}  # from which stage on
-        factors = {name: part / (made.data if made.zero >= stage else 1) for name, stage in shares.items()}
-        factors[Category.WEIGHT_COPIES] = part
-        samples = self.batch * self.passes
-        held = 1.0 if made.pipeline == 1 else min(made.pipeline, samples) / made.pipeline / self.batch
-        factors[Category.ACTIVATIONS] = held * (_KEPT_WHOLE + (1 - _KEPT_WHOLE) / made.tensor)
-        most = max(sum(size * factors.get(name, 1) for name, size in state.items()) for state in self.states)
-        return round(most + self.on_top + self._besides(made, part))
+    def live_bytes(self, made: Layout, one: MemoryEstimate, passes: int) -> float:
+        """One card's bytes, each category by its part, at the worst moment of the step: the arithmetic."""
+        line = one.memory.timeline
+        live = {name: np.asarray(line[name], float) for name in TENSOR_CATEGORIES}
+        if passes > 1 or (made.pipeline > 1 and self.batch > 1):  # gradients of earlier passes, or samples, are there
+            live[Category.GRADIENTS] = np.full_like(live[Category.GRADIENTS], live[Category.GRADIENTS].max())
+        phase = np.asarray(line["phase"])
+        in_blocks = np.array([bool(module) and module.startswith(self.model.prefixes) for module in line["module"]])
+        activations = live[Category.ACTIVATIONS]
+        of_blocks = np.minimum(activations, activations[in_blocks & (phase == "forward")].max(initial=0))
+        whole = _KEPT_WHOLE * of_blocks
+        if made.checkpointing or self.checkpoints:  # the blocks' inputs, which stay whole; then one block at a time
+            inputs = self.model.blocks * self.batch * self.tokens * self.model.width * self.input_bytes
+            whole += (1 - _KEPT_WHOLE) * np.minimum(of_blocks, inputs)
+        of_blocks, outside = whole + (of_blocks - whole) / made.tensor, activations - of_blocks
+        factors = self._shares(made)
+        part = self.model.on_a_rank(made.tensor, made.pipeline, made.expert) / self.model.parameters
+        factors[Category.WEIGHT_COPIES] = 0 if made.sharing == "FSDP" else part  # FSDP2's are what it gathers
+        sample = 1 if made.pipeline == 1 else 1 / self.batch  # a stage takes one at a time
+        factors[Category.TEMPORARIES] = np.where(phase == "step", factors[Category.OPTIMIZER_STATES], sample)
+        del live[Category.ACTIVATIONS]
+        kept = sum(size * factors.get(name, 1) for name, size in live.items())
+        # The last stage has a sample and what is outside the blocks; the first one as many samples as there are stages.
+        most = (kept + sample * (of_blocks / made.pipeline + outside)).max()
+        if made.pipeline > 1:
+            held = min(made.pipeline, self.batch * passes)
+            first = held * sample * of_blocks / made.pipeline + kept  # each forward has copies of the weights
+            first += (held - 1) * part * live[Category.WEIGHT_COPIES]
+            most = max(most, first[in_blocks | (phase == "step")].max(initial=0))
+        return most + (self._gathered(made, one) if made.data > 1 else 0)
 
-    def _besides(self, made: Layout, part: float) -> float:
-        """Bytes that only several ranks have: DDP's buckets, a block that is gathered, its gradients before they are
-        sent."""
-        if made.data == 1:
-            return 0
-        weight, gradient = self._bytes_each(Category.WEIGHTS), self._bytes_each(Category.GRADIENTS)
-        outside = self.model.parameters - self.model.inside
-        if made.zero == 3:  # this block and the next, which is fetched ahead; what is outside them stays all the while
-            return weight * (2 * self.model.block + outside) + gradient * self.model.block
-        if made.zero == 2:
-            return gradient * max(self.model.block, outside)
-        return 0 if made.zero else self.of_copies * part
+    def _with_allocator(self, live: float, one: MemoryEstimate) -> float:
+        """These bytes, with what the allocator holds beside them in proportion to one card's, and the context."""
+        return live * one.needed_bytes() / one.peak_bytes + (CONTEXT_BYTES if one.device == "cuda" else 0)
 
-    def _bytes_each(self, category: Category) -> float:
-        return max(state.get(category, 0) for state in self.states) / self.model.parameters
+    def _gathered(self, made: Layout, one: MemoryEstimate) -> float:
+        """Bytes that only several data ranks have: DDP's buckets; two blocks of weights, and what is outside blocks."""
+        gradients = self._bytes_each(one, Category.GRADIENTS)
+        rank = self.model.on_a_rank(made.tensor, made.pipeline, made.expert)
+        if made.sharing != "FSDP":
+            return gradients * rank
+        block = (rank - self._outside(made)) / max(self.model.blocks, 1)
+        return self._weight_bytes(one) * (2 * block + self._outside(made)) + gradients * block
 
-    def _sent(self, made: Layout) -> dict[str, float]:
+    def _outside(self, made: Layout) -> float:
+        """Parameters of a rank that are in no block."""
+        return (self.model.parameters - self.model.inside) / made.tensor
+
+    def _weight_bytes(self, one: MemoryEstimate) -> float:
+        """Of a weight as it is gathered: accelerate has FSDP2 gather in the type that is computed in."""
+        return 2 if self.is_half else self._bytes_each(one, Category.WEIGHTS)
+
+    # ---- messages and seconds
+
+    def _sent(self, made: Layout, one: MemoryEstimate, passes: int) -> dict[str, float]:
         """Bytes that a rank hands over for an update, by group: a ring's (N - 1) / N for a reduce-scatter or a gather,
         twice that for a sum."""
-        rank = self.model.on_a_rank(made.tensor, made.pipeline)
-        weights, gradients = (rank * self._bytes_each(each) for each in (Category.WEIGHTS, Category.GRADIENTS))
-        ring = (made.data - 1) / made.data
-        sent = {"data": ring * (2 * self.passes * weights + gradients if made.zero == 3 else 2 * gradients)}
-        passed = self.batch * self.passes * self.tokens * self.model.width * self.activation_bytes
-        sent["pipeline"] = 0 if made.pipeline == 1 else passed * (2 if made.pipeline > 2 else 1)  # forward and back
+        rank = self.model.on_a_rank(made.tensor, made.pipeline, made.expert)
+        gradients, weights = rank * self._bytes_each(one, Category.GRADIENTS), rank * self._weight_bytes(one)
+        ranks = made.data // made.expert
+        ring, sent = (ranks - 1) / ranks, {}
+        half = rank * 2 if self.is_half else gradients  # FSDP2 and DeepSpeed send gradients in the type computed in
+        sent["data"] = (
+            ring
+            * {
+                "": 2 * gradients,
+                "ZeRO 1": half + weights,
+                "ZeRO 2": half * passes + weights,  # DeepSpeed sums after each pass
+                "ZeRO 3": passes * (2 * weights + half),
+                "FSDP, gathered once": passes * weights + half,
+                "FSDP": 2 * passes * weights + half,
+                "HSDP": 2 * passes * weights + half,
+            }[made.sharing]
+        )
+        if made.sharing == "HSDP":
+            inside, hosts = self.cards_a_host, made.data // self.cards_a_host
+            sent = {"host": sent["data"] / ring * (inside - 1) / inside}
+            sent["data"] = 2 * (hosts - 1) / hosts * half / inside
+        tokens = self.batch * passes * self.tokens * self.model.width * self.activation_bytes
+        sent["pipeline"] = 0 if made.pipeline == 1 else tokens * (2 if made.pipeline > 2 else 1)  # forward and back
         blocks = math.ceil(self.model.blocks / made.pipeline)
-        sent["tensor"] = 4 * blocks * passed * 2 * (made.tensor - 1) / made.tensor  # two sums forward, two backward
+        again = made.checkpointing or self.checkpoints  # the first sum of a block is made once more
+        sent["tensor"] = (5 if again else 4) * blocks * tokens * 2 * (made.tensor - 1) / made.tensor
+        exchanges = 6 if again else 4  # to the experts and back, forward and backward
+        sent["expert"] = exchanges * blocks * tokens * self.model.chosen * (made.expert - 1) / made.expert
         return sent
 
     def _crossings(self, made: Layout) -> list[set[str]]:
         """Which groups reach over hosts: the copies may be outermost, or the stages."""
-        if made.data * made.tensor * made.pipeline <= self.cards_a_host:
+        if self.cards <= self.cards_a_host:
             return [set()]
         outermost = {"data"} if made.data > 1 and made.tensor * made.pipeline <= self.cards_a_host else None
         stages = {"pipeline"} | ({"data"} if made.tensor * made.data > self.cards_a_host else set())
         stages = stages if made.pipeline > 1 else None
         return [crossing for crossing in (outermost, stages) if crossing] or [{"data", "pipeline"}]
 
-    def _seconds(self, made: Layout, sent: dict[str, float], crossing: set[str]) -> tuple[float, float]:
+    def _seconds(self, made: Layout, sent: dict[str, float], crossing: set[str], passes: int) -> tuple[float, float]:
         """Of an update by the model, and the bytes that leave the host."""
-        samples = self.batch * self.passes
-        busy = self.arithmetic * samples / (made.tensor * made.pipeline)
-        travelling = {name: size / (self.between if name in crossing else self.inside) for name, size in sent.items()}
-        waiting = max(0.0, travelling["data"] + travelling["pipeline"] - _HIDDEN * busy) + travelling["tensor"]
+        samples = self.batch * passes
+        busy = self._arithmetic_seconds(made) * samples / (made.tensor * made.pipeline)
+        inside, between = (gbits * 1e9 / 8 for gbits in self.links)
+        travelling = {name: size / (between if name in crossing else inside) for name, size in sent.items()}
+        # Gathered weights travel behind all arithmetic, gradients behind the backward of the pass that sends them.
+        behind = busy if "FSDP" in made.sharing or made.sharing in ("HSDP", "ZeRO 3") else _BACKWARD * busy / passes
+        behind = _BACKWARD * busy if made.sharing == "ZeRO 2" else behind
+        waiting = max(0.0, travelling["data"] + travelling.get("host", 0) - behind)
+        waiting += max(0.0, travelling["pipeline"] - _BACKWARD * busy) + travelling["tensor"] + travelling["expert"]
         with_bubble = busy * (samples + made.pipeline - 1) / samples
         return with_bubble + waiting, sum(sent[name] for name in crossing)
+
+    def _arithmetic_seconds(self, made: Layout) -> float:
+        """Of a sample on one card: 6 operations a weight and token, 8 where the forward runs twice."""
+        operations = 8 if made.checkpointing or self.checkpoints else 6
+        return operations * self.model.active * self.tokens / (1e12 * self.tflops)
+
+    def of_seconds(self) -> str:
+        """What the figures of speed stand for."""
+        inside, between = self.links
+        links = f"links of {between:g} Gbit/s"
+        if self.cards > self.cards_a_host:
+            links = f"{inside:g} Gbit/s inside a host, {between:g} between hosts"
+        return (
+            f"Speed is a model, not a measurement: {self.tflops:g} TFLOPS a card, {links}, {self.samples} samples an "
+            "update; weights travel behind all arithmetic, gradients behind the backward that sends them, sums of "
+            "tensor parallelism and tokens to experts behind nothing; and the pipeline's bubble."
+        )
+
+    def of_links(self, chosen: Layout) -> Iterator[str]:
+        """Where the weights that FSDP gathers take longer than what is computed with them, by the same model."""
+        if chosen.sharing == "FSDP":
+            gathered = 2 * self.activation_bytes / (self.links[1] * 1e9 / 8)  # seconds a weight and pass
+            least = gathered * 1e12 * self.tflops / (8 if chosen.checkpointing or self.checkpoints else 6)
+            text = f"FSDP waits for its link below {math.ceil(least):,} tokens a card and pass"
+            yield f"{text}; this has {self.batch * self.tokens:,}."

@@ -192,6 +192,8 @@ class RecipeSearch:
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
+    # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
+    _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
     def find(self, most: int) -> list[Candidate]:
         """The best recipes that fit, at most `most`, the best first.
@@ -232,16 +234,31 @@ class RecipeSearch:
 
     def smallest(self) -> Candidate:
         """The recipe that needs least of those that do not fit."""
-        return min(self.too_large, key=self.too_large.get)
+        while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
+            try:
+                self.too_large[least] = self.needed_by(self._estimated(least))
+            except ValueError:  # no time is left, or it cannot be followed
+                del self.too_large[least]
+        return least
 
     def needed(self, candidate: Candidate) -> int:
-        """The bytes that a recipe needs, estimated once."""
-        if candidate not in self.estimates:
-            self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
-        needed = self.needed_by(self.estimates[candidate])
+        """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
+        states = self._states.get(_of_states(candidate), 0) + self.context
+        if candidate in self.estimates or states <= self.limit:
+            needed = self.needed_by(self._estimated(candidate))
+        else:
+            needed = self.too_large.get(candidate, states)
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
+
+    def _estimated(self, candidate: Candidate) -> MemoryEstimate:
+        if candidate not in self.estimates:
+            found = self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
+            ends = (found.memory.phase_breakdowns or {}).values()
+            states = (sum(parts.get(name, 0) for name in _SHARDED) for parts in ends)
+            self._states[_of_states(candidate)] = max(states, default=0)
+        return self.estimates[candidate]
 
     def needed_by(self, estimated: MemoryEstimate) -> int:
         """The bytes that an estimate asks for: what the allocator reserves, on a CPU what is alive, and the context.
@@ -266,9 +283,16 @@ class RecipeSearch:
         if whole in self.estimates or whole.micro_batch < self.choices.samples:
             return found
         # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
-        fewer = self.estimates[of(next(size for size in sizes if size > found))]
+        fewer = self.estimates.get(of(next(size for size in sizes if size > found)))
+        if fewer is None:  # its states alone are too large
+            return found
         least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context
         return whole.micro_batch if least <= self.limit and self.needed(whole) <= self.limit else found
+
+
+def _of_states(candidate: Candidate) -> frozenset[Technique]:
+    """The techniques that decide about weights, gradients and optimizer states."""
+    return frozenset(candidate.techniques) - known.OF_ACTIVATIONS
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:

@@ -11,6 +11,7 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, 
 TASK = Task("bert-tiny", seq_len=32, config=SMALL | {"num_attention_heads": 4})
 LARGE = Task("llama-3-8b", seq_len=512)
 RECIPE = {"per_device_train_batch_size": 2, "bf16": True, "gradient_checkpointing": True}
+NODE = {"cards": 8, "card": "h100"}
 
 
 def by_name(answer):
@@ -27,11 +28,11 @@ def large():
     """The answers for a model of 8 billion parameters, by the question."""
     questions = {
         "roomy": {"cards": 8, "card_bytes": "192GB"},
-        "one host": {"cards": 8, "card_bytes": "80GB"},
-        "slow link": {"cards": 8, "card_bytes": "80GB", "link_gbits": 64},
-        "hosts": {"cards": 32, "hosts": 4, "card_bytes": "40GB", "link_gbits": 25},
+        "one host": NODE,
+        "slow link": NODE | {"link_gbits": 64},
+        "hosts": {"cards": 32, "hosts": 4, "card": "a100-40", "link_gbits": 2},
         "layer": {"cards": 64, "hosts": 8, "card_bytes": "9GB"},
-        "hopeless": {"cards": 2, "card_bytes": "24GB"},
+        "hopeless": {"cards": 2, "card": "a10g"},
         "one card": {"cards": 1, "card_bytes": "192GB"},
     }
     return {name: parallelism(LARGE, **question, **RECIPE) for name, question in questions.items()}
@@ -40,55 +41,50 @@ def large():
 # ---- bytes
 
 
-def fsdp(task):
-    """ZeRO 3 by torch: every layer gathered by itself."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), task.build_model()
-    for part in (*model.bert.encoder.layer, model):
-        fully_shard(part, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(**task.batch(4)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("DDP", {}),
+        ("FSDP", {"fsdp": True}),
+        ("FSDP, gathered once", {"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}),
+    ],
+)
+def test_where_nothing_is_cut_the_bytes_are_the_estimates(name, more):
+    asked = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 4, "bf16": True}
+    told = by_name(parallelism(TASK, cards=4, card="a100", gradient_checkpointing=False, **asked))[name]
+    followed = estimate(TASK, processes=4, **asked, **more)
+    assert (told.bytes_a_rank, told.source) == (followed.needed_bytes(CONTEXT_BYTES), "followed")
 
 
-@pytest.mark.parametrize("cards", [2, 4, 8])
-def test_shards_of_weights_take_what_following_one_rank_of_fsdp2_says(cards):
-    told = by_name(parallelism(TASK, cards=cards, card_bytes="1GB", device="cpu", per_device_train_batch_size=4))
-    followed = estimate(TASK, function=fsdp, processes=cards, device="cpu").peak_bytes
-    assert told["ZeRO 3"].bytes_a_rank == pytest.approx(followed, rel=0.03)
+def test_more_ranks_than_are_followed_have_smaller_shards(monkeypatch):
+    asked = {"device": "cpu", "per_device_train_batch_size": 1}
+    monkeypatch.setattr(parallel_layouts, "_MOST_FOLLOWED", 4)
+    told = by_name(parallelism(TASK, cards=16, card_bytes="1GB", **asked))["FSDP"].bytes_a_rank
+    assert told == pytest.approx(estimate(TASK, processes=16, fsdp=True, **asked).peak_bytes, rel=0.01)
 
 
-def test_copies_are_followed(small):
-    copies = estimate(TASK, processes=2, device="cpu", per_device_train_batch_size=4)
-    assert by_name(small)["DDP"].bytes_a_rank == pytest.approx(copies.peak_bytes, abs=1)
+def test_what_cannot_fit_by_its_states_alone_is_not_followed(large):
+    whole = [each for each in large["hopeless"].layouts if not each.is_cut]
+    assert {each.source for each in whole} == {"states alone"}
+    assert by_name(large["hopeless"])["FSDP"].bytes_a_rank == pytest.approx(16 * LARGE.parameters() / 2, rel=0.001)
 
 
-def test_stages_of_zero_share_out_states_then_gradients_then_weights():
-    few = {"device": "cpu", "per_device_train_batch_size": 1}  # hardly any activations
-    one, parameters = estimate(TASK, **few).peak_bytes, TASK.parameters()
-    told = by_name(parallelism(TASK, cards=4, card_bytes="1GB", **few))
-    assert one - told["ZeRO 1"].bytes_a_rank == pytest.approx(8 * parameters * 3 / 4, rel=0.01)
-    assert told["ZeRO 1"].bytes_a_rank > told["ZeRO 2"].bytes_a_rank > told["ZeRO 3"].bytes_a_rank
-    assert told["ZeRO 2"].bytes_a_rank == pytest.approx((4 + 12 / 4) * parameters, rel=0.2)  # a block's gradients too
-
-
-def test_a_rank_holds_its_part_of_the_matrices_and_its_stages():
+def test_a_rank_holds_its_part_of_the_matrices_its_stages_and_its_experts():
     model, built = Model.of(TASK), TASK.build_model(device="meta")
     layers = built.bert.encoder.layer
     of_layers = sum(weight.numel() for weight in layers.parameters())
-    matrices = sum(weight.numel() for weight in layers.parameters() if weight.dim() > 1)
+    matrices = sum(weight.numel() for weight in built.parameters() if weight.dim() > 1)
     assert (model.blocks, model.parameters) == (8, sum(weight.numel() for weight in built.parameters()))
-    assert model.on_a_rank(1, 1) == model.parameters
-    assert model.on_a_rank(2, 1) == model.parameters - matrices / 2
+    assert model.on_a_rank() == model.parameters
+    assert model.on_a_rank(tensor=2) == pytest.approx(model.parameters - matrices / 2)
     embeddings = sum(weight.numel() for weight in built.bert.embeddings.parameters())
-    assert model.on_a_rank(1, 4) == of_layers / 4 + embeddings
-    assert model.on_a_rank(2, 4) == (of_layers - matrices / 2) / 4 + embeddings
+    assert model.on_a_rank(pipeline=4) == pytest.approx(of_layers / 4 + embeddings)
+    assert model.on_a_rank(2, 4) == pytest.approx(model.on_a_rank(1, 4) * model.on_a_rank(2) / model.parameters)
+    mixture = Model.of(Task("mixtral"))
+    experts = 32 * 8 * 3 * 4096 * 14336  # blocks, experts, matrices of each
+    assert (mixture.experts, mixture.chosen, mixture.of_experts) == (8, 2, experts)
+    assert mixture.on_a_rank(expert=4) == mixture.parameters - experts * 3 / 4
+    assert mixture.active == mixture.parameters - experts * 3 / 4
 
 
 def test_a_tied_head_is_on_the_first_and_on_the_last_stage():
