@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 
@@ -208,10 +209,10 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 
     Where NVML does not, CUDA is asked if this process already uses it (never started for this); else None.
     """
-    uuids = visible_uuids(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
-    if gpu_index < len(uuids) and uuids[gpu_index]:
+    gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    if gpu_index < len(gpus or ()):
         with nvml() as (ask, _):
-            handle = ask("nvmlDeviceGetHandleByUUID", uuids[gpu_index])
+            _, handle = _in_nvml(gpus[gpu_index], ask)
             memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask("nvmlDeviceGetMemoryInfo", handle)
         if memory:
             return memory.used
@@ -231,7 +232,11 @@ def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str 
     told, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
     with nvml() as (ask, nvml_reason):
         count, version = ask("nvmlDeviceGetCount"), ask("nvmlSystemGetDriverVersion")
-        gpus = tuple(_seen_by_nvml(replace(gpu, driver=version), ask) for gpu in told or ())
+        gpus = ()
+        for gpu in told or ():
+            uuid, handle = _in_nvml(gpu, ask)
+            memory = handle and ask("nvmlDeviceGetMemoryInfo", handle)
+            gpus += (replace(gpu, uuid=uuid, driver=version, free_bytes=memory and memory.free),)
     visible_reason = hidden(value, len(gpus)) if gpus or (count and told is not None) else None
     if gpus:
         return gpus, nvml_reason, visible_reason, None
@@ -249,13 +254,12 @@ def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str 
     return (), nvml_reason, visible_reason, visible_reason or driver_reason or missing
 
 
-def _seen_by_nvml(gpu: Gpu, ask) -> Gpu:
-    """The GPU, or the MIG slice of one, with the UUID by which NVML knows it and the bytes that are free."""
+def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
+    """The UUID by which NVML knows a GPU, or the MIG slice of one, and its handle there; None where it has none."""
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
-            memory = ask("nvmlDeviceGetMemoryInfo", handle)
-            return replace(gpu, uuid=uuid, free_bytes=memory and memory.free)
-    return gpu
+            return uuid, handle
+    return gpu.uuid, None
 
 
 def hidden(value: str | None, shown: int) -> str | None:
@@ -269,11 +273,6 @@ def hidden(value: str | None, shown: int) -> str | None:
     end = f"only the {shown} before it can be used" if shown else "every GPU is hidden"
     why = f"{entries[shown]!r} is no GPU here, or one is named twice"
     return f"CUDA_VISIBLE_DEVICES={value!r}: {why}, so {end}"
-
-
-@functools.cache
-def visible_uuids(visible: str | None, order: str | None) -> list[str | None]:
-    return [gpu.uuid for gpu in find_gpus()[0]]
 
 
 @contextmanager

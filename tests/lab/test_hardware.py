@@ -21,12 +21,10 @@ def bare(monkeypatch):
     """No GPU, no CUDA driver, a torch with CUDA, nothing in the environment: each test adds what it is about."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
-    hardware.visible_uuids.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(init_error="NVML Shared Library Not Found"))
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cu130", True))
     yield
-    hardware.visible_uuids.cache_clear()
 
 
 @pytest.fixture
