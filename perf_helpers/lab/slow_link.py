@@ -31,7 +31,6 @@ class Link:
     """Two hosts and what joins them."""
 
     holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
-    megabits_per_second: float | None  # in either direction; None: as fast as the machine copies
     addresses: tuple[str, str] = _ADDRESSES  # of the hosts, for each other
     device: str = _DEVICE  # by which a host reaches the other one
 
@@ -85,7 +84,7 @@ def link(megabits_per_second: float | None = None) -> Iterator[Link]:
             if rate is not None:
                 limit = ("tbf", "rate", f"{round(rate * 1e6)}bit", "burst", "128kb", "latency", "50ms")
                 _do(*within, "tc", "qdisc", "add", "dev", _DEVICE, "root", *limit)
-        yield Link((first, second), rate)
+        yield Link((first, second))
 
 
 @functools.cache
