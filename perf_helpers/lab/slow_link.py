@@ -35,12 +35,9 @@ class Link:
     device: str = _DEVICE  # by which a host reaches the other one
 
     def on(self, host: int, *command: str) -> list[str]:
-        """A command that carries out another one on a host, e.g. for `subprocess.Popen`.
+        """A command that carries out another one on host 0 or 1, e.g. for `subprocess.Popen`.
 
         It sees no network but the link. What it starts ends with the link, if not before.
-
-        Args:
-            host: 0 or 1.
         """
         spaces = f"/proc/{self.holders[host]}/ns"
         return ["nsenter", f"--net={spaces}/net", f"--pid={spaces}/pid_for_children", "--", *command]
