@@ -11,6 +11,7 @@ which whoever sees its end removes.
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -90,7 +91,7 @@ class ForkServer:
             is_of_now = is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
             if HAS_FORK and not is_of_now:
                 if is_ours and not self._forked:
-                    self._end(self._process, self._control, self._owner, self._forked)
+                    self._end()
                 self._begin()
 
     def _begin(self) -> None:
@@ -109,16 +110,8 @@ class ForkServer:
         theirs.close()
         self._control, self._owner, self._forked = ours, os.getpid(), set()
         self._offered = [*optional_packages.OFFERED]
-        atexit.register(self._end, self._process, ours, self._owner, self._forked)
-
-    @staticmethod
-    def _end(process: subprocess.Popen, control: connection.Connection, owner: int, forked: set[int]) -> None:
-        control.close()  # by which it ends, and removes what is left of its forks
-        if owner == os.getpid():
-            if not forked:  # nothing is left, and while it imports it does not look at the connection
-                process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+        self._end = functools.partial(_end, self._process, ours, self._owner, self._forked)
+        atexit.register(self._end)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         """Process id of a fresh fork that holds the descriptors (connection, output, errors), has a folder, and what a
@@ -130,7 +123,7 @@ class ForkServer:
             return self._asked_to_fork(descriptors, folder, job)
         except KeyboardInterrupt:  # its answer would be taken for that to the next question
             if self._process:
-                self._end(self._process, self._control, self._owner, self._forked)
+                self._end()
             self._process = None
             raise
 
@@ -156,6 +149,16 @@ class ForkServer:
         for pid in [*self._forked]:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen, control: connection.Connection, owner: int, forked: set[int]) -> None:
+    """End a server that this process, its `owner`, started; a fork of this process only closes its own connection."""
+    control.close()  # by which it ends, and removes what is left of its forks
+    if owner == os.getpid():
+        if not forked:  # nothing is left, and while it imports it does not look at the connection
+            process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
 
 
 SERVER = ForkServer()
