@@ -73,17 +73,14 @@ class Arguments:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], *, also: Iterable[str] = ()) -> "Arguments":
+    def of(cls, given: Mapping[str, Any]) -> "Arguments":
         """Arguments that are known to be right in name and range.
-
-        Args:
-            also: further names that the caller takes itself: they are offered as corrections too.
 
         Raises:
             ValueError: an unknown name, with the nearest one that is known; a value out of range; one argument under
                 two names.
         """
-        check_names(given, also=also)
+        check_names(given)
         made = cls(dict(given))
         _check_values(made.training, made.model)
         return made
@@ -297,16 +294,15 @@ _KINDS = {int: "a whole number, in digits", float: "a number"}
 
 def _refused(parser, words: list[str], error) -> str:
     """What argparse refused, in one line: the argument, its value, and what it takes."""
-    options = (error.argument_name or "").split("/")
-    action = next((action for action in parser._actions if set(options) & set(action.option_strings)), None)
-    name = action.dest if action else error.argument_name
-    place = next((i for i, word in enumerate(words) if word.partition("=")[0] in options), len(words))
-    value = "".join(words[place : place + 1]).partition("=")[2] or "".join(words[place + 1 : place + 2])
+    action = next(each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
+    name = action.dest
+    place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
+    value = words[place].partition("=")[2] or "".join(words[place + 1 : place + 2])
     if error.message.startswith("expected"):
         return f"{name}: it takes a value, as in --{name} VALUE"
-    if action is not None and action.choices:
+    if action.choices:
         return f"{name}={value!r} is none of its values. {nearest_text(value, map(str, action.choices))}"
-    kind = _KINDS.get(getattr(action, "type", None)) or ("True or False" if "ruthy" in error.message else "")
+    kind = _KINDS.get(action.type) or ("True or False" if "ruthy" in error.message else "")
     return f"{name}={value!r}: give {kind}" if kind else f"{name}={value!r}: {error.message}"
 
 

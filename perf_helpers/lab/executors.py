@@ -46,10 +46,8 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """What `submit` has done: the outcome with its machine and versions and, by a worker of a cluster, the attempt.
-
-    Args:
-        number: of this call, which makes it unlike any other.
+    """What `submit` has done: the outcome with its machine and versions and, by a worker of a cluster, the attempt. The
+    `number` makes this call unlike any other.
     """
     began = now()
     outcome = function(*arguments)

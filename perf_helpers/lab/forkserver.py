@@ -5,12 +5,13 @@ is just as clean. The standard library's fork server does not serve: it imports 
 the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the socket to its parent closes. Nor does a file: each has a folder of its own,
+the server, and the server ends when the connection to its parent closes. Nor does a file: each has a folder of its own,
 which whoever sees its end removes.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -18,15 +19,13 @@ import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +34,7 @@ import cloudpickle
 
 from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
-HAS_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+HAS_FORK = hasattr(os, "fork") and reduction.HAVE_SEND_HANDLE
 
 # What the server imports, and all that these import, so that a clean process has it at no cost.
 PRELOAD = (
@@ -61,7 +60,6 @@ _SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
 # By default glibc gives each thread memory from an arena of its own. Of three equal trainings in threads of one process
 # the third then took up to 13 % more CPU time than the first, in every process of a server.
 _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-_NUMBER = struct.Struct("q")
 
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
 
@@ -93,11 +91,11 @@ class ForkServer:
             is_of_now = is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
             if HAS_FORK and not is_of_now:
                 if is_ours and not self._forked:
-                    self._end(self._process, self._socket, self._owner, self._forked)
+                    self._end()
                 self._begin()
 
     def _begin(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = multiprocessing.Pipe()
         code = f"import sys; sys.path[:] = {sys.path!r}\n"
         code += f"from perf_helpers.lab.forkserver import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
@@ -110,49 +108,40 @@ class ForkServer:
             start_new_session=True,
         )
         theirs.close()
-        self._socket, self._owner, self._forked = ours, os.getpid(), set()
+        self._control, self._owner, self._forked = ours, os.getpid(), set()
         self._offered = [*optional_packages.OFFERED]
-        atexit.register(self._end, self._process, ours, self._owner, self._forked)
-
-    @staticmethod
-    def _end(process: subprocess.Popen, control: socket.socket, owner: int, forked: set[int]) -> None:
-        control.close()  # by which it ends, and removes what is left of its forks
-        if owner == os.getpid():
-            if not forked:  # nothing is left, and while it imports it does not look at the socket
-                process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+        self._end = functools.partial(_end, self._process, ours, self._owner, self._forked)
+        atexit.register(self._end)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         """Process id of a fresh fork that holds the descriptors (connection, output, errors), has a folder, and what a
         pickled job needs."""
         try:
             return self._asked_to_fork(descriptors, folder, job)
-        except OSError:  # the server was killed: a new one
+        except (OSError, EOFError):  # the server was killed: a new one
             self._process = None
             return self._asked_to_fork(descriptors, folder, job)
         except KeyboardInterrupt:  # its answer would be taken for that to the next question
             if self._process:
-                self._end(self._process, self._socket, self._owner, self._forked)
+                self._end()
             self._process = None
             raise
 
     def _asked_to_fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         with self._lock:
             self.start()
-            path = os.fsencode(folder)
-            if _BITSANDBYTES.search(job):
-                self._socket.sendall(b"b")
-            socket.send_fds(self._socket, [b"f" + _NUMBER.pack(len(path)) + path], descriptors)
-            self._forked.add(pid := self._answer())
+            self._control.send(("fork", folder, bool(_BITSANDBYTES.search(job))))
+            for descriptor in descriptors:
+                reduction.send_handle(self._control, descriptor, self._process.pid)
+            self._forked.add(pid := self._control.recv())
             return pid
 
     def exit_code(self, pid: int) -> int | None:
         """Collect an ended fork; None where the server that forked it is gone."""
-        with self._lock, contextlib.suppress(OSError, KeyError):
+        with self._lock, contextlib.suppress(OSError, EOFError, KeyError):
             self._forked.remove(pid)
-            self._socket.sendall(b"w" + _NUMBER.pack(pid))
-            return self._answer()
+            self._control.send(("wait", pid))
+            return self._control.recv()
         return None
 
     def end_forks(self) -> None:
@@ -161,14 +150,15 @@ class ForkServer:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _answer(self) -> int:
-        answer = b""
-        while len(answer) < _NUMBER.size:
-            part = self._socket.recv(_NUMBER.size - len(answer))
-            if not part:
-                raise OSError("the fork server has ended")
-            answer += part
-        return _NUMBER.unpack(answer)[0]
+
+def _end(process: subprocess.Popen, control: connection.Connection, owner: int, forked: set[int]) -> None:
+    """End a server that this process, its `owner`, started; a fork of this process only closes its own connection."""
+    control.close()  # by which it ends, and removes what is left of its forks
+    if owner == os.getpid():
+        if not forked:  # nothing is left, and while it imports it does not look at the connection
+            process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
 
 
 SERVER = ForkServer()
@@ -187,8 +177,8 @@ class CleanProcess:
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
         self.folder, job = tempfile.mkdtemp(prefix="perf_helpers-"), cloudpickle.dumps(job)
+        self.channel, theirs = multiprocessing.Pipe()
         if HAS_FORK:
-            ours, theirs = socket.socketpair()
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
             try:
                 self.pid = SERVER.fork(descriptors, self.folder, job)
@@ -196,9 +186,7 @@ class CleanProcess:
                 _remove(self.folder)
                 raise
             theirs.close()
-            self.channel = connection.Connection(ours.detach())
         else:
-            self.channel, theirs = multiprocessing.Pipe()
             self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(theirs,), daemon=False)
             self._process.start()
             self.pid = self._process.pid
@@ -288,43 +276,34 @@ def _remove(folder: str) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """The fork server's loop: 'b' imports bitsandbytes, 'f' forks, 'w' waits for one, the end of the socket ends and
+    """The fork server's loop: forks when asked to, and collects those that ended. The end of its connection ends and
     removes everything."""
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
     _preload(PRELOAD)
-    control = socket.socket(fileno=descriptor)
+    control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
-    control.settimeout(2)
-    while True:
-        try:
-            message, descriptors, _, _ = socket.recv_fds(control, 1, 3)
-        except TimeoutError:
-            if os.getppid() != parent:
-                break
-            continue
-        except OSError:
-            break
-        if message == b"b":
-            _preload(() if has_gpus else ("bitsandbytes",))
-        elif message == b"f":
-            length = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
-            folder = os.fsdecode(control.recv(length, socket.MSG_WAITALL))
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                _child(*descriptors)
-            for inherited in descriptors:
-                os.close(inherited)
-            children[pid] = folder
-            control.sendall(_NUMBER.pack(pid))
-        elif message == b"w":
-            pid = _NUMBER.unpack(control.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
-            children.pop(pid, None)
-            control.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-        else:
-            break
+    with contextlib.suppress(OSError, EOFError):
+        while os.getppid() == parent:
+            if not control.poll(2):
+                continue
+            match control.recv():
+                case "fork", folder, needs_bitsandbytes:
+                    if needs_bitsandbytes and not has_gpus:
+                        _preload(["bitsandbytes"])
+                    descriptors = [reduction.recv_handle(control) for _ in range(3)]
+                    pid = os.fork()
+                    if pid == 0:
+                        control.close()
+                        _child(*descriptors)
+                    for inherited in descriptors:
+                        os.close(inherited)
+                    children[pid] = folder
+                    control.send(pid)
+                case "wait", pid:
+                    children.pop(pid, None)
+                    control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     for pid, folder in children.items():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)

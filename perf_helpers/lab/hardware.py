@@ -21,11 +21,13 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 
 from perf_helpers.records import Record
 
+ROOT = Path("/")  # of /proc, /sys and /dev
 # What a claim may need of a machine, see `supports`.
 FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
@@ -35,7 +37,8 @@ CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # environment variables
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-_MEMORY_V2 = 0x02000028  # pynvml.nvmlMemory_v2: the call whose `used` leaves the driver's reserve out
+# pynvml.nvmlMemory_v2: from R510 on the call whose `used` leaves the driver's reserve out. Before, the older one did.
+_MEMORY_V2 = 0x02000028
 
 # Runs in a process of its own: after cuInit a process can no longer fork children that use CUDA.
 DRIVER_SCRIPT = """
@@ -112,15 +115,14 @@ class Machine(Record):
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
 
 
-def describe(root: str | Path = "/") -> Machine:
-    """This machine, now. `root` is where /proc, /sys and /dev are looked for."""
-    root = Path(root)
-    model, features = read_cpu(root)
-    memory, (limit, left, quota) = psutil.virtual_memory(), cgroup_limits(root)
+def describe() -> Machine:
+    """This machine, now."""
+    model, features = read_cpu()
+    memory, (limit, left, quota) = psutil.virtual_memory(), cgroup_limits()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(cores, max(1, int(quota or cores)))
     build, built_with_cuda = torch_build()
-    gpus, nvml_reason, visible_reason, reason = find_gpus(root)
+    gpus, nvml_reason, visible_reason, reason = find_gpus()
     if gpus and not built_with_cuda:
         reason = f"torch {build} is built without CUDA" if build else "torch is not installed"
     kind = "cpu" if reason else "cuda"
@@ -140,7 +142,7 @@ def describe(root: str | Path = "/") -> Machine:
         cpu_features=features,
         memory_bytes=least(memory.total, limit),
         memory_available_bytes=least(memory.available, left),
-        shm_bytes=shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None,
+        shm_bytes=shutil.disk_usage(ROOT / "dev/shm").free if (ROOT / "dev/shm").is_dir() else None,
         gpus=gpus,
         cuda_reason=reason,
         nvml_reason=nvml_reason,
@@ -204,14 +206,12 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts included, as NVML and nvidia-smi tell.
 
-    (NVML before R510 knows only the older call, which from then on includes a reserve of the driver's.)
-
     Where NVML does not, CUDA is asked if this process already uses it (never started for this); else None.
     """
-    uuids = visible_uuids(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
-    if gpu_index < len(uuids) and uuids[gpu_index]:
+    gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    if gpu_index < len(gpus or ()):
         with nvml() as (ask, _):
-            handle = ask("nvmlDeviceGetHandleByUUID", uuids[gpu_index])
+            _, handle = _in_nvml(gpus[gpu_index], ask)
             memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask("nvmlDeviceGetMemoryInfo", handle)
         if memory:
             return memory.used
@@ -225,13 +225,17 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 # GPUs ----------------------------------------------------------------------------------------------------------------
 
 
-def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
+def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     """The GPUs that CUDA shows, why NVML gives nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     told, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
     with nvml() as (ask, nvml_reason):
         count, version = ask("nvmlDeviceGetCount"), ask("nvmlSystemGetDriverVersion")
-        gpus = tuple(_seen_by_nvml(replace(gpu, driver=version), ask) for gpu in told or ())
+        gpus = ()
+        for gpu in told or ():
+            uuid, handle = _in_nvml(gpu, ask)
+            memory = handle and ask("nvmlDeviceGetMemoryInfo", handle)
+            gpus += (replace(gpu, uuid=uuid, driver=version, free_bytes=memory and memory.free),)
     visible_reason = hidden(value, len(gpus)) if gpus or (count and told is not None) else None
     if gpus:
         return gpus, nvml_reason, visible_reason, None
@@ -239,7 +243,7 @@ def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str 
         missing = f"NVML counts {count} GPU(s), but the CUDA driver's library is not here"
     elif not nvml_reason:
         missing = "this machine has no NVIDIA GPU"
-    elif (root / "proc/driver/nvidia/version").exists():
+    elif (ROOT / "proc/driver/nvidia/version").exists():
         missing = f"the host has an NVIDIA driver, but no GPU was given to this container ({nvml_reason})"
     else:
         found = "was found" if "Not Found" in nvml_reason or "installed" in nvml_reason else "works"
@@ -249,13 +253,12 @@ def find_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str | None, str 
     return (), nvml_reason, visible_reason, visible_reason or driver_reason or missing
 
 
-def _seen_by_nvml(gpu: Gpu, ask) -> Gpu:
-    """The GPU, or the MIG slice of one, with the UUID by which NVML knows it and the bytes that are free."""
+def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
+    """The UUID by which NVML knows a GPU, or the MIG slice of one, and its handle there; None where it has none."""
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
-            memory = ask("nvmlDeviceGetMemoryInfo", handle)
-            return replace(gpu, uuid=uuid, free_bytes=memory and memory.free)
-    return gpu
+            return uuid, handle
+    return gpu.uuid, None
 
 
 def hidden(value: str | None, shown: int) -> str | None:
@@ -269,11 +272,6 @@ def hidden(value: str | None, shown: int) -> str | None:
     end = f"only the {shown} before it can be used" if shown else "every GPU is hidden"
     why = f"{entries[shown]!r} is no GPU here, or one is named twice"
     return f"CUDA_VISIBLE_DEVICES={value!r}: {why}, so {end}"
-
-
-@functools.cache
-def visible_uuids(visible: str | None, order: str | None) -> list[str | None]:
-    return [gpu.uuid for gpu in find_gpus()[0]]
 
 
 @contextmanager
@@ -330,12 +328,12 @@ def torch_build() -> tuple[str | None, bool]:
 # The CPU and its limits ----------------------------------------------------------------------------------------------
 
 
-def read_cpu(root: Path = Path("/")) -> tuple[str | None, tuple[str, ...] | None]:
+def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
     """The CPU's short name and its features that matter here; None where unknown."""
     if sys.platform == "darwin":
         command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
         return parse_cpu(subprocess.run(command, capture_output=True, text=True).stdout)
-    return parse_cpu(read(root / "proc/cpuinfo"))
+    return parse_cpu(read(ROOT / "proc/cpuinfo"))
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
@@ -353,19 +351,19 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
     return short or None, tuple(feature for feature in CPU_FEATURES if feature in has)
 
 
-def cgroup_limits(root: Path = Path("/")) -> tuple[int | None, int | None, float | None]:
+def cgroup_limits() -> tuple[int | None, int | None, float | None]:
     """This process's memory limit and what is left of it in bytes, and its CPU quota in cores; cgroup v1 or v2.
 
     Every level up to the mount is read, since the tightest one counts. Page cache that the kernel drops when it needs
     to ("inactive_file") counts as left.
     """
     limit = left = quota = None
-    for line in read(root / "proc/self/cgroup").splitlines():
+    for line in read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         v1 = {"memory", "cpu"}.intersection(controllers.split(","))
         for mount in v1 if controllers else ["."]:
             for level in (PurePosixPath(path), *PurePosixPath(path).parents):
-                folder = root / "sys/fs/cgroup" / mount / str(level).lstrip("/")
+                folder = ROOT / "sys/fs/cgroup" / mount / str(level).lstrip("/")
                 cap = number(folder / "memory.max", folder / "memory.limit_in_bytes")
                 used = number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
                 stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())

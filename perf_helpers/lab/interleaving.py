@@ -101,8 +101,6 @@ def play(
 
     Args:
         names: of the players, for messages.
-        turns: of each player.
-        steps_per_turn: optimizer steps in a turn.
         on_turn: called after each turn with the number of turns taken; the one that warms up is one.
     """
     outcomes: dict[int, Outcome] = {}

@@ -110,7 +110,7 @@ class Lab:
             name=name,
             task=task or self.task,
             arguments=told,
-            optimizer=pickled(optimizer),
+            optimizer=None if optimizer is None else pickled(optimizer),
             processes=whole_number("processes", processes),
             steps=whole_number("steps", self.profile.steps if steps is None else steps),
             warmup_steps=self.profile.warmup_steps,
@@ -128,11 +128,7 @@ class Lab:
     ) -> Run:
         """Forward passes without gradients, `per_device_eval_batch_size` samples each, and what they took.
 
-        Args:
-            measure: as in `train`; each pass is a step.
-
-        Raises:
-            ValueError: as `train`.
+        Arguments and errors are those of `train`; each pass is a step.
         """
         experiment = Experiment(
             name=name,
@@ -348,7 +344,8 @@ class Lab:
             self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
             changes["warmup_steps"] = 1
         of_runs = [self._experiments[run.id] for run in runs]
-        players = [each.replace(arguments=_endless(each), **changes) for each in of_runs]
+        endless = [each.arguments.without("max_steps", "num_train_epochs") for each in of_runs]
+        players = [each.replace(arguments=given, **changes) for each, given in zip(of_runs, endless, strict=True)]
         if inside_one:
             players, turns = [*players, players[0]], -(-turns // PROCESSES)
         total = len(players) * (turns + 1) * (PROCESSES if inside_one else 1)
@@ -393,11 +390,6 @@ class Lab:
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
-
-
-def _endless(experiment: Experiment) -> Arguments:
-    """Its arguments but those that say how long to train."""
-    return experiment.arguments.without("max_steps", "num_train_epochs")
 
 
 def _rank_summary(outcome: Outcome) -> dict[str, Any]:

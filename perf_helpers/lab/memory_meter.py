@@ -104,10 +104,7 @@ class CompiledMemoryMeter:
 
     Hooks on modules break a model into pieces for its compiler, and where operations are watched it gives up: what
     would be measured is the code uncompiled. So only the ends of steps are seen here, there is no breakdown, and
-    earlier steps, which compile, do not count.
-
-    Args:
-        on_cpu: the experiment uses the CPU although there is a GPU.
+    earlier steps, which compile, do not count. `on_cpu` is that of `MemoryMeter`.
     """
 
     def __init__(self, on_cpu: bool = False):

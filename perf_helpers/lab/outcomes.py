@@ -21,9 +21,8 @@ class Invalid(ValueError):
 class Outcome:
     """One experiment, performed once. Every figure is None where nobody asked for it."""
 
-    status: str = (
-        "ok"  # one of `records.Run.status`, or "invalid" or "needs values", which become exceptions of the caller
-    )
+    # One of `records.Run.status`, or "invalid" or "needs values", which become exceptions of the caller.
+    status: str = "ok"
     message: str = ""  # why it is not "ok"
     memory: Memory | None = None
     timing: Timing | None = None
@@ -46,16 +45,12 @@ class Outcome:
 
     def joined(self, later: "Outcome") -> "Outcome":
         """What two meters say of one experiment: the later one's word counts where it has any, rank by rank."""
-        mine, its = _fields(self), {name: value for name, value in _fields(later).items() if value is not None}
+        its = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
+        known = {name: value for name, value in its.items() if value is not None}
         ranks = later.ranks or self.ranks
         if later.ranks and self.ranks:
             ranks = tuple(a.joined(b) for a, b in zip(self.ranks, later.ranks, strict=True))
-        return Outcome(**mine | its | {"ranks": ranks})
-
-
-def _fields(outcome: Outcome) -> dict[str, Any]:
-    """By name, and not deeper: `dataclasses.asdict` would take the figures apart."""
-    return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+        return self.replace(**known | {"ranks": ranks})
 
 
 _OUT_OF_MEMORY = ("out of memory", "defaultcpuallocator: can't allocate", "not enough memory")

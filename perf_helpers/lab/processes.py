@@ -53,10 +53,8 @@ def execute(
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
     """The memory of an experiment with its breakdown: where one pass cannot tell both, by a second one that follows
-    every tensor. On a CPU with a core for each the two run beside each other, which changes no count.
-
-    Args:
-        timeout, on_step: as in `execute`.
+    every tensor. On a CPU with a core for each the two run beside each other, which changes no count. `timeout` and
+    `on_step` are those of `execute`.
     """
     watch = functools.partial(worker.perform, experiment, "categories")
     with within(timeout), contextlib.ExitStack() as stack:
@@ -203,11 +201,8 @@ def alternate(
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
     """Let experiments take turns, each in a clean process that is stopped while another one runs. Where they do not fit
-    on the device together, each turn has a process of its own. The outcome's value: as of `side_by_side` with one
-    process; the wall's clock is the one to go by.
-
-    Args:
-        turns, steps_per_turn, on_turn: as in `side_by_side`.
+    on the device together, each turn has a process of its own. Arguments and the outcome's value: as of `side_by_side`
+    with one process; the wall's clock is the one to go by.
     """
     names, tell = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):

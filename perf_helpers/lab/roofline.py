@@ -102,9 +102,9 @@ class Products:
 
         Source: Amdahl, "Validity of the single processor approach", AFIPS 1967.
         """
-        if not self.ratio.known:
-            return self.ratio.low, self.ratio.high
         rates = self.ratio.low, self.ratio.high
+        if not self.ratio.known:
+            return rates
         speeds = [1 / (s / r + (1 - s) * other) for s in self.shares for r in rates for other in OTHER_WORK]
         return min(speeds), max(speeds)
 
@@ -131,7 +131,6 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
     processes of the lab, on one thread of a CPU. The product is that of a feed-forward layer of the task.
 
     Args:
-        lab: a `Lab`.
         dtype: "bfloat16" or "float16".
         task, batch_size: of the step; forward, backward and an update by AdamW.
         use_cpu: the CPU, although there is a GPU.

@@ -31,17 +31,13 @@ class Link:
     """Two hosts and what joins them."""
 
     holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
-    megabits_per_second: float | None  # in either direction; None: as fast as the machine copies
     addresses: tuple[str, str] = _ADDRESSES  # of the hosts, for each other
     device: str = _DEVICE  # by which a host reaches the other one
 
     def on(self, host: int, *command: str) -> list[str]:
-        """A command that carries out another one on a host, e.g. for `subprocess.Popen`.
+        """A command that carries out another one on host 0 or 1, e.g. for `subprocess.Popen`.
 
         It sees no network but the link. What it starts ends with the link, if not before.
-
-        Args:
-            host: 0 or 1.
         """
         spaces = f"/proc/{self.holders[host]}/ns"
         return ["nsenter", f"--net={spaces}/net", f"--pid={spaces}/pid_for_children", "--", *command]
@@ -85,7 +81,7 @@ def link(megabits_per_second: float | None = None) -> Iterator[Link]:
             if rate is not None:
                 limit = ("tbf", "rate", f"{round(rate * 1e6)}bit", "burst", "128kb", "latency", "50ms")
                 _do(*within, "tc", "qdisc", "add", "dev", _DEVICE, "root", *limit)
-        yield Link((first, second), rate)
+        yield Link((first, second))
 
 
 @functools.cache

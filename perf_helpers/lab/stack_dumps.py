@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import functools
 import itertools
-import linecache
 import os
 import re
 import signal
@@ -16,21 +15,13 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from traceback import FrameSummary
 
 _SIGNAL = getattr(signal, "SIGUSR2", None)
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 _LONGEST_LINE = 80  # characters of a line that is quoted
-
-
-class Frame(NamedTuple):
-    """A function that is being carried out, and the line that it has come to."""
-
-    file: str
-    line: int
-    name: str
 
 
 def tell(folder: str, rank: int) -> None:
@@ -43,7 +34,7 @@ def tell(folder: str, rank: int) -> None:
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame]]:
+def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
     """The functions that each rank's main thread is in, innermost first; a rank that gave no answer is left out.
 
     Args:
@@ -68,16 +59,16 @@ def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame]]
     return dict(sorted(found.items()))
 
 
-def _main_thread(text: str, ident: int) -> list[Frame]:
+def _main_thread(text: str, ident: int) -> list[FrameSummary]:
     """The frames of one thread, once all of them are written down."""
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
-            return [Frame(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(lines)]
+            return [FrameSummary(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(lines)]
     return []
 
 
-def described(ranks: dict[int, list[Frame]]) -> str:
+def described(ranks: dict[int, list[FrameSummary]]) -> str:
     """In words: which ranks wait for the others, and in which lines the ranks are."""
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
@@ -85,25 +76,25 @@ def described(ranks: dict[int, list[Frame]]) -> str:
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {place}" for place, who in places.items())
 
 
-def _place(frames: list[Frame]) -> str:
+def _place(frames: list[FrameSummary]) -> str:
     """Where a rank is, in words: in the user's line, and in what that line called where ranks wait for each other."""
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has come to its end"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]
-    own = next((number for number, frame in enumerate(inner) if not is_library(frame.file)), None)
+    own = next((number for number, frame in enumerate(inner) if not is_library(frame.filename)), None)
     called = inner[:own]
-    waits = next((frame for frame in reversed(called) if _COLLECTIVES in frame.file and frame.name != "wrapper"), None)
-    said = f"waits in {waits.name}, " if waits else ""
+    waiting = (frame for frame in reversed(called) if _COLLECTIVES in frame.filename and frame.name != "wrapper")
+    said = f"waits in {waits.name}, " if (waits := next(waiting, None)) else ""
     if own is None:
         last = called[0] if called else frames[0]
-        return f"{said}in line {last.line} of {os.path.basename(last.file)} ({last.name})"
+        return f"{said}in line {last.lineno} of {os.path.basename(last.filename)} ({last.name})"
     at = inner[own]
-    quoted = linecache.getline(at.file, at.line).strip()[:_LONGEST_LINE]
-    return f"{said}in line {at.line} of {at.name}{quoted and f', {quoted!r}'}"
+    quoted = (at.line or "")[:_LONGEST_LINE]
+    return f"{said}in line {at.lineno} of {at.name}{quoted and f', {quoted!r}'}"
 
 
-def _is_of_worker(frame: Frame, name: str) -> bool:
-    return frame.name == name and frame.file == os.path.join(_PACKAGE, "lab", "worker.py")
+def _is_of_worker(frame: FrameSummary, name: str) -> bool:
+    return frame.name == name and frame.filename == os.path.join(_PACKAGE, "lab", "worker.py")
 
 
 @functools.cache

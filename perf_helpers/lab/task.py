@@ -173,7 +173,7 @@ class Task(Record):
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
         config = config or self.build_config()
         limit = positions(config)
-        if getattr(config, "is_encoder_decoder", False) and config.model_type in ("t5", "mt5", "umt5"):
+        if config.model_type in ("t5", "mt5", "umt5"):
             limit = None  # relative positions
         if limit and "roberta" in config.model_type:
             limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the padding token on
@@ -257,7 +257,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def _hub_answers(seconds: float = 3) -> bool:
+def _hub_answers() -> bool:
     """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
     import urllib.error
     import urllib.request
@@ -269,7 +269,7 @@ def _hub_answers(seconds: float = 3) -> bool:
     try:
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         asked = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(asked, timeout=seconds).close()
+        urllib.request.urlopen(asked, timeout=3).close()
     except urllib.error.HTTPError:  # an answer all the same
         return True
     except (OSError, ValueError):
@@ -336,7 +336,7 @@ def choose_profile(name: str = "auto", machine=None) -> Profile:
     """
     if name == "auto":
         machine = machine or hardware.describe()
-        memory = max((gpu.memory_bytes or 0 for gpu in machine.gpus), default=0) if machine.kind == "cuda" else 0
+        memory = max((gpu.memory_bytes or 0 for gpu in machine.gpus), default=0)
         name = "cpu" if machine.kind == "cpu" else "t4" if memory < 20e9 else "gpu"
     if name == TINY.name:
         return TINY

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,10 +28,8 @@ class TimeMeter:
     def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
         self.warmup_steps = max(1, warmup_steps)
         self.on_step = on_step
-        self._intervals: list[tuple[Any, Any]] = []
-        self._cpu_seconds: list[float] = []
-        self._waited_seconds: list[float] = []
-        self._begin = self._cpu_begin = self._waited_begin = None
+        self._steps: list[tuple[tuple, tuple]] = []  # three clocks at the beginning and at the end of each
+        self._begin: tuple | None = None
         self._optimizer = None
         self._seen = 0
 
@@ -50,37 +47,28 @@ class TimeMeter:
     @staticmethod
     def _after_step(optimizer, *_):
         if meter := _timed.get(threading.get_ident()):
-            meter._stepped_by(optimizer)
-
-    def _stepped_by(self, optimizer) -> None:
-        # A loop may step several optimizers: the first one seen is the one that counts steps.
-        self._optimizer = self._optimizer or weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
-            self.stepped()
+            # A loop may step several optimizers: the first one seen is the one that counts steps.
+            meter._optimizer = meter._optimizer or weakref.ref(optimizer)
+            if meter._optimizer() is optimizer:
+                meter.stepped()
 
     def stepped(self) -> None:
         """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
-        end, cpu_end, waited_end = _now(), time.process_time(), _waited()
-        if self._begin is not None:
-            self._intervals.append((self._begin, end))
-            self._cpu_seconds.append(cpu_end - self._cpu_begin)
-            if waited_end is not None:
-                self._waited_seconds.append(waited_end - self._waited_begin)
+        end = _now(), time.process_time(), _waited()
+        if self._begin:
+            self._steps.append((self._begin, end))
         self._seen += 1
         if self.on_step:
             self.on_step(self._seen)
-        self._waited_begin = _waited()
-        self._begin, self._cpu_begin = _now(), time.process_time()
-
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of every step after the first, warm-up included."""
-        return tuple(_elapsed(begin, end) for begin, end in self._intervals)
+        waited = _waited()  # first: to ask for it takes time, which is no step's
+        self._begin = _now(), time.process_time(), waited
 
     def result(self, samples_per_step: int | None = None) -> Timing | None:
         """Median and spread after the warm-up; None if there were too few steps to time one."""
-        seconds = self.seconds()[self.warmup_steps - 1 :]
-        if not seconds:
+        steps = self._steps[self.warmup_steps - 1 :]
+        if not steps:
             return None
+        seconds = tuple(_elapsed(begin, end) for (begin, _, _), (end, _, _) in steps)
         median = statistics.median(seconds)
         quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median,) * 3
         return Timing(
@@ -90,8 +78,8 @@ class TimeMeter:
             warmup_steps=self.warmup_steps,
             samples_per_second=samples_per_step / median if samples_per_step else None,
             all_seconds=seconds,
-            all_cpu_seconds=tuple(self._cpu_seconds[self.warmup_steps - 1 :]),
-            all_waited_seconds=tuple(self._waited_seconds[self.warmup_steps - 1 :]),
+            all_cpu_seconds=tuple(end - begin for (_, begin, _), (_, end, _) in steps),
+            all_waited_seconds=tuple(end - begin for (_, _, begin), (_, _, end) in steps if end is not None),
         )
 
 

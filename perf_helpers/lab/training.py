@@ -128,14 +128,12 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
             on_pass()
 
 
-def pickled(function: Callable | None) -> bytes | None:
+def pickled(function: Callable) -> bytes:
     """A function as it travels to a clean process.
 
     Raises:
         ValueError: it is no function, or cannot travel.
     """
-    if function is None:
-        return None
     if not callable(function):
         raise ValueError(f"{function!r} is not a function: pass one that takes the task")
     import cloudpickle

@@ -52,14 +52,14 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         return Outcome("needs values", NO_COMPILER)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder) as folder:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
-        if measure == "memory" and experiment.arguments.compiles:
-            with memory_meter.CompiledMemoryMeter(on_cpu) as meter:
-                outcome = _execute(experiment, folder, steps=_COMPILING_STEPS + 1, keep_losses=False)
-            return outcome.replace(memory=meter.result())
         if measure in ("memory", "categories"):
-            categories = measure == "categories"
-            with memory_meter.MemoryMeter(categories, on_cpu, experiment.is_counted_by_tensors) as meter:
-                outcome = _execute(experiment, folder, steps=2, keep_losses=False)
+            if experiment.arguments.compiles:
+                meter, steps = memory_meter.CompiledMemoryMeter(on_cpu), _COMPILING_STEPS + 1
+            else:
+                by_tensors = experiment.is_counted_by_tensors
+                meter, steps = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors), 2
+            with meter:
+                outcome = _execute(experiment, folder, steps, keep_losses=False)
             return outcome.replace(memory=meter.result())
         if hardware.is_rehearsal():
             return _rehearse(experiment, folder, measure, on_step)

@@ -21,12 +21,10 @@ def bare(monkeypatch):
     """No GPU, no CUDA driver, a torch with CUDA, nothing in the environment: each test adds what it is about."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
-    hardware.visible_uuids.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(init_error="NVML Shared Library Not Found"))
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cu130", True))
     yield
-    hardware.visible_uuids.cache_clear()
 
 
 @pytest.fixture
@@ -185,13 +183,14 @@ def test_a_missing_nvidia_ml_py_is_named(monkeypatch):
     assert doctor.diagnose(machine, INSTALLED)[0].remedy == "pip install nvidia-ml-py"
 
 
-def test_a_container_without_its_gpus_is_told_apart_from_a_machine_without(use, tmp_path):
+def test_a_container_without_its_gpus_is_told_apart_from_a_machine_without(use, monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: 580.1")
-    assert "no GPU was given to this container" in hardware.describe(tmp_path).cuda_reason
+    assert "no GPU was given to this container" in hardware.describe().cuda_reason
     use()
-    assert hardware.describe(tmp_path).cuda_reason == "this machine has no NVIDIA GPU"
+    assert hardware.describe().cuda_reason == "this machine has no NVIDIA GPU"
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_with_the_remedy(use, monkeypatch):
@@ -374,11 +373,12 @@ def test_cpu_is_read_as_far_as_it_tells(text, model, features, bf16):
     assert replace(PLAIN, cpu_features=features).native_bf16 is bf16
 
 
-def test_cpuinfo_is_read_from_the_root_given(monkeypatch, tmp_path):
+def test_the_cpus_name_and_features_are_those_of_cpuinfo(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(SAPPHIRE_RAPIDS)
-    machine = hardware.describe(tmp_path)
+    machine = hardware.describe()
     assert "amx_bf16" in machine.cpu_features and machine.name.startswith("Intel Xeon Platinum 8481C, ")
     assert machine.shm_bytes is None
 
@@ -442,12 +442,14 @@ GIB = 2**30
         ),
     ],
 )
-def test_cgroup_limits_of_both_versions(tmp_path, files, expected):
+def test_cgroup_limits_of_both_versions(monkeypatch, tmp_path, files, expected):
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
     write_files(tmp_path, files)
-    assert hardware.cgroup_limits(tmp_path) == expected
+    assert hardware.cgroup_limits() == expected
 
 
-def test_a_cgroups_limits_bound_the_machine(tmp_path):
+def test_a_cgroups_limits_bound_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
     write_files(
         tmp_path,
         {
@@ -457,6 +459,6 @@ def test_a_cgroups_limits_bound_the_machine(tmp_path):
             "sys/fs/cgroup/cpu.max": "50000 100000\n",
         },
     )
-    machine = hardware.describe(tmp_path)
+    machine = hardware.describe()
     assert (machine.memory_bytes, machine.memory_available_bytes) == (1_000_000, 600_000)
     assert (machine.cpu_cores, machine.cpu_quota, machine.machine_cores) == (1, 0.5, os.cpu_count())

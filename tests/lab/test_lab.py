@@ -93,6 +93,7 @@ def test_a_mistake_is_refused_before_anything_is_built(lab, arguments, hint):
         lambda lab: lab.train("x", processes=0),
         lambda lab: lab.train("x", steps=-3),
         lambda lab: lab.run("not a function"),
+        lambda lab: lab.run(None),
         lambda lab: Lab("gpuu"),
         lambda lab: Task("bert-tiny", seq_len=0),
         lambda lab: Task("bert-tiny", data="learned"),

@@ -44,11 +44,9 @@ def bare(monkeypatch):
     """A machine without a GPU; and no thread is left behind."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
-    hardware.visible_uuids.cache_clear()
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
     monkeypatch.setattr(hardware, "describe", lambda: PLAIN)
     yield
-    hardware.visible_uuids.cache_clear()
     assert threads() == []
 
 
