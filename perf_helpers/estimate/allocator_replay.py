@@ -147,7 +147,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
         for name in ("free_requested", "free_completed") if action == "free" else (action,):
             trace.append({"action": name, "time_us": len(trace), **known})
 
-    allocator = CachingAllocator(Settings.parse(settings), capacity, on_event=note)
+    allocator = CachingAllocator(Settings.parse(settings), capacity, tell=note)
     lengths = []  # of the trace after so many events
     with contextlib.suppress(OutOfMemory):
         for label in _played(log, allocator):  # noqa: B007, `note` reads it
@@ -182,8 +182,8 @@ def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: d
                 "address": block.address,
                 "size": block.size,
                 "requested_size": block.requested,
-                "state": "inactive" if block.key is None else "active_allocated",
-                "frames": [] if block.key is None else frames(log.blocks[block.key][1]),
+                "state": "inactive" if block.is_free else "active_allocated",
+                "frames": [] if block.is_free else frames(log.blocks[block.key][1]),
             }
             for block in segment.blocks
         ]
