@@ -50,10 +50,12 @@ class Kernels:
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
         if packet in _COPIED:
-            first, positions = _COPIED[packet]
-            layout = suggest_memory_format(args[positions[-1]]) if packet in _ON_IMAGES else torch.contiguous_format
-            copies = [size for position in positions for size in _contiguous(args[position], layout)]
-            return [*copies, *made] if first else [*made, *copies]
+            before, after = _COPIED[packet]
+            layout = torch.contiguous_format
+            if packet in _ON_IMAGES:
+                layout = suggest_memory_format(args[max(before + after)])
+            first, last = ([size for n in each for size in _contiguous(args[n], layout)] for each in (before, after))
+            return [*first, *made, *last]
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
@@ -112,9 +114,6 @@ class Kernels:
         return [*made, 4 * query.numel() + 4 * query[..., 0].numel()]
 
     # ---- sorts and what is sorted
-
-    def _embedding(self, made, weight, indices, *_, **__):
-        return [*_contiguous(indices), *made]
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
         """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
@@ -204,9 +203,6 @@ class Kernels:
     def _isinf(self, made, tensor, *_, **__):
         """Whether the absolute value is infinite."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
-
-    def _layer_norm_backward(self, made, gradient, tensor, *_, **__):
-        return [*_contiguous(tensor), *made, *_contiguous(gradient)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
@@ -333,7 +329,6 @@ def _is_torchs_own_depthwise(
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
-    aten.embedding: Kernels._embedding,
     aten.embedding_dense_backward: Kernels._embedding_backward,
     aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,
@@ -346,7 +341,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,
-    aten.native_layer_norm_backward: Kernels._layer_norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
@@ -359,20 +353,23 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._scaled_dot_product_cudnn_attention: Kernels._cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward: Kernels._cudnn_backward,
 }
-# Arguments that have no rule but to be contiguous, and whether they are copied before the result is made.
+# Operations with no rule but that some arguments have to be contiguous: which are copied before the results are made,
+# and which after.
 _COPIED = {
-    aten.native_layer_norm: (True, (0,)),
-    aten._softmax: (False, (0,)),
-    aten._log_softmax: (False, (0,)),
-    aten._log_softmax_backward_data: (False, (0, 1)),
-    aten.max_pool2d_with_indices: (False, (0,)),
-    aten.max_pool2d_with_indices_backward: (False, (0, 1)),
-    aten.avg_pool2d: (False, (0,)),
-    aten.avg_pool2d_backward: (False, (0, 1)),
-    aten._adaptive_avg_pool2d: (True, (0,)),
-    aten.upsample_nearest2d: (False, (0,)),
-    aten.reflection_pad1d: (False, (0,)),
-    aten.im2col: (True, (0,)),
+    aten.embedding: ((1,), ()),
+    aten.native_layer_norm: ((0,), ()),
+    aten.native_layer_norm_backward: ((1,), (0,)),
+    aten._softmax: ((), (0,)),
+    aten._log_softmax: ((), (0,)),
+    aten._log_softmax_backward_data: ((), (0, 1)),
+    aten.max_pool2d_with_indices: ((), (0,)),
+    aten.max_pool2d_with_indices_backward: ((), (0, 1)),
+    aten.avg_pool2d: ((), (0,)),
+    aten.avg_pool2d_backward: ((), (0, 1)),
+    aten._adaptive_avg_pool2d: ((0,), ()),
+    aten.upsample_nearest2d: ((), (0,)),
+    aten.reflection_pad1d: ((), (0,)),
+    aten.im2col: ((0,), ()),
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
 _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}
