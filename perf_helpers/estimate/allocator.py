@@ -207,10 +207,10 @@ class CachingAllocator:
     def _released_enough(self, pool: Pool, size: int) -> bool:
         """Give one block back that is too large to be split and holds so much, or several, the largest first; whether
         that was enough (release_available_cached_blocks)."""
-        wanted, released = max(size, self._max_split), 0
-        index = bisect.bisect_left(pool.free, (wanted,))
         if self._expands:
             return False
+        wanted, released = max(size, self._max_split), 0
+        index = bisect.bisect_left(pool.free, (wanted,))
         if index < len(pool.free):
             self._release(pool.free[index][-1])
             return True

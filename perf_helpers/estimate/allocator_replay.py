@@ -45,11 +45,6 @@ class Replay:
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
-    def highest(self, begins: np.ndarray) -> np.ndarray:
-        """The most that is allocated during each operation; `begins`: the events before each, and all of them."""
-        begins = np.minimum(begins, len(self.allocated) - 1)
-        return np.array([self.allocated[a : b + 1].max() for a, b in itertools.pairwise(begins)])
-
     def memory(self) -> Memory:
         """As a lab measures it."""
         positions = {label: position for label, position in self.log.marks if label != "start"}
