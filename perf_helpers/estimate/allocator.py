@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, in_segments, shown
+from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, next_multiple, shown
 
 KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
@@ -22,7 +22,7 @@ FIRST_ADDRESS = 0x7F0000000000  # of the first segment, as drivers give them
 
 def rounded(size: int) -> int:
     """Bytes of the block that holds `size` bytes: the next multiple of 512; 0 takes none."""
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    return next_multiple(size, BLOCK_BYTES)
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -82,7 +82,7 @@ class CachingAllocator:
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
         space = 4096 * GIB if capacity is None else capacity + capacity // 8
-        self._space = {page: -(-space // page) * page for page in self._pages}
+        self._space = {page: next_multiple(space, page) for page in self._pages}
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Place `size` bytes under the name `key`, for what runs on a `stream` of the device.
@@ -142,7 +142,7 @@ class CachingAllocator:
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)
         step = (1 << (size.bit_length() - 1)) // steps
-        return -(-size // step) * step
+        return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
         """The smallest free block that holds so much, no longer in its pool (get_free_block)."""
@@ -177,17 +177,18 @@ class CachingAllocator:
         """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
         if self._expands:
             return self._expanded(pool, size)
-        segment = SEGMENT_BYTES if size <= MIB else self._pages[1] if size < 10 * MIB else in_segments(size)
-        if self._device_bytes + in_segments(segment) > self._capacity:
+        segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
+        device_bytes = next_multiple(segment, SEGMENT_BYTES)
+        if self._device_bytes + device_bytes > self._capacity:
             return None
-        self._reserve(segment, in_segments(segment))
+        self._reserve(segment, device_bytes)
         block = self._new_segment(pool, segment)
         self._tell("segment_alloc", block.address, segment)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Part:
         address = self._spaces.take(size) if self._expands else self._next
-        self._next += in_segments(size)
+        self._next += next_multiple(size, SEGMENT_BYTES)
         self._order += 1
         block = self._heads[address] = Part(pool, address, size, address, self._order)
         return block
@@ -201,7 +202,7 @@ class CachingAllocator:
         """Give a segment back that is one free block."""
         block.pool.remove(block)
         del self._heads[block.address]
-        self._reserve(-block.size, -in_segments(block.size))
+        self._reserve(-block.size, -next_multiple(block.size, SEGMENT_BYTES))
         self._tell("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
@@ -251,7 +252,7 @@ class CachingAllocator:
     def _map(self, block: Part, size: int) -> Part | None:
         """Map memory to the first addresses of an unmapped block; the free block that holds it (map_block)."""
         page = block.pool.page
-        size = -(-size // page) * page
+        size = next_multiple(size, page)
         if self._device_bytes + size > self._capacity:
             return None
         block.pool.remove(block)
@@ -265,7 +266,7 @@ class CachingAllocator:
     def _unmap(self, block: Part) -> None:
         """Give the whole pages of a free block back, and its segment where nothing is left of it (unmap_block)."""
         page = block.pool.page
-        begin = -(-(block.address - block.base) // page) * page + block.base
+        begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base
         if begin >= end:
             return

@@ -144,8 +144,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
     raise RuntimeError(
-        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: "
-        "use torch 2.11 to 2.14, or leave the part 'autocast' out"
+        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: use torch 2.11 to 2.14"
     )
 
 

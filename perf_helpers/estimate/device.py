@@ -5,7 +5,6 @@ module or a batch is sent there, and what an operation makes of tensors on the d
 """
 
 import contextlib
-import functools
 import itertools
 from unittest.mock import patch
 
@@ -69,13 +68,9 @@ class DeviceTracker(FakeTracker):
     def _paged(self, kind: type):
         plain = kind.get_state_buffer
 
-        @functools.wraps(plain)
         def get_state_buffer(optimizer, weight, *args, **kwargs):
-            self._is_elsewhere = optimizer.is_paged and weight.numel() >= _PAGED
-            try:
+            with patch.object(self, "_is_elsewhere", optimizer.is_paged and weight.numel() >= _PAGED):
                 return plain(optimizer, weight, *args, **kwargs)
-            finally:
-                self._is_elsewhere = False
 
         return get_state_buffer
 
@@ -214,11 +209,8 @@ class _Placing(TorchFunctionMode):
         if name not in _FACTORIES:
             return function(*args, **kwargs)
         is_device = isinstance(kwargs.get("device"), _DEVICES)  # "cpu" in so many words is the host
-        self._tracker.is_told = is_device
-        try:
+        with patch.object(self._tracker, "is_told", is_device):
             result = function(*args, **kwargs)
-        finally:
-            self._tracker.is_told = None
         if name in ("tensor", "as_tensor") and is_device:
             self._tracker.sent(result)
         return result

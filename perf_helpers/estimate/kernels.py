@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from perf_helpers.estimate import reduction_scratch
 from perf_helpers.estimate.allocator import workspace_bytes
+from perf_helpers.estimate.segments import next_multiple
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 WORD = 8  # bytes of an index
+CUB_BYTES = 256  # the parts of what CUB takes are multiples of it
 
 
 class Free(NamedTuple):
@@ -98,8 +100,8 @@ class Kernels:
         """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
         (flash_attn/flash_api.cpp: mha_bwd)."""
         batch, heads, length, head = query.shape
-        rows = batch * heads * (-(-length // 128) * 128)
-        wide = -(-head // 32) * 32 if head <= 192 else 256
+        rows = batch * heads * next_multiple(length, 128)
+        wide = next_multiple(head, 32) if head <= 192 else 256
         copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
         grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
         return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
@@ -190,7 +192,7 @@ class Kernels:
         is, and for more than one pass both once more (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
         passes = -(-max(largest - 1, 1).bit_length() // 8)
         shares = -(-count // self._sorted_at_once[key])
-        again = _whole(count * key) + _whole(count * WORD) if passes > 1 else 0
+        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
         return again + 1024 * shares + 2048 * passes + 511
 
     # ---- others
@@ -273,12 +275,7 @@ def multiplies(function) -> bool:
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
     """Of a running sum by CUB, or one over whether neighbours differ: what it knows of each tile and of 32 before the
     first (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh)."""
-    return _whole(each * (-(-count // tile) + 32)) + 511
-
-
-def _whole(size: int) -> int:
-    """Bytes, as CUB lays parts of its memory."""
-    return -(-size // 256) * 256
+    return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
 # ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first

@@ -80,13 +80,8 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
 
-    @contextlib.contextmanager
     def no_sync(self):
-        before, self.syncs_gradients = self.syncs_gradients, False
-        try:
-            yield
-        finally:
-            self.syncs_gradients = before
+        return patch.object(self, "syncs_gradients", False)
 
 
 def _send(tensors: list[torch.Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Peak memory over micro-batch and length: what lets an explorer answer at once.
 
-A few exact traces of a recipe fix its peak everywhere (see `fitting`). An optimizer leaves the forward and the backward
-as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point that is
-asked for is told as traced, the rest as interpolated. On CUDA what is interpolated is the sum of blocks: what the
-allocator hands out beyond them, because it does not split a block for less than 1 MiB, shows where the point is traced.
+A few exact traces of a recipe fix its peak everywhere (see `peak_fit`). An optimizer leaves the forward and the
+backward as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point
+that is asked for is told as traced, the rest as interpolated. On CUDA what is interpolated is the sum of blocks: what
+the allocator hands out beyond them, because it does not split a block for less than 1 MiB, shows where the point is
+traced.
 """
 
 import contextlib

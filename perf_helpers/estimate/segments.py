@@ -12,9 +12,9 @@ MIB = 1024**2
 SEGMENT_BYTES = 2 * MIB  # the smallest segment, and what larger ones are multiples of
 
 
-def in_segments(size: int) -> int:
-    """Bytes of the segments that hold `size` bytes and nothing else: the next multiple of 2 MiB."""
-    return -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+def next_multiple(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
 
 
 @dataclass(slots=True, eq=False)

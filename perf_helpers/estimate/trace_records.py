@@ -159,8 +159,8 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1), in
-    bytes. The index of an operation is its position in this trace, from the first forward on."""
+    """One training as arrays over its operations (axis 0) and `records.TENSOR_CATEGORIES` (axis 1), in bytes. The index
+    of an operation is its position in this trace, from the first forward on."""
 
     operations: list[Operation]
     phases: list[Phase]  # in which each runs
