@@ -29,12 +29,10 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
     """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
+    Raises RuntimeError as `private` does.
 
     Args:
         library: a library of "aten" that is open for implementations, and is closed after this context.
-
-    Raises:
-        RuntimeError: this torch lacks a private name that is needed.
     """
     registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
     cuda, cpu = ({name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU"))

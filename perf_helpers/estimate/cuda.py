@@ -37,13 +37,8 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
     """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
 
     The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
-    counts the device's memory follows it with `device.DeviceTracker`.
-
-    Args:
-        compute_capability: of the GPU; decides on the attention kernels.
-
-    Raises:
-        RuntimeError: this torch lacks a private name that is needed.
+    counts the device's memory follows it with `device.DeviceTracker`. The attention kernels are those of a GPU of this
+    compute capability. Raises RuntimeError as `autocast.private` does.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated

@@ -131,7 +131,6 @@ class Surfaces:
             self._options["compute_capability"] = compute_capability
         self._surfaces: dict[tuple, Surface] = {}  # by the keys of `Choice.surfaces`
         self._exact: dict[tuple, Answer] = {}  # by `Choice.at`
-        self._samples: dict[int | None, int] = {}  # bytes of one sample by its length
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
         identity = json.dumps([_SCHEMA, self.task.identity(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
@@ -177,7 +176,8 @@ class Surfaces:
             columns = np.concatenate([columns[kept], own + moved])
             where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
-            more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
+            sample = self.task.replace(seq_len=seq_len).arrays(1).values()
+            more = (choice.accumulation - 2) * micro_batch * sum(array.nbytes for array in sample)
             columns[:, [_INPUTS, TOTAL]] += more
         peak = int(columns[:, TOTAL].argmax())
         sizes = zip(TENSOR_CATEGORIES, columns[peak, :TOTAL], strict=True)
@@ -196,12 +196,6 @@ class Surfaces:
 
     def _missing(self, choice: Choice) -> list[tuple]:
         return [key for key in choice.surfaces() if key not in self._surfaces]
-
-    def _sample_bytes(self, seq_len: int | None) -> int:
-        if seq_len not in self._samples:
-            arrays = self.task.replace(seq_len=seq_len).arrays(1).values()
-            self._samples[seq_len] = sum(array.nbytes for array in arrays)
-        return self._samples[seq_len]
 
     # ---- learning
 
