@@ -156,8 +156,10 @@ def _rest(site: Path, header: Path) -> str:
 
 def _architectures(python: Path) -> str:
     """The compute capabilities that the kernels of `python`'s torch are compiled for, as "75,80,86"."""
-    flags = _printed(python, "import torch; print(torch._C._cuda_getArchFlags())")
-    return ",".join(sorted(re.findall(r"sm_(\d+)", flags), key=int))
+    code = "import torch; print(torch._C._cuda_getArchFlags())"
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return ",".join(sorted(re.findall(r"sm_(\d+)", done.stdout), key=int))
 
 
 def _packages() -> list[str]:
@@ -172,9 +174,5 @@ def _torch_version() -> str:
 
 
 def _site_packages(python: Path) -> Path:
-    return Path(_printed(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
-
-
-def _printed(python: Path, code: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
