@@ -201,14 +201,16 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], the
             full = True
     else:
         double.free(event[0])
-    counts = double.allocated_bytes, double.reserved_bytes, double.requested_bytes
-    return *counts, double.small_segments, double.large_segments, full, address
+    requested = sum(part.requested for part in double._used.values())
+    small = [segment.is_small for segment in double.segments() if not segment.is_expandable]  # torch counts no others
+    counts = double.allocated_bytes, double.reserved_bytes, requested
+    return *counts, small.count(True), small.count(False), full, address
 
 
 def after(torch, retries: int) -> tuple:
     """What torch says at the end of a trace: peaks, retries, segments with their blocks."""
     stats = torch._C._cuda_memoryStats(0)
-    peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved", "requested")]
+    peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
     segments = [
         (
             *(segment[name] for name in ("address", "total_size", "segment_type", "is_expandable")),
@@ -230,12 +232,11 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
     segments = [
         (
             *(there(segment.address), segment.size, "small" if segment.is_small else "large", segment.is_expandable),
-            [(there(block.address), block.size, states[block.key is None]) for block in segment.blocks],
+            [(there(block.address), block.size, states[block.is_free]) for block in segment.blocks],
         )
         for segment in double.segments()
     ]
-    peaks = [double.peak_allocated_bytes, double.peak_reserved_bytes, double.peak_requested_bytes]
-    return peaks, double.retries, sorted(segments)
+    return [double.peak_allocated_bytes, double.peak_reserved_bytes], double.retries, sorted(segments)
 
 
 def in_environment(text: str):

@@ -25,7 +25,7 @@ from runner import Measurement
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
-from perf_helpers.estimate.prediction import Device, Known, trace_of
+from perf_helpers.estimate.prediction import Device, trace_of
 from perf_helpers.estimate.trace_records import Log
 from perf_helpers.lab import Lab, processes
 from perf_helpers.lab.arguments import Arguments
@@ -242,8 +242,8 @@ def difference(one: Training, most: int = 12) -> None:
 
 
 def _log(experiment: Experiment, capability: tuple[int, int], tell) -> Log:
-    with Known():
-        return trace_of(experiment, Device("cuda", capability)).log
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return trace_of(experiment, Device("cuda", capability)).log
 
 
 # ---- the record

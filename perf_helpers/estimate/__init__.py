@@ -4,7 +4,6 @@ Covers the CPU to the byte, CUDA as its differences are modelled, and surfaces o
 explorers. Not covered: time, and whatever depends on the values of tensors.
 """
 
-from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate.estimates import MemoryEstimate, estimate, estimates_so_far
 
-__all__ = ["DEFAULT_CAPABILITY", "MemoryEstimate", "estimate", "estimates_so_far"]
+__all__ = ["MemoryEstimate", "estimate", "estimates_so_far"]

@@ -7,11 +7,12 @@ figure names the source that it was read in: see also `cuda.PARTS`. Not covered:
 """
 
 import bisect
+import collections
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, in_segments, shown
+from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, next_multiple, shown
 
 KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
@@ -21,7 +22,7 @@ FIRST_ADDRESS = 0x7F0000000000  # of the first segment, as drivers give them
 
 def rounded(size: int) -> int:
     """Bytes of the block that holds `size` bytes: the next multiple of 512; 0 takes none."""
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    return next_multiple(size, BLOCK_BYTES)
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -51,7 +52,7 @@ class CachingAllocator:
         settings: as torch reads them at its start; they stay.
         capacity: bytes that the device has for segments: its memory less the context and whatever else holds of it.
             An expandable segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
-        on_event: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
+        tell: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
             that were asked for, and what torch's snapshots call "segment_alloc", "segment_free", "segment_map" and
             "segment_unmap"; of "oom" it is told the bytes that the device has left instead of an address.
     """
@@ -60,16 +61,16 @@ class CachingAllocator:
         self,
         settings: Settings | None = None,
         capacity: int | None = None,
-        on_event: Callable[[str, int, int], Any] | None = None,
+        tell: Callable[[str, int, int], Any] = lambda *_: None,
     ):
         settings = settings or Settings()
-        self.requested_bytes = self.peak_requested_bytes = 0  # as asked for
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
-        self._tell = on_event
+        self._tell = tell
         self._pages = SEGMENT_BYTES, settings.large_segment_size_mb * MIB  # of pools for small blocks, and for large
-        self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream
+        # By stream, for small blocks and for large ones.
+        self._pools = collections.defaultdict(lambda: (Pool(True, self._pages[0]), Pool(False, self._pages[1])))
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
         self._order, self._next = 0, FIRST_ADDRESS  # how many segments were taken; where the next one lies
@@ -78,21 +79,10 @@ class CachingAllocator:
         self._capacity = UNLIMITED if capacity is None else capacity
         self._expands = settings.expandable_segments
         self._divisions = settings.roundup_power2_divisions
-        self._divides = max(self._divisions) > 1
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
         space = 4096 * GIB if capacity is None else capacity + capacity // 8
-        self._space = {page: -(-space // page) * page for page in self._pages}
-
-    @property
-    def small_segments(self) -> int:
-        """Number of segments for blocks of up to 1 MiB. Expandable ones are not counted, as torch does not."""
-        return sum(small.segments for small, _ in self._pools.values())
-
-    @property
-    def large_segments(self) -> int:
-        """Number of segments for larger blocks. Expandable ones are not counted, as torch does not."""
-        return sum(large.segments for _, large in self._pools.values())
+        self._space = {page: next_multiple(space, page) for page in self._pages}
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Place `size` bytes under the name `key`, for what runs on a `stream` of the device.
@@ -105,34 +95,25 @@ class CachingAllocator:
             raise ValueError(f"key={key!r} is born twice: give each block a key of its own while it lives")
         if not size:
             return
-        requested, size = size, self._divided(size) if self._divides else -(-size // BLOCK_BYTES) * BLOCK_BYTES
-        pool = self._pools_of(stream)[size > MIB]
+        requested, size = size, self._divided(size)
+        pool = self._pools[stream][size > MIB]
         block = self._cached(pool, size) or self._new(pool, size, requested)
         rest = block.size - size
         if rest >= BLOCK_BYTES if pool.is_small or self._expands else rest > MIB and size < self._max_split:
             pool.add(block.cut(size))
-        block.is_free = False
         block.requested, block.key = requested, key
         self._used[key] = block
-        self.requested_bytes += requested
         self.allocated_bytes += block.size
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self._tell:
-            self._tell("alloc", block.address, requested)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self._tell("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
         """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
         block = self._used.pop(key, None)
         if block is None:
             return
-        if self._tell:
-            self._tell("free", block.address, block.requested)
-        self.requested_bytes -= block.requested
+        self._tell("free", block.address, block.requested)
         self.allocated_bytes -= block.size
-        block.is_free = True
         block.requested, block.key = 0, None
         block.pool.join(block)
 
@@ -147,7 +128,6 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Peaks count from what there is now."""
-        self.peak_requested_bytes = self.requested_bytes
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -156,19 +136,13 @@ class CachingAllocator:
         heads = sorted(self._heads.items())
         return [segment for _, head in heads for segment in shown(head, self._expands)]
 
-    def _pools_of(self, stream: int) -> tuple[Pool, Pool]:
-        """For small blocks and for large ones."""
-        if stream not in self._pools:
-            self._pools[stream] = Pool(True, self._pages[0]), Pool(False, self._pages[1])
-        return self._pools[stream]
-
     def _divided(self, size: int) -> int:
         """Bytes of a block where sizes are rounded to steps between powers of two (roundup_power2_next_division)."""
         steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)
         step = (1 << (size.bit_length() - 1)) // steps
-        return -(-size // step) * step
+        return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
         """The smallest free block that holds so much, no longer in its pool (get_free_block)."""
@@ -194,8 +168,7 @@ class CachingAllocator:
             self.retries += 1
             block = self._taken(pool, size)
         if block is None:
-            if self._tell:
-                self._tell("oom", self._capacity - self._device_bytes, size)
+            self._tell("oom", self._capacity - self._device_bytes, size)
             now = f"{self.allocated_bytes} are allocated and {self.reserved_bytes} reserved"
             raise OutOfMemory(f"no room for {requested} bytes: {now}")
         return block
@@ -204,19 +177,18 @@ class CachingAllocator:
         """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
         if self._expands:
             return self._expanded(pool, size)
-        segment = SEGMENT_BYTES if size <= MIB else self._pages[1] if size < 10 * MIB else in_segments(size)
-        if self._device_bytes + in_segments(segment) > self._capacity:
+        segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
+        device_bytes = next_multiple(segment, SEGMENT_BYTES)
+        if self._device_bytes + device_bytes > self._capacity:
             return None
-        pool.segments += 1
-        self._reserve(segment, in_segments(segment))
+        self._reserve(segment, device_bytes)
         block = self._new_segment(pool, segment)
-        if self._tell:
-            self._tell("segment_alloc", block.address, segment)
+        self._tell("segment_alloc", block.address, segment)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Part:
         address = self._spaces.take(size) if self._expands else self._next
-        self._next += in_segments(size)
+        self._next += next_multiple(size, SEGMENT_BYTES)
         self._order += 1
         block = self._heads[address] = Part(pool, address, size, address, self._order)
         return block
@@ -224,26 +196,22 @@ class CachingAllocator:
     def _reserve(self, size: int, device_bytes: int) -> None:
         self.reserved_bytes += size
         self._device_bytes += device_bytes
-        if self.reserved_bytes > self.peak_reserved_bytes:
-            self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _release(self, block: Part) -> None:
         """Give a segment back that is one free block."""
-        pool = block.pool
-        pool.remove(block)
+        block.pool.remove(block)
         del self._heads[block.address]
-        pool.segments -= 1
-        self._reserve(-block.size, -in_segments(block.size))
-        if self._tell:
-            self._tell("segment_free", block.address, block.size)
+        self._reserve(-block.size, -next_multiple(block.size, SEGMENT_BYTES))
+        self._tell("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
         """Give one block back that is too large to be split and holds so much, or several, the largest first; whether
         that was enough (release_available_cached_blocks)."""
-        wanted, released = max(size, self._max_split), 0
-        index = bisect.bisect_left(pool.free, (wanted,))
         if self._expands:
             return False
+        wanted, released = max(size, self._max_split), 0
+        index = bisect.bisect_left(pool.free, (wanted,))
         if index < len(pool.free):
             self._release(pool.free[index][-1])
             return True
@@ -284,7 +252,7 @@ class CachingAllocator:
     def _map(self, block: Part, size: int) -> Part | None:
         """Map memory to the first addresses of an unmapped block; the free block that holds it (map_block)."""
         page = block.pool.page
-        size = -(-size // page) * page
+        size = next_multiple(size, page)
         if self._device_bytes + size > self._capacity:
             return None
         block.pool.remove(block)
@@ -292,14 +260,13 @@ class CachingAllocator:
             block.pool.add(block.cut(size))
         block.is_mapped = True
         self._reserve(size, size)
-        if self._tell:
-            self._tell("segment_map", block.address, size)
+        self._tell("segment_map", block.address, size)
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
         """Give the whole pages of a free block back, and its segment where nothing is left of it (unmap_block)."""
         page = block.pool.page
-        begin = -(-(block.address - block.base) // page) * page + block.base
+        begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base
         if begin >= end:
             return
@@ -311,8 +278,7 @@ class CachingAllocator:
             block.pool.add(block.cut(end - block.address))
         block.is_mapped = False
         self._reserve(begin - end, begin - end)
-        if self._tell:
-            self._tell("segment_unmap", begin, end - begin)
+        self._tell("segment_unmap", begin, end - begin)
         block = block.pool.join(block)
         if block.is_whole:
             block.pool.remove(block)

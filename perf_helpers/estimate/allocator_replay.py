@@ -45,11 +45,6 @@ class Replay:
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
-    def highest(self, begins: np.ndarray) -> np.ndarray:
-        """The most that is allocated during each operation; `begins`: the events before each, and all of them."""
-        begins = np.minimum(begins, len(self.allocated) - 1)
-        return np.array([self.allocated[a : b + 1].max() for a, b in itertools.pairwise(begins)])
-
     def memory(self) -> Memory:
         """As a lab measures it."""
         positions = {label: position for label, position in self.log.marks if label != "start"}
@@ -147,7 +142,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
         for name in ("free_requested", "free_completed") if action == "free" else (action,):
             trace.append({"action": name, "time_us": len(trace), **known})
 
-    allocator = CachingAllocator(Settings.parse(settings), capacity, on_event=note)
+    allocator = CachingAllocator(Settings.parse(settings), capacity, tell=note)
     lengths = []  # of the trace after so many events
     with contextlib.suppress(OutOfMemory):
         for label in _played(log, allocator):  # noqa: B007, `note` reads it
@@ -182,8 +177,8 @@ def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: d
                 "address": block.address,
                 "size": block.size,
                 "requested_size": block.requested,
-                "state": "inactive" if block.key is None else "active_allocated",
-                "frames": [] if block.key is None else frames(log.blocks[block.key][1]),
+                "state": "inactive" if block.is_free else "active_allocated",
+                "frames": [] if block.is_free else frames(log.blocks[block.key][1]),
             }
             for block in segment.blocks
         ]

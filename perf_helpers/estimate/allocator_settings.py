@@ -3,8 +3,10 @@
 Covers those that decide about the device's memory. Not covered: what they do (`allocator`).
 """
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from perf_helpers.texts import nearest_text
 
@@ -25,17 +27,12 @@ class Settings:
     roundup_power2_divisions: tuple[int, ...] = (0,) * 16
 
     def __post_init__(self):
-        self._check(self.large_segment_size_mb > 10, "large_segment_size_mb", "a number of MiB above 10")
+        least = self.large_segment_size_mb
+        if least <= 10:
+            raise ValueError(f"large_segment_size_mb:{least}: give a number of MiB above 10")
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
-            least, size = self.large_segment_size_mb, getattr(self, name)
-            self._check(size is None or size >= least, name, f"a number of MiB from {least} on")
-        powers = all(step >= 0 and step & (step - 1) == 0 for step in self.roundup_power2_divisions)
-        whole = powers and len(self.roundup_power2_divisions) == 16
-        self._check(whole, "roundup_power2_divisions", "16 powers of two, or 0")
-
-    def _check(self, holds: bool, name: str, wanted: str) -> None:
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r}: give {wanted}")
+            if (size := getattr(self, name)) is not None and size < least:
+                raise ValueError(f"{name}:{size}: give a number of MiB from {least} on")
 
     @classmethod
     def parse(cls, text: str) -> "Settings":
@@ -48,12 +45,12 @@ class Settings:
         words = _words("".join(text.split()))
         for name in words.keys() & _NOT_FOLLOWED.keys():
             raise ValueError(f"{name} is not followed: {_NOT_FOLLOWED[name]}")
-        known = {one.name for one in fields(cls)}
-        for name in words.keys() - known - _ELSEWHERE:
-            raise ValueError(f"no option {name!r} in {text!r}. {nearest_text(name, sorted(known | _ELSEWHERE))}")
+        for name in words.keys() - _READERS.keys() - _ELSEWHERE:
+            options = sorted(_READERS.keys() | _ELSEWHERE)
+            raise ValueError(f"no option {name!r} in {text!r}. {nearest_text(name, options)}")
         if words.get("backend", "native") != "native":
             raise ValueError(f"backend:{words['backend']} is another allocator than the one that is followed here")
-        return cls(**{name: _PARSERS[name](name, value) for name, value in words.items() if name in known})
+        return cls(**{name: _read(name, value) for name, value in words.items() if name in _READERS})
 
 
 # Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; and what is done only
@@ -74,14 +71,8 @@ _NOT_FOLLOWED = {
 
 def _words(text: str) -> dict[str, str]:
     """`name:value` by name; a comma inside of brackets separates nothing."""
-    found, depth, begin = [], 0, 0
-    for place, letter in enumerate(text + ","):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and not depth:
-            found.append(text[begin:place])
-            begin = place + 1
     words = {}
-    for word in filter(None, found):
+    for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")
         if not colon or not value:
             raise ValueError(f"{word!r} is no option: write name:value, with commas between, as max_split_size_mb:128")
@@ -89,48 +80,47 @@ def _words(text: str) -> dict[str, str]:
     return words
 
 
-def _number(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name}:{value}: give a whole number") from None
-
-
-def _truth(name: str, value: str) -> bool:
-    if value not in ("True", "False"):
-        raise ValueError(f"{name}:{value}: give True or False")
-    return value == "True"
-
-
-def _divisions(name: str, value: str) -> tuple[int, ...]:
+def _divisions(value: str) -> tuple[int, ...]:
     """One number for all sizes; or, for each interval from that many MiB on, one of its own. torch leaves the intervals
     that lie between two named ones alone."""
     if not value.startswith("["):
-        if not value.isdecimal() or int(value).bit_count() != 1:
-            raise ValueError(f"{name}:{value}: give a power of two, or intervals as in [256:1,>:4]")
-        return (int(value),) * 16
+        return (_power_of_2(value),) * 16
     divisions, last = [0] * 16, None
     for entry in value.strip("[]").split(","):
         where, _, steps = entry.partition(":")
-        sizes = where == ">" or (where.isdecimal() and int(where).bit_count() == 1)
-        if not sizes or not steps.isdecimal() or int(steps).bit_count() > 1:
-            raise ValueError(f"{name}:{value}: {entry!r} is no power of two of MiB, a colon and a power of two, or 0")
+        steps = 0 if steps == "0" else _power_of_2(steps)
         if where == ">":
             begin = 1 if last is None else last + 1
-            divisions[begin:] = [int(steps)] * (16 - begin)
+            divisions[begin:] = [steps] * (16 - begin)
             continue
-        here = min(int(where).bit_length() - 1, 15)
+        here = min(_power_of_2(where).bit_length() - 1, 15)
         if last is None:
-            divisions[:here] = [int(steps)] * here
-        divisions[here] = int(steps)
+            divisions[:here] = [steps] * here
+        divisions[here] = steps
         last = here
     return tuple(divisions)
 
 
-_PARSERS: dict[str, Callable] = {
-    "expandable_segments": _truth,
-    "max_split_size_mb": _number,
-    "max_non_split_rounding_mb": _number,
-    "large_segment_size_mb": _number,
-    "roundup_power2_divisions": _divisions,
+def _power_of_2(text: str) -> int:
+    number = int(text)
+    if number < 1 or number.bit_count() > 1:
+        raise ValueError
+    return number
+
+
+# How the value of each option is read, by a function that raises LookupError or ValueError; and what to write.
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "expandable_segments": ({"True": True, "False": False}.__getitem__, "True or False"),
+    "max_split_size_mb": (int, "a whole number"),
+    "max_non_split_rounding_mb": (int, "a whole number"),
+    "large_segment_size_mb": (int, "a whole number"),
+    "roundup_power2_divisions": (_divisions, "a power of two, or intervals of powers of two as in [256:1,>:4]"),
 }
+
+
+def _read(name: str, value: str) -> Any:
+    reader, wanted = _READERS[name]
+    try:
+        return reader(value)
+    except (LookupError, ValueError):
+        raise ValueError(f"{name}:{value}: give {wanted}") from None

@@ -29,12 +29,10 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
     """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
+    Raises RuntimeError as `private` does.
 
     Args:
         library: a library of "aten" that is open for implementations, and is closed after this context.
-
-    Raises:
-        RuntimeError: this torch lacks a private name that is needed.
     """
     registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
     cuda, cpu = ({name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU"))
@@ -144,8 +142,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
     raise RuntimeError(
-        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: "
-        "use torch 2.11 to 2.14, or leave the part 'autocast' out"
+        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: use torch 2.11 to 2.14"
     )
 
 

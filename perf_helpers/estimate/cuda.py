@@ -37,13 +37,8 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
     """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
 
     The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
-    counts the device's memory follows it with `device.DeviceTracker`.
-
-    Args:
-        compute_capability: of the GPU; decides on the attention kernels.
-
-    Raises:
-        RuntimeError: this torch lacks a private name that is needed.
+    counts the device's memory follows it with `device.DeviceTracker`. The attention kernels are those of a GPU of this
+    compute capability. Raises RuntimeError as `autocast.private` does.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
@@ -101,8 +96,7 @@ def _foreach_allowed() -> Iterator[None]:
 
     name = "_get_foreach_kernels_supported_devices"
     devices = private(f"torch.utils._foreach_utils.{name}")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(optimizer, name, lambda: [*devices(), "cpu"]))
+    with patch.object(optimizer, name, lambda: [*devices(), "cpu"]), contextlib.ExitStack() as stack:
         for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))
@@ -118,23 +112,19 @@ def _attention(
     """scaled_dot_product_attention as on a GPU of this compute capability."""
     aten = torch.ops.aten
     kernel = _attention_kernel(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if kernel == "math" and isinstance(query, FakeTensor):
+    if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed, and on the CPU
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not isinstance(query, FakeTensor):
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
     if kernel == "flash":
         size = query.shape[-1]
         scale = size**-0.5 if scale is None else scale
-        query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+        query, key, value = (_padded(tensor) for tensor in (query, key, value))
         output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output if output.shape[-1] == size else output[..., :size]
     keep_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     attn_mask = _additive(attn_mask, query.dtype)
     if kernel == "efficient" and attn_mask is not None:
         if any(stride % 8 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
-            attn_mask = _padded(attn_mask, 8)[..., : attn_mask.shape[-1]]
+            attn_mask = _padded(attn_mask)[..., : attn_mask.shape[-1]]
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
     return run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
@@ -216,7 +206,7 @@ def _attention_kernel(capability, query, key, value, mask, dropout, causal, enab
     return "math"
 
 
-def _padded(tensor, multiple):
-    """The tensor with zeros behind its last dimension, up to a multiple."""
-    missing = -tensor.shape[-1] % multiple
+def _padded(tensor):
+    """The tensor with zeros behind its last dimension, up to a multiple of 8."""
+    missing = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

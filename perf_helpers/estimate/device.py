@@ -5,7 +5,6 @@ module or a batch is sent there, and what an operation makes of tensors on the d
 """
 
 import contextlib
-import functools
 import itertools
 from unittest.mock import patch
 
@@ -46,7 +45,7 @@ class DeviceTracker(FakeTracker):
         self._kernels = kernels.Kernels(capability)
         self.is_there = is_function  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
-        self._told: bool | None = None  # where a factory that runs just now was told to make its tensor
+        self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
         self._on_host: set[int] = set()  # of its results, those that lie on the host
@@ -69,13 +68,9 @@ class DeviceTracker(FakeTracker):
     def _paged(self, kind: type):
         plain = kind.get_state_buffer
 
-        @functools.wraps(plain)
         def get_state_buffer(optimizer, weight, *args, **kwargs):
-            self._is_elsewhere = optimizer.is_paged and weight.numel() >= _PAGED
-            try:
+            with patch.object(self, "_is_elsewhere", optimizer.is_paged and weight.numel() >= _PAGED):
                 return plain(optimizer, weight, *args, **kwargs)
-            finally:
-                self._is_elsewhere = False
 
         return get_state_buffer
 
@@ -95,10 +90,6 @@ class DeviceTracker(FakeTracker):
         self.is_there |= category == Category.WEIGHTS
         if storage is not None and storage._cdata not in self._blocks:
             self._follow(storage, category, "copy to the device")
-
-    def told(self, is_device: bool | None) -> None:
-        """Where the tensors of a factory are to lie; None: it was not told."""
-        self._told = is_device
 
     def lies_on_device(self, tensor: torch.Tensor) -> bool:
         storage = self._storage(tensor)
@@ -146,8 +137,8 @@ class DeviceTracker(FakeTracker):
             return any_fake or any(map(self.lies_on_device, given))
         if self._is_function:
             return True
-        if self._told is not None:
-            return self._told
+        if self.is_told is not None:
+            return self.is_told
         return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
     def _see(self, tensor, function, args, kwargs):
@@ -218,11 +209,8 @@ class _Placing(TorchFunctionMode):
         if name not in _FACTORIES:
             return function(*args, **kwargs)
         is_device = isinstance(kwargs.get("device"), _DEVICES)  # "cpu" in so many words is the host
-        self._tracker.told(is_device)
-        try:
+        with patch.object(self._tracker, "is_told", is_device):
             result = function(*args, **kwargs)
-        finally:
-            self._tracker.told(None)
         if name in ("tensor", "as_tensor") and is_device:
             self._tracker.sent(result)
         return result

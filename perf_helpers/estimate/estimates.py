@@ -138,7 +138,7 @@ class Knowledge:
 
     def __init__(self):
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
-        self._learned: deque[bytes] = deque()  # see `prediction.Known.news`
+        self._learned: deque[bytes] = deque()  # the news that `prediction.with_known` returns
 
     def ask(
         self, function: Callable[..., Answer], *arguments, model: str, timeout: float, on_percent: Tell | None = None

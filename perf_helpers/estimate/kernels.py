@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from perf_helpers.estimate import reduction_scratch
 from perf_helpers.estimate.allocator import workspace_bytes
+from perf_helpers.estimate.segments import next_multiple
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 WORD = 8  # bytes of an index
+CUB_BYTES = 256  # the parts of what CUB takes are multiples of it
 
 
 class Free(NamedTuple):
@@ -50,10 +52,12 @@ class Kernels:
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
         if packet in _COPIED:
-            first, positions = _COPIED[packet]
-            layout = suggest_memory_format(args[positions[-1]]) if packet in _ON_IMAGES else torch.contiguous_format
-            copies = [size for position in positions for size in _contiguous(args[position], layout)]
-            return [*copies, *made] if first else [*made, *copies]
+            before, after = _COPIED[packet]
+            layout = torch.contiguous_format
+            if packet in _ON_IMAGES:
+                layout = suggest_memory_format(args[max(before + after)])
+            first, last = ([size for n in each for size in _contiguous(args[n], layout)] for each in (before, after))
+            return [*first, *made, *last]
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
@@ -96,8 +100,8 @@ class Kernels:
         """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
         (flash_attn/flash_api.cpp: mha_bwd)."""
         batch, heads, length, head = query.shape
-        rows = batch * heads * (-(-length // 128) * 128)
-        wide = -(-head // 32) * 32 if head <= 192 else 256
+        rows = batch * heads * next_multiple(length, 128)
+        wide = next_multiple(head, 32) if head <= 192 else 256
         copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
         grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
         return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
@@ -112,9 +116,6 @@ class Kernels:
         return [*made, 4 * query.numel() + 4 * query[..., 0].numel()]
 
     # ---- sorts and what is sorted
-
-    def _embedding(self, made, weight, indices, *_, **__):
-        return [*_contiguous(indices), *made]
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
         """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
@@ -191,7 +192,7 @@ class Kernels:
         is, and for more than one pass both once more (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
         passes = -(-max(largest - 1, 1).bit_length() // 8)
         shares = -(-count // self._sorted_at_once[key])
-        again = _whole(count * key) + _whole(count * WORD) if passes > 1 else 0
+        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
         return again + 1024 * shares + 2048 * passes + 511
 
     # ---- others
@@ -204,9 +205,6 @@ class Kernels:
     def _isinf(self, made, tensor, *_, **__):
         """Whether the absolute value is infinite."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
-
-    def _layer_norm_backward(self, made, gradient, tensor, *_, **__):
-        return [*_contiguous(tensor), *made, *_contiguous(gradient)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
@@ -277,12 +275,7 @@ def multiplies(function) -> bool:
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
     """Of a running sum by CUB, or one over whether neighbours differ: what it knows of each tile and of 32 before the
     first (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh)."""
-    return _whole(each * (-(-count // tile) + 32)) + 511
-
-
-def _whole(size: int) -> int:
-    """Bytes, as CUB lays parts of its memory."""
-    return -(-size // 256) * 256
+    return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
 # ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first
@@ -333,7 +326,6 @@ def _is_torchs_own_depthwise(
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
-    aten.embedding: Kernels._embedding,
     aten.embedding_dense_backward: Kernels._embedding_backward,
     aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,
@@ -346,7 +338,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,
-    aten.native_layer_norm_backward: Kernels._layer_norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
@@ -359,20 +350,23 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._scaled_dot_product_cudnn_attention: Kernels._cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward: Kernels._cudnn_backward,
 }
-# Arguments that have no rule but to be contiguous, and whether they are copied before the result is made.
+# Operations with no rule but that some arguments have to be contiguous: which are copied before the results are made,
+# and which after.
 _COPIED = {
-    aten.native_layer_norm: (True, (0,)),
-    aten._softmax: (False, (0,)),
-    aten._log_softmax: (False, (0,)),
-    aten._log_softmax_backward_data: (False, (0, 1)),
-    aten.max_pool2d_with_indices: (False, (0,)),
-    aten.max_pool2d_with_indices_backward: (False, (0, 1)),
-    aten.avg_pool2d: (False, (0,)),
-    aten.avg_pool2d_backward: (False, (0, 1)),
-    aten._adaptive_avg_pool2d: (True, (0,)),
-    aten.upsample_nearest2d: (False, (0,)),
-    aten.reflection_pad1d: (False, (0,)),
-    aten.im2col: (True, (0,)),
+    aten.embedding: ((1,), ()),
+    aten.native_layer_norm: ((0,), ()),
+    aten.native_layer_norm_backward: ((1,), (0,)),
+    aten._softmax: ((), (0,)),
+    aten._log_softmax: ((), (0,)),
+    aten._log_softmax_backward_data: ((), (0, 1)),
+    aten.max_pool2d_with_indices: ((), (0,)),
+    aten.max_pool2d_with_indices_backward: ((), (0, 1)),
+    aten.avg_pool2d: ((), (0,)),
+    aten.avg_pool2d_backward: ((), (0, 1)),
+    aten._adaptive_avg_pool2d: ((0,), ()),
+    aten.upsample_nearest2d: ((), (0,)),
+    aten.reflection_pad1d: ((), (0,)),
+    aten.im2col: ((0,), ()),
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
 _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}

@@ -80,13 +80,8 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
 
-    @contextlib.contextmanager
     def no_sync(self):
-        before, self.syncs_gradients = self.syncs_gradients, False
-        try:
-            yield
-        finally:
-            self.syncs_gradients = before
+        return patch.object(self, "syncs_gradients", False)
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
@@ -142,12 +137,13 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
                     tensor.data = torch.empty_like(tensor)  # what was on the host stays there
                 send(tensor)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(AcceleratorState, "__init__", initialise))
-        stack.enter_context(patch.object(_fsdp_init, "init_device_mesh", mesh))
-        stack.enter_context(patch.object(_fsdp_init, "_move_states_to_device", move))
+    with (
+        patch.object(AcceleratorState, "__init__", initialise),
+        patch.object(_fsdp_init, "init_device_mesh", mesh),
+        patch.object(_fsdp_init, "_move_states_to_device", move),
         # accelerate finds an optimizer's weights again by their addresses.
-        stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata))
+        patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    ):
         yield
 
 
@@ -157,16 +153,6 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 class DeviceName(str):
     """What DeepSpeed calls its device: torch takes it for the "cpu", where all tensors of an estimate lie, and whoever
     asks where a tensor is to lie can tell it from the host."""
-
-
-def _finding_none(look: Callable) -> Callable:
-    """A search for numbers that are not finite, which finds none: gradients count as finite, and no step is skipped."""
-
-    def looked(*args, **kwargs):
-        look(*args, **kwargs)
-        return False
-
-    return looked
 
 
 @contextlib.contextmanager
@@ -189,12 +175,12 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
 
     class Card(accelerators.cpu_accelerator.CPU_Accelerator):
         Stream, Event = torch.cpu.Stream, torch.cpu.Event
+        stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
         def device_name(self, device_index=None):
             return DeviceName("cpu")
 
-        def current_device_name(self):
-            return DeviceName("cpu")
+        current_device_name = device_name
 
         def is_synchronized_device(self):
             return False
@@ -205,20 +191,25 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
         def available_memory(self, device_index=None):
             return 1 << 60  # else it makes its flat copy of the weights on the host
 
-        def stream(self, stream):
-            return torch.cpu.stream(stream)
-
-        def current_stream(self, device_index=None):
-            return torch.cpu.current_stream()
-
         def default_stream(self, device_index=None):
             return default
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(accelerators.real_accelerator, "ds_accelerator", Card()))
+    def finding_none(kind):
+        """It looks for numbers that are not finite, and finds none: gradients count as finite, no step is skipped."""
+        look = kind.has_overflow
+
+        def looked(*args, **kwargs):
+            look(*args, **kwargs)
+            return False
+
+        return patch.object(kind, "has_overflow", looked)
+
+    with (
+        patch.object(accelerators.real_accelerator, "ds_accelerator", Card()),
         # A tensor that another stream uses is freed once that is done: here every operation is done at once.
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
-        for kind in (stages_1_and_2.DeepSpeedZeroOptimizer, stage_3.DeepSpeedZeroOptimizer_Stage3):
-            stack.enter_context(patch.object(kind, "has_overflow", _finding_none(kind.has_overflow)))
-        stack.enter_context(patch.object(torch.cpu.Stream, "synchronize", lambda stream: None, create=True))
+        patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        patch.object(torch.cpu.Stream, "synchronize", lambda stream: None, create=True),
+        finding_none(stages_1_and_2.DeepSpeedZeroOptimizer),
+        finding_none(stage_3.DeepSpeedZeroOptimizer_Stage3),
+    ):
         yield

@@ -8,13 +8,14 @@ else the largest share of its operands is assumed, and told as an assumption.
 """
 
 import bisect
+import copy
 import dataclasses
 import faulthandler
 import functools
 import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -70,19 +71,18 @@ class Probe:
     Args:
         threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
         known: what is known already, among other facts: by (threads, the operation's signature). It is added to.
-        runner: runs operations, see `Runner`; None: one in a process of its own.
     """
 
-    def __init__(
-        self, threads: int | None = None, known: dict[tuple, Any] | None = None, runner: Callable | None = None
-    ):
+    def __init__(self, threads: int | None = None, known: dict[tuple, Any] | None = None):
         self.threads = threads or torch.get_num_threads()
         self.known = {} if known is None else known
-        self._runner = runner or Runner()
+        self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
         """A probe that shares what this one knows, for an experiment on so many threads."""
-        return Probe(threads, self.known, self._runner)
+        other = copy.copy(self)
+        other.threads = threads or torch.get_num_threads()
+        return other
 
     def close(self) -> None:
         """End the process in which operations were run."""

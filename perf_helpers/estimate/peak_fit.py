@@ -10,14 +10,18 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perf_helpers.estimate.prediction import Device, Followed, Known, Tell, follow_all, memory_of
+from perf_helpers.estimate.prediction import Device, Followed, Tell, follow_all, memory_of
 from perf_helpers.estimate.trace_records import Operation, Trace
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Category, Memory, Phase
+
+if TYPE_CHECKING:
+    from perf_helpers.estimate.operator_workspaces import Probe
 
 Point = tuple[int, int | None]  # (micro-batch, length); None for images
 Points = Sequence[Point]
@@ -51,7 +55,7 @@ def terms(micro_batch: int, seq_len: int | None) -> np.ndarray:
 
 
 def fit(
-    experiments: Sequence[Experiment], device: Device, points: Points, offered: Points, known: Known, tell: Tell
+    experiments: Sequence[Experiment], device: Device, points: Points, offered: Points, probe: "Probe", tell: Tell
 ) -> tuple[Surface, list[Memory]]:
     """The surface through some trainings of one recipe, and their memories, without timelines. To be called by
     `prediction.with_known`.
@@ -66,12 +70,12 @@ def fit(
     """
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)  # nobody waits for it, and others may be measuring
-    followed = follow_all(experiments, device, known, tell)
+    followed = follow_all(experiments, device, probe, tell)
     memories = [replace(memory_of(each), timeline=None) for each in followed]
-    return _surface(followed, device, points, offered, known), memories
+    return _surface(followed, device, points, offered, probe), memories
 
 
-def _surface(followed: Sequence[Followed], device: Device, points: Points, offered: Points, known: Known) -> Surface:
+def _surface(followed: Sequence[Followed], device: Device, points: Points, offered: Points, probe: "Probe") -> Surface:
     is_fitted = len(points) > 1
     # (points, terms); what is not fitted has one term
     both = ([terms(*point) if is_fitted else np.ones(1) for point in each] for each in (points, offered))
@@ -82,7 +86,7 @@ def _surface(followed: Sequence[Followed], device: Device, points: Points, offer
     live, high = wanted_at @ coefficients[:, :, :TOTAL].sum(axis=2), wanted_at @ coefficients[:, :, TOTAL]
     hidden = np.zeros(high.shape, dtype=np.int64)  # (points on offer, operations), as are `live` and `high`
     if device.kind == "cpu" and is_fitted:
-        hidden = _hidden(followed, indices, traced_at, wanted_at, live, high, known)
+        hidden = _hidden(followed, indices, traced_at, wanted_at, live, high, probe)
     is_update = np.array([trace.phases[index] == Phase.STEP for index in indices[0]])
     # Kept are the operations that hold the peak, of the passes or of the update, at any point on offer.
     heights = np.maximum(high, live + hidden)
@@ -150,7 +154,7 @@ def _hidden(
     wanted_at: np.ndarray,
     live: np.ndarray,
     high: np.ndarray,
-    known: Known,
+    probe: "Probe",
 ) -> np.ndarray:
     """What the operations hide at every point on offer, by running them there: (points, operations) bytes. Only those
     are run that were seen to hide something and may hold the peak by it.
@@ -158,7 +162,7 @@ def _hidden(
     Args:
         live, high: (points, operations): what lives when each has ended, and the highest total without what is hidden.
     """
-    probe, highest = known.probe.under(None), high.max(axis=1)
+    highest = high.max(axis=1)
     asked: dict[tuple[int, int], Operation] = {}  # by point and number of the operation
     grown: dict[tuple, tuple[float, list]] = {}  # by what was seen: each layer has the same operations
     for number, here in enumerate(zip(*indices, strict=True)):

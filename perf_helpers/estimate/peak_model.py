@@ -1,9 +1,10 @@
 """Peak memory over micro-batch and length: what lets an explorer answer at once.
 
-A few exact traces of a recipe fix its peak everywhere (see `fitting`). An optimizer leaves the forward and the backward
-as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point that is
-asked for is told as traced, the rest as interpolated. On CUDA what is interpolated is the sum of blocks: what the
-allocator hands out beyond them, because it does not split a block for less than 1 MiB, shows where the point is traced.
+A few exact traces of a recipe fix its peak everywhere (see `peak_fit`). An optimizer leaves the forward and the
+backward as they are but for its states, so one more trace gives each other optimizer. What was traced at the very point
+that is asked for is told as traced, the rest as interpolated. On CUDA what is interpolated is the sum of blocks: what
+the allocator hands out beyond them, because it does not split a block for less than 1 MiB, shows where the point is
+traced.
 """
 
 import contextlib
@@ -130,7 +131,6 @@ class Surfaces:
             self._options["compute_capability"] = compute_capability
         self._surfaces: dict[tuple, Surface] = {}  # by the keys of `Choice.surfaces`
         self._exact: dict[tuple, Answer] = {}  # by `Choice.at`
-        self._samples: dict[int | None, int] = {}  # bytes of one sample by its length
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
         identity = json.dumps([_SCHEMA, self.task.identity(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
@@ -176,7 +176,8 @@ class Surfaces:
             columns = np.concatenate([columns[kept], own + moved])
             where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
-            more = (choice.accumulation - 2) * micro_batch * self._sample_bytes(seq_len)
+            sample = self.task.replace(seq_len=seq_len).arrays(1).values()
+            more = (choice.accumulation - 2) * micro_batch * sum(array.nbytes for array in sample)
             columns[:, [_INPUTS, TOTAL]] += more
         peak = int(columns[:, TOTAL].argmax())
         sizes = zip(TENSOR_CATEGORIES, columns[peak, :TOTAL], strict=True)
@@ -195,12 +196,6 @@ class Surfaces:
 
     def _missing(self, choice: Choice) -> list[tuple]:
         return [key for key in choice.surfaces() if key not in self._surfaces]
-
-    def _sample_bytes(self, seq_len: int | None) -> int:
-        if seq_len not in self._samples:
-            arrays = self.task.replace(seq_len=seq_len).arrays(1).values()
-            self._samples[seq_len] = sum(array.nbytes for array in arrays)
-        return self._samples[seq_len]
 
     # ---- learning
 

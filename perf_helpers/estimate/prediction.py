@@ -20,7 +20,7 @@ import numpy as np
 
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.trace_records import Log, Trace
+from perf_helpers.estimate.trace_records import Log, Trace, highest
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
@@ -78,7 +78,7 @@ class MemoryEstimate:
 
 
 def predict(
-    experiment: Experiment, device: Device, with_log: bool, known: "Known", tell: Tell
+    experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
     """The estimate of one experiment, and the births and deaths on CUDA that it was made from where they are wanted.
     To be called by `with_known`: it replaces parts of torch.
@@ -88,7 +88,7 @@ def predict(
     """
     from perf_helpers.lab import memory_meter
 
-    (followed,) = follow_all([experiment], device, known, tell)
+    (followed,) = follow_all([experiment], device, probe, tell)
     on_cuda = device.kind == "cuda"
     memory, is_too_large = _on_cuda(followed.trace, device) if on_cuda else (memory_of(followed), False)
     made = MemoryEstimate(
@@ -108,32 +108,20 @@ def predict(
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
-    """What `function(*arguments, known, tell)` returns in this clean process, and the news of what it learnt (see
-    `Known`). `learned`: the news of earlier clean processes."""
-    with Known(learned) as known:
-        return function(*arguments, known, tell), known.news()
+    """What `function(*arguments, probe, tell)` returns in this clean process, and the news of what was learnt here of
+    operations, b"" where it is nothing. Only clean processes can read it: it holds types of torch. `learned`: the news
+    of earlier ones."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
+    from perf_helpers.estimate.operator_workspaces import Probe
 
-
-class Known(contextlib.AbstractContextManager):
-    """What is known in a clean process, with what earlier ones learnt. As a context manager it ends what it started."""
-
-    def __init__(self, learned: Sequence[bytes] = ()):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
-        from perf_helpers.estimate.operator_workspaces import Probe
-
-        self.facts: dict[tuple, Any] = {}  # what operations make (see `trace.OperationCache`), and what they hide
-        for news in learned:
-            self.facts.update(pickle.loads(news))
-        self._before = set(self.facts)
-        self.probe = Probe(known=self.facts)
-
-    def news(self) -> bytes:
-        """What was learnt here; b"" where it is nothing. Only clean processes can read it: it holds types of torch."""
-        news = _news(self.facts, self._before)
-        return pickle.dumps(news) if news else b""
-
-    def __exit__(self, *_):
-        self.probe.close()
+    facts: dict[tuple, Any] = {}  # what operations make (see `trace.OperationCache`), and what they hide
+    for news in learned:
+        facts.update(pickle.loads(news))
+    before = set(facts)
+    with contextlib.closing(Probe(known=facts)) as probe:
+        answer = function(*arguments, probe, tell)
+    news = _news(facts, before)
+    return answer, pickle.dumps(news) if news else b""
 
 
 def _news(facts: dict[tuple, Any], before: set[tuple]) -> dict[tuple, Any]:
@@ -152,12 +140,10 @@ class Followed:
     assumptions: tuple[str, ...]
 
 
-def follow_all(experiments: Sequence[Experiment], device: Device, known: Known, tell: Tell) -> list[Followed]:
+def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[Followed]:
     """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    traces = _traces([_plain(each, device) for each in experiments], device, known.facts, tell)
-    return [
-        _followed(experiment, trace, device, known.probe) for experiment, trace in zip(experiments, traces, strict=True)
-    ]
+    traces = _traces([_plain(each, device) for each in experiments], device, probe.known, tell)
+    return [_followed(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
 
 def _plain(experiment: Experiment, device: Device) -> Experiment:
@@ -212,7 +198,8 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 
 
 def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
-    """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: see `Known`."""
+    """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: those of
+    `with_known`."""
     from perf_helpers.estimate import trace
 
     cache = trace.OperationCache(facts, device.kind)
@@ -328,7 +315,7 @@ def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     memory = replace(
         memory,
         parameters=trace.parameters,
-        timeline=_timeline(trace, found.highest(trace.begins)),
+        timeline=_timeline(trace, highest(found.allocated, trace.begins)),
         context_bytes=context,
         device_used_bytes=memory.reserved_bytes + context if context else None,
     )

@@ -58,7 +58,8 @@ def scratch_bytes(
         if is_inner_fastest and width >= 128 and len(inner) == 1:
             width //= _VECTOR
         elif not is_inner_fastest:
-            vector = _vector([outer[0][0], *(step for _, step in (*inner, *outer[1:]))])
+            # As wide as the length and all other strides allow: both numbers are powers of 2.
+            vector = math.gcd(_VECTOR, outer[0][0], *(step for _, step in (*inner, *outer[1:])))
             width //= vector
     most = _MOST_THREADS // vector
     wide, high = (min(_power_of_2(size), most) for size in (width, height))
@@ -88,14 +89,6 @@ def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((size, step))
     return joined
-
-
-def _vector(multiples: Sequence[int]) -> int:
-    vector = _VECTOR
-    for number in multiples:
-        while number % vector:
-            vector //= 2
-    return vector
 
 
 def _power_of_2(number: int) -> int:

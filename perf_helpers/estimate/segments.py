@@ -5,60 +5,36 @@ Covers cutting, joining and finding. Not covered: when that is done (`allocator`
 
 import bisect
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MIB = 1024**2
 SEGMENT_BYTES = 2 * MIB  # the smallest segment, and what larger ones are multiples of
 
 
-def in_segments(size: int) -> int:
-    """Bytes of the segments that hold `size` bytes and nothing else: the next multiple of 2 MiB."""
-    return -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+def next_multiple(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
 
 
-class Block(NamedTuple):
-    """A part of a segment, as it is shown."""
-
-    address: int
-    size: int  # bytes
-    requested: int  # bytes of it that were asked for; 0 where it is free
-    key: Hashable | None  # who holds it; None where it is free
-
-
-class Segment(NamedTuple):
-    """Neighbouring memory that was taken from the device; of an expandable segment, a part without a hole."""
-
-    address: int
-    size: int  # bytes
-    is_small: bool  # of the pool for up to 1 MiB
-    is_expandable: bool
-    blocks: list[Block]
-
-
+@dataclass(slots=True, eq=False)
 class Part:
-    """A part of a segment as it changes, linked with its neighbours."""
+    """A part of a segment, linked with its neighbours: a block in use, or what is free."""
 
-    __slots__ = (
-        "address",
-        "base",
-        "is_free",
-        "is_mapped",
-        "key",
-        "next",
-        "order",
-        "pool",
-        "previous",
-        "requested",
-        "size",
-    )
+    pool: "Pool"
+    address: int
+    size: int  # bytes
+    base: int  # the segment's first address
+    order: int  # how many segments were taken up to this one
+    previous: "Part | None" = None
+    next: "Part | None" = None
+    is_mapped: bool = True  # False: addresses without memory, in an expandable segment
+    requested: int = 0  # bytes of it that were asked for; 0 where it is free
+    key: Hashable | None = None  # who holds it; None where it is free
 
-    def __init__(self, pool: "Pool", address: int, size: int, base: int, order: int):
-        self.pool, self.address, self.size = pool, address, size
-        self.base, self.order = base, order  # the segment's first address, and how many were taken before it
-        self.previous: Part | None = None
-        self.next: Part | None = None
-        self.is_free = self.is_mapped = True  # not mapped: addresses without memory, in an expandable segment
-        self.requested, self.key = 0, None
+    @property
+    def is_free(self) -> bool:
+        return self.key is None
 
     @property
     def is_whole(self) -> bool:
@@ -90,14 +66,11 @@ class Part:
 class Pool:
     """The free parts of small segments, or of large ones: BlockPool in torch."""
 
-    __slots__ = ("free", "is_small", "page", "segments", "unmapped")
-
     def __init__(self, is_small: bool, page: int):
         self.is_small = is_small
         self.page = page  # bytes by which expandable segments grow
         self.free: list[tuple[int, int, int, Part]] = []  # (bytes, segment's order, address, part), sorted
         self.unmapped: list[tuple[int, Part]] = []  # (address, part), sorted
-        self.segments = 0  # their number, expandable ones not counted
 
     def add(self, part: Part) -> None:
         """A free part can be found from now on."""
@@ -148,12 +121,22 @@ class Addresses:
         self._taken = [taken for taken in self._taken if taken[0] != address]
 
 
+class Segment(NamedTuple):
+    """Neighbouring memory that was taken from the device; of an expandable segment, a part without a hole."""
+
+    address: int
+    size: int  # bytes
+    is_small: bool  # of the pool for up to 1 MiB
+    is_expandable: bool
+    blocks: list[Part]
+
+
 def shown(head: Part, is_expandable: bool) -> list[Segment]:
     """A segment with its blocks from its first part on; of an expandable one, each part without a hole."""
     found, run, part = [], [], head
     while part is not None:
         if part.is_mapped:
-            run.append(Block(part.address, part.size, part.requested, part.key))
+            run.append(part)
         if run and (part.next is None or not part.next.is_mapped):
             size = sum(block.size for block in run)
             found.append(Segment(run[0].address, size, head.pool.is_small, is_expandable, run))

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, nested
+from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, local, name_of, watched
@@ -168,7 +167,21 @@ class FakeTracker(Tracker):
 
     def as_kernels_do(self, function, args, kwargs):
         """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
-        return _as_kernels_do(function, args, kwargs)
+        if function is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            # Its shapes are known for bfloat16 only.
+            dtype = args[0].dtype
+            args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+            return function(*args, **kwargs).to(dtype)
+        result = function(*args, **kwargs)
+        weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+        if weight is not None:
+            # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
+            out, *statistics = result
+            return out, *(each.to(weight.dtype) for each in statistics)
+        if function is aten.native_layer_norm_backward.default:
+            # The kernel's result is contiguous whatever the order of its input.
+            return tuple(part if part is None else part.contiguous() for part in result)
+        return result
 
     def _storage(self, tensor):
         try:
@@ -239,25 +252,6 @@ _OF_VALUES = tuple(
     f"aten.{name}."
     for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
 )
-
-
-def _as_kernels_do(function, args, kwargs):
-    """An operation on fake tensors, corrected where torch's fake results differ from those of its kernels."""
-    if function is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-        # Its shapes are known for bfloat16 only.
-        dtype = args[0].dtype
-        args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-        return function(*args, **kwargs).to(dtype)
-    result = function(*args, **kwargs)
-    weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
-    if weight is not None:
-        # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
-        out, *statistics = result
-        return out, *(each.to(weight.dtype) for each in statistics)
-    if function is aten.native_layer_norm_backward.default:
-        # The kernel's result is contiguous whatever the order of its input.
-        return tuple(part if part is None else part.contiguous() for part in result)
-    return result
 
 
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
@@ -403,7 +397,7 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],
-        high=np.array([total[a : b + 1].max() for a, b in itertools.pairwise(begins)]),
+        high=highest(total, begins),
         marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
         parameters=parameters,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),

@@ -146,10 +146,21 @@ class Log:
         return next((position for own, position in self.marks if own == label), 0)
 
 
+def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """The most during each operation: (operations,).
+
+    Args:
+        totals: (events + 1,): before the first event and after each.
+        begins: (operations + 1,): how many events are before each operation, and how many there are.
+    """
+    begins = np.minimum(begins, len(totals) - 1)
+    return np.array([totals[a : b + 1].max() for a, b in itertools.pairwise(begins)])
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training as arrays over its operations (axis 0) and the categories of `runs.TENSOR_CATEGORIES` (axis 1), in
-    bytes. The index of an operation is its position in this trace, from the first forward on."""
+    """One training as arrays over its operations (axis 0) and `records.TENSOR_CATEGORIES` (axis 1), in bytes. The index
+    of an operation is its position in this trace, from the first forward on."""
 
     operations: list[Operation]
     phases: list[Phase]  # in which each runs

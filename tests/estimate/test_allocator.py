@@ -30,6 +30,15 @@ def address(memory, key):
     return next(block.address for segment in memory.segments() for block in segment.blocks if block.key == key)
 
 
+def large_segments(memory):
+    return sum(not segment.is_small for segment in memory.segments())
+
+
+def requested(memory):
+    """Bytes that were asked for, of all blocks in use."""
+    return sum(block.requested for segment in memory.segments() for block in segment.blocks)
+
+
 def reserved(*sizes):
     return reserved_after((key, size, 1) for key, size in enumerate(sizes))
 
@@ -94,15 +103,15 @@ def test_what_a_stream_gives_back_only_that_stream_gets_again():
     memory = filled("", 20)
     memory.free(0)
     memory.allocate("gathered", 20 * MIB, stream=1)
-    assert (memory.reserved_bytes, memory.large_segments) == (40 * MIB, 2)
+    assert (memory.reserved_bytes, large_segments(memory)) == (40 * MIB, 2)
     memory.free("gathered")
     memory.allocate("again", 20 * MIB)
     memory.allocate("gathered again", 20 * MIB, stream=1)
-    assert (memory.reserved_bytes, memory.large_segments) == (40 * MIB, 2)
+    assert (memory.reserved_bytes, large_segments(memory)) == (40 * MIB, 2)
     memory.free("again")
     memory.free("gathered again")
     memory.empty_cache()
-    assert (memory.reserved_bytes, memory.large_segments) == (0, 0), "a full device gets the segments of all streams"
+    assert (memory.reserved_bytes, memory.segments()) == (0, []), "a full device gets the segments of all streams"
 
 
 def test_a_key_is_born_once():
@@ -114,14 +123,15 @@ def test_the_numbers_of_segments_requested_bytes_and_peaks():
     memory = CachingAllocator()
     for key, size in enumerate([1, 3 * MIB, MIB, 1000, 30 * MIB]):
         memory.allocate(key, size)
-    assert (memory.small_segments, memory.large_segments) == (1, 2) and memory.reserved_bytes == 52 * MIB
-    assert memory.requested_bytes == 34 * MIB + 1001 and memory.allocated_bytes == 34 * MIB + 512 + 1024
+    assert sorted(segment.is_small for segment in memory.segments()) == [False, False, True]
+    assert memory.reserved_bytes == 52 * MIB
+    assert requested(memory) == 34 * MIB + 1001 and memory.allocated_bytes == 34 * MIB + 512 + 1024
     memory.free(4)
-    assert memory.peak_requested_bytes == 34 * MIB + 1001 and memory.requested_bytes == 4 * MIB + 1001
+    assert memory.peak_allocated_bytes == 34 * MIB + 512 + 1024 and requested(memory) == 4 * MIB + 1001
     memory.empty_cache()
-    assert memory.peak_reserved_bytes == 52 * MIB and memory.reserved_bytes == 22 * MIB and memory.large_segments == 1
+    assert memory.peak_reserved_bytes == 52 * MIB and memory.reserved_bytes == 22 * MIB and large_segments(memory) == 1
     memory.reset_peaks()
-    assert memory.peak_requested_bytes == 4 * MIB + 1001 and memory.peak_allocated_bytes == memory.allocated_bytes
+    assert memory.peak_allocated_bytes == memory.allocated_bytes == 4 * MIB + 512 + 1024
     assert memory.peak_reserved_bytes == 22 * MIB
 
 
@@ -132,7 +142,7 @@ def test_what_there_is_is_shown_by_address():
         (5, 5, 0),
         (15, 0, None),
     ]
-    assert [tuple(block) for block in second.blocks] == [(address(memory, 1), 16 * MIB, 16 * MIB, 1)]
+    assert [(block.address, block.size // MIB, block.key) for block in second.blocks] == [(second.address, 16, 1)]
     assert first.blocks[1].address == first.address + 5 * MIB and not first.is_small and not first.is_expandable
 
 
@@ -235,7 +245,6 @@ def test_a_size_has_the_steps_of_its_interval():
 def test_expandable_segments_grow_by_pages():
     memory = filled("expandable_segments:True", 30, 5)
     assert memory.reserved_bytes == 40 * MIB and memory.allocated_bytes == 35 * MIB
-    assert memory.small_segments == memory.large_segments == 0
     base = address(memory, 0)
     memory.free(0)
     memory.empty_cache()  # of two pages one is unused
@@ -305,12 +314,11 @@ def test_blocks_fill_their_segments_and_everything_joins_again(seed, text):
         assert {block.key: block.requested for block in blocks if block.key is not None} == live
         assert memory.allocated_bytes == sum(block.size for block in blocks if block.key is not None)
         assert memory.reserved_bytes == sum(segment.size for segment in segments) <= 700 * MIB
-        assert memory.requested_bytes == sum(live.values()) <= memory.allocated_bytes
     for key in live:
         memory.free(key)
     assert all(len(segment.blocks) == 1 for segment in memory.segments())
     memory.empty_cache()
-    assert memory.segments() == [] and memory.reserved_bytes == memory.allocated_bytes == memory.requested_bytes == 0
+    assert memory.segments() == [] and memory.reserved_bytes == memory.allocated_bytes == 0
 
 
 def test_settings_are_read_as_torch_reads_them():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.trace_records import Label, Log
+from perf_helpers.estimate.trace_records import Label, Log, highest
 
 MIB = 1 << 20
 WEIGHT = Label("aten.empty.memory_format", "weights", "setup", "")
@@ -61,7 +61,7 @@ def test_settings_are_torchs():
 
 
 def test_the_highest_during_each_operation():
-    assert (allocator_replay.replayed(LOG).highest(np.array([3, 5, 8])) // MIB).tolist() == [16, 16]
+    assert (highest(allocator_replay.replayed(LOG).allocated, np.array([3, 5, 8])) // MIB).tolist() == [16, 16]
 
 
 def test_nothing_at_all_is_no_error():

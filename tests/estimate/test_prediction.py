@@ -1,11 +1,13 @@
 """What is predicted in the clean process: several ranks, shards, a GPU; and what one process leaves to the next."""
 
 import dataclasses
+import pickle
 
 import pytest
 
 from perf_helpers.estimate import estimate, prediction
-from perf_helpers.estimate.prediction import Device, Known, enough_samples, follow_all, memory_of
+from perf_helpers.estimate.operator_workspaces import Probe
+from perf_helpers.estimate.prediction import Device, enough_samples, follow_all, memory_of, with_known
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
@@ -78,28 +80,17 @@ def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
     assert enough_samples(arguments, processes=5) == 4 * 2 * 3 * 5
 
 
-@pytest.fixture
-def clean(monkeypatch):
-    """What is known in a clean process sets this for itself."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 def experiment(model=TINY):
     return Experiment("e", model, Arguments({"per_device_train_batch_size": 2}))
 
 
 def learn_twice(tell):
     """What two generations of knowledge say of one experiment, and whether the second asked for anything again."""
-    told, memories = [], []
-    with Known() as first:
-        (followed,) = follow_all([experiment()], Device("cpu"), first, told.append)
-        memories.append(memory_of(followed))
-        news = first.news()
-    has_learnt = {type(key[0]) for key in first.facts} == {str, int}  # what operations make, what they hide
-    with Known([news]) as second:
-        (followed,) = follow_all([experiment()], Device("cpu"), second, told.append)
-        memories.append(memory_of(followed))
-        return memories, told, has_learnt, second.news()
+    told, job = [], (follow_all, ([experiment()], Device("cpu")))
+    (first,), news = with_known(*job, [], told.append)
+    (second,), later_news = with_known(*job, [news], told.append)
+    has_learnt = {type(key[0]) for key in pickle.loads(news)} == {str, int}  # what operations make, what they hide
+    return [memory_of(first), memory_of(second)], told, has_learnt, later_news
 
 
 def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice():
@@ -109,7 +100,7 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice():
     assert one == other and news == b""
 
 
-def test_a_model_that_there_is_not_is_named_before_anything_is_followed(clean, monkeypatch):
+def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
     monkeypatch.setattr(prediction, "_traces", lambda *_: pytest.fail("something was followed"))
-    with Known() as known, pytest.raises(Invalid, match="transformers has no class 'no_such_class'"):
-        follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), known, print)
+    with pytest.raises(Invalid, match="transformers has no class 'no_such_class'"):
+        follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)
