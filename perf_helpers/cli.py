@@ -40,6 +40,7 @@ Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
 _WITH_CLEAN_PROCESSES = ("measure", "estimate", "advise")
+_INTERRUPTED = 130  # the exit code after Ctrl-C
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
@@ -424,10 +425,9 @@ def main() -> None:
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:
-        sys.exit(app(standalone_mode=False) or 0)
-    except (typer.Abort, KeyboardInterrupt):
-        print("perf-helpers: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = app(standalone_mode=False) or 0
+    except (typer.Abort, KeyboardInterrupt):  # older typers raise; a newer one makes the code of it
+        code = _INTERRUPTED
     except Exception as error:
         # The parser's own mistakes are of classes that typer has from click or brings itself, depending on its version.
         told = getattr(error, "format_message", None)
@@ -437,7 +437,10 @@ def main() -> None:
         if "--json" in sys.argv:
             _print({"status": "invalid", "message": message})
         print(f"perf-helpers: {message}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    if code == _INTERRUPTED:
+        print("perf-helpers: interrupted", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

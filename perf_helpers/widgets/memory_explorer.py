@@ -184,7 +184,7 @@ class _MemoryExplorer:
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = svg.bar(parts, SIZES | own)
+        self._picture.value = self._drawn = svg.bar("Peak", parts, SIZES | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
