@@ -10,7 +10,7 @@ from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets.exercises import Feedback, prose_html
-from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
+from perf_helpers.widgets.frame import ROW, about_place, guarded, place
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
@@ -72,7 +72,7 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Raises:
         ValueError: this kernel has not asked for a guess under that key.
     """
-    asked = PLACES.about(("predict", lab.lesson, key))
+    asked = about_place(("predict", lab.lesson, key))
     if asked is None:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
     unit, estimate_before = asked

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perf_helpers.plots import PALETTE, SERIES, Timeline
-from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text
+from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text, template
 from perf_helpers.unknown import is_measured
 
-DASHES = ("none", "6 3")  # of a panel's first and second line, in points
+_DASHES = ("none", "6 3")  # of a panel's first and second line, in points
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
 
@@ -145,17 +145,6 @@ def _draw(picture: str, **facts) -> str:
 
 @functools.cache
 def _markup():
-    """The macros of drawings.html.j2, which escape whatever they are given."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("perf_helpers", "widgets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"percent": "{:.2%}".format, "bytes": bytes_text, "name": name_text, "number": number_text}
-    environment.globals |= {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS, "DASHES": DASHES}
-    environment.globals |= {"ticks": _ticks, "bytes_unit": bytes_unit}
-    return environment.get_template("drawings.html.j2").module
+    """The macros of drawings.html.j2, with what they need of this module."""
+    given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS, "DASHES": _DASHES}
+    return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})
