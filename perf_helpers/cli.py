@@ -77,22 +77,22 @@ def course(
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
     every verdict is the expected one. Else 1, and 2 where it could not run."""
     from perf_helpers.compare.night import run_night
-    from perf_helpers.course.results import to_send
+    from perf_helpers.course.results import failures, problems, to_send
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
     options = {"baseline": baseline, "fail_on": _axes(fail_on), "speeds": speeds, "timeout_per_lesson": timeout}
-    result, worse = run_night(lessons or None, profile, strict, out, **options)
+    data, worse = run_night(lessons or None, profile, strict, out, **options)
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)
-    if lines := to_send(result.data):
+    if lines := to_send(data):
         told = [
             "This machine differs from those we know. Please send us these lines (an issue of the repository):",
             *lines,
         ]
         typer.echo("\n  ".join(told), err=True)
     _print([str(out / "index.html")])
-    return int(bool(result.failures or worse or (strict and result.problems)))
+    return int(bool(worse or (problems(data) if strict else failures(data))))
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)

@@ -7,7 +7,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,13 @@ from typing import Any
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, failures, problems
+from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import write_whole
 from perf_helpers.texts import nearest_text
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
-
-
-@dataclass(frozen=True, slots=True)
-class CourseResult:
-    """What a course run yielded."""
-
-    out: Path  # the folder with the report
-    data: dict[str, Any]  # the content of results.json
-
-    @property
-    def failures(self) -> list[str]:
-        """What went wrong, whatever the verdicts are: lessons that did not run, or no claim decided. One line each."""
-        return failures(self.data)
-
-    @property
-    def problems(self) -> list[str]:
-        """What keeps the run from being ok: failures, and verdicts that are not expected. One line each."""
-        return problems(self.data)
 
 
 def run_course(
@@ -49,8 +30,8 @@ def run_course(
     out: str | Path = "build/course",
     timeout_per_lesson: float = 900,
     notebooks_dir: str | Path | None = None,
-) -> CourseResult:
-    """Execute lessons one after the other and write the report into `out`.
+) -> dict[str, Any]:
+    """Execute lessons one after the other and write the report into `out`. Returns the content of results.json.
 
     Args:
         lessons: numbers ("05"), names or paths; None is all of them.
@@ -86,7 +67,7 @@ def run_course(
         say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
-    return CourseResult(out, data)
+    return data
 
 
 def find_lessons(

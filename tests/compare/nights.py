@@ -68,7 +68,7 @@ def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
     with sabotaged(sabotage):
         options = {"out": folder / "out", "notebooks_dir": folder / "lessons", "speeds": speeds}
-        return run_night(profile="cpu", timeout_per_lesson=300, **options)[0].data
+        return run_night(profile="cpu", timeout_per_lesson=300, **options)[0]
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_an_error_in_a_callback_fails_the_course_run(tmp_path, batch, verdict):
     (tmp_path / "src").mkdir()
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "src" / "05_callbacks.ipynb")
     result = course.run_course(out=tmp_path, notebooks_dir=tmp_path / "src", timeout_per_lesson=90)
-    (lesson,) = result.data["lessons"]
+    (lesson,) = result["lessons"]
     assert (lesson["status"], lesson["message"]) == verdict
     executed = nbformat.read(tmp_path / "05_callbacks.ipynb", as_version=4)
     bundles = [output.get("data", {}) for output in executed.cells[-2].outputs]
