@@ -285,7 +285,7 @@ def words(figure: Figure) -> str:
 
 def figure_html(figure: Figure) -> str:
     """A figure as an <img> with its words."""
-    return image_html(png(figure), words(figure))
+    return image_html(figure, words(figure))
 
 
 def give_words() -> None:
@@ -301,22 +301,19 @@ def picture_html(ax: Axes, text: str) -> str:
     """A picture as an <img> with these words, to stand where no front end is; its figure is closed."""
     import matplotlib.pyplot as plt
 
-    shown = image_html(png(ax.figure), text)
+    shown = image_html(ax.figure, text)
     plt.close(ax.figure)
     return shown
 
 
-def png(figure: Figure) -> str:
-    """A figure as PNG in base64, cut to what is drawn."""
+def image_html(figure: Figure, text: str) -> str:
+    """A figure, cut to what is drawn, as an <img> with these words for a screen reader: JupyterLab takes an alternative
+    text from nowhere else."""
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def image_html(png: str, words: str) -> str:
-    """A PNG as an <img> that a screen reader can read out: JupyterLab takes an alternative text from nowhere else."""
+    png = base64.b64encode(file.getvalue()).decode()
     style = "display:block;max-width:100%;height:auto;background:white"  # a dark page would hide the letters
-    return f'<img style="{style}" alt="{html.escape(words)}" src="data:image/png;base64,{png}">'
+    return f'<img style="{style}" alt="{html.escape(text)}" src="data:image/png;base64,{png}">'
 
 
 def _axes(

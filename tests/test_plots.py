@@ -68,7 +68,7 @@ def test_a_picture_of_nothing_says_what_to_do():
 def test_a_comparison_shows_a_table_and_a_picture_with_its_text():
     shown = COMPARISON._repr_html_()
     assert "<table" in shown and "data:image/png" in shown and "vanilla 24.0 MB" in shown
-    assert "<img" not in Comparison(Run("x", "killed"), RUN, None, None)._repr_html_()
+    assert "<img" not in Comparison(Run("x", "killed"), RUN, Unknown(), Ratio.unknown("gone"))._repr_html_()
 
 
 def test_a_table_shows_unknown_as_not_measured():

@@ -135,4 +135,4 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=12)
     ax.set_xlabel(unit, fontsize=12)
-    return plots.image_html(plots.png(figure), "; ".join(f"{name} {text}" for name, text in texts.items()))
+    return plots.image_html(figure, "; ".join(f"{name} {text}" for name, text in texts.items()))

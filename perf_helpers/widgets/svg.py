@@ -29,12 +29,12 @@ def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
     return _draw("bar", words=words, parts=parts, total=total, limits=limits, end=end)
 
 
-def timeline(steps: Timeline, top: float, index: int | None = None, title: str = "") -> str:
+def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
     """Live bytes by category through one step.
 
     Args:
         top: bytes at the upper end of the axis: the same for two pictures that are to be compared.
-        index: of the stretch of operations at which a line is to stand.
+        index: of the stretch of operations at which a line stands.
     """
     end, heights, areas = 1.25 * top, [0] * len(steps), {}
     for category in steps.shown():  # from the ground up to its own upper edge: the ones below it are drawn over it

@@ -28,7 +28,7 @@ def test_every_picture_has_words_and_no_small_text():
 
 
 def test_two_timelines_are_on_one_scale():
-    high, low = (svg.timeline(Timeline(series(1e8, peak, 1)), 4e8) for peak in (4e8, 2e8))
+    high, low = (svg.timeline(Timeline(series(1e8, peak, 1)), 4e8, 0, "") for peak in (4e8, 2e8))
     assert "bottom:80.00%;white-space:nowrap;font-weight:bold" in high
     assert "bottom:40.00%;white-space:nowrap;font-weight:bold" in low
 
