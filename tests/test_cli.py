@@ -34,7 +34,7 @@ def test_measure_prints_one_json_object(tmp_path):
     assert sum(result["breakdown"].values()) == result["peak_bytes"] > 0
     assert {"forward", "backward", "step"} == result["phases"].keys()
     assert result["samples_per_second"] == pytest.approx(4 / result["step_seconds"])
-    assert result["reserved_bytes"] is None and result["peak_kind"] == "counted"
+    assert result["reserved_bytes"] is None and result["peak_kind"] == "counted" and result["peak_operation"]
     assert result["machine"]["cpu_cores"] and result["versions"]["torch"]
 
 
@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
     ("words", "hint"),
     [
         (["course", "--profile", "tpu"], "profile='tpu': choose one of auto, cpu, t4, gpu"),
-        (["course", "--timeout", "-3"], "timeout=-3"),
+        (["course", "--timeout", "-3"], "'--timeout': -3"),
         (["cours"], "Did you mean 'course'"),
         (["sweep", "no.toml"], "no.toml: cannot be read (No such file or directory)"),
         (["advise", "--model", "bert-tiny", "--memory", "1GB", "--effective-batch", "2", "--must", "optim=x"], "optim"),

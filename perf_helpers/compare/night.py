@@ -14,9 +14,6 @@ from perf_helpers.records import write_whole
 
 
 def run_night(
-    lessons: str | Path | Sequence[str | Path] | None = None,
-    profile: str = "auto",
-    strict: bool = False,
     out: str | Path = "build/course",
     baseline: str | Path | None = None,
     fail_on: Sequence[str] = AXES,
@@ -26,7 +23,7 @@ def run_night(
     """Run the course and hold it against an earlier run; return its results, and what is worse.
 
     Args:
-        lessons, profile, strict, out, options: as `run_course` takes them.
+        out, options: as `run_course` takes them.
         baseline: the earlier run, as results.json or its folder.
         fail_on: in what the night must not be worse, of "memory", "verdict" and "speed".
         speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
@@ -35,8 +32,8 @@ def run_night(
         ValueError: a damaged baseline; or as `run_course`.
     """
     old = load_results(baseline) if baseline else None
-    data = run_course(lessons, profile, strict, out, **options)
-    data["paces"] = step_times.tonight(profile) if speeds else None
+    data = run_course(out=out, **options)
+    data["paces"] = step_times.tonight(data["profile"]) if speeds else None
     changes = compare(old, data) if old else None
     data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
     write_whole(Path(out) / "results.json", json.dumps(data, indent=1, ensure_ascii=False))

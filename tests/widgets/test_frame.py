@@ -78,14 +78,15 @@ RECORD = {"lesson": "05_callbacks", "complete": True, "runs": [], "claims": [CLA
 @pytest.mark.parametrize(
     ("batch", "verdict"), [(2, ("failed", "in a widget: ZeroDivisionError: division by zero")), (3, ("ok", ""))]
 )
-def test_an_error_in_a_callback_fails_the_course_run(tmp_path, batch, verdict):
+def test_an_error_in_a_callback_fails_the_course_run(tmp_path, monkeypatch, batch, verdict):
     write = f"slider.value = {batch}\nimport json\nPath(out, '05_callbacks.json').write_text(json.dumps({RECORD!r}))"
     sources = ["profile, strict, out = 'auto', False, ''", LESSON_CELL, write]
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     cells[0].metadata.tags = ["parameters"]
     (tmp_path / "src").mkdir()
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "src" / "05_callbacks.ipynb")
-    result = course.run_course(out=tmp_path, notebooks_dir=tmp_path / "src", timeout_per_lesson=90)
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "src")
+    result = course.run_course(out=tmp_path, timeout_per_lesson=90)
     (lesson,) = result["lessons"]
     assert (lesson["status"], lesson["message"]) == verdict
     executed = nbformat.read(tmp_path / "05_callbacks.ipynb", as_version=4)
