@@ -11,6 +11,7 @@ from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets.exercises import Feedback, prose_html
 from perf_helpers.widgets.frame import ROW, about_place, guarded, place
+from perf_helpers.widgets.svg import round_step
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
@@ -41,9 +42,9 @@ def predict(
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
     limits = {"min": low, "max": high, "value": start}
     wide = {"flex": "1 1 14em", "max_width": "100%"}
-    fine = _step(low, high, 1000)  # the slider moves what is typed to its nearest step: fine ones hardly do
+    fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
     slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess", layout=wide)
-    field = ipywidgets.BoundedFloatText(**limits, step=_step(low, high, 100), layout={"width": "9em"})
+    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), layout={"width": "9em"})
     ipywidgets.link((slider, "value"), (field, "value"))
     button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
     state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
@@ -111,13 +112,6 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
     late = ", after the fact: the measurement is out, so it is not scored."
     text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
     return f"<div>{html.escape(text)}</div>"
-
-
-def _step(low: float, high: float, parts: int) -> float:
-    """A round step, 1, 2 or 5 times a power of ten, of which `parts` or more make the whole range."""
-    most = (high - low) / parts
-    power = math.floor(math.log10(most))
-    return max(step for step in (float(f"{factor}e{power}") for factor in (1, 2, 5)) if step <= most * (1 + 1e-9))
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:

@@ -130,11 +130,17 @@ def panel(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float
     return _draw("panel", **facts)
 
 
+def round_step(least: float) -> float:
+    """The smallest number that is no less and 1, 2 or 5 times a power of ten: a step of an axis, or of a slider."""
+    power = math.floor(math.log10(least))
+    steps = (float(f"{factor}e{power}") for factor in (1, 2, 5, 10))
+    return next(step for step in steps if step >= least * (1 - 1e-9))
+
+
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
     """Round numbers on an axis from 0 to `end`, about `parts` of them up to `top`: their places as shares of it."""
     top = top or end
-    step = 10 ** math.floor(math.log10(top / parts))
-    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= top / parts)
+    step = round_step(top / parts)
     return {f"{step * i:,g} {unit}".strip(): step * i / end for i in range(int(top / step) + 1)}
 
 
