@@ -70,8 +70,7 @@ class Timeline:
     """Live bytes by category through one step: what every picture of it draws, and says in words.
 
     Args:
-        series: as `Memory.timeline` holds it: {"phase": [...], "operation": [...], "module": [...],
-            "weights": [bytes, ...], ...}, one entry for each stretch of operations; operation and module are optional.
+        series: as `Memory.timeline` holds it.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -90,8 +89,7 @@ class Timeline:
 
     def where(self, index: int) -> dict[str, str]:
         """The phase, the operation and the module at an index; "" for what is not known."""
-        known = {name: self.series.get(name) for name in ("phase", "operation", "module")}
-        return {name: values[index] if values else "" for name, values in known.items()}
+        return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:
         """The same in words: "backward, aten.mm of layer.1"."""
