@@ -286,10 +286,15 @@ def figure_html(figure: Figure) -> str:
     return image_html(figure, words(figure))
 
 
+def in_a_notebook() -> bool:
+    """Whether a kernel runs this, for a front end that may show pictures."""
+    ipython = sys.modules.get("IPython")
+    return bool(ipython and getattr(ipython.get_ipython(), "kernel", None))
+
+
 def give_words() -> None:
     """Let a kernel show figures with an alternative text."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None):
+    if in_a_notebook():
         from matplotlib.figure import Figure
 
         Figure._repr_html_ = figure_html  # what is registered with the shell, its backend takes away again

@@ -6,7 +6,6 @@ that costs more makes the next one wait. A figure that the machine does not tell
 
 import base64
 import html
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,8 +71,7 @@ class Monitor:
         self._display = None  # the handle of the output in which the pictures stand
 
     def __enter__(self):
-        ipython = sys.modules.get("IPython")
-        if getattr(ipython and ipython.get_ipython(), "kernel", None):
+        if plots.in_a_notebook():
             self._show()
         self._thread.start()
         return self
@@ -217,7 +215,7 @@ def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
         handle = ask("nvmlDeviceGetHandleByUUID", gpu.uuid)
 
         def read() -> Figures:
-            rates, milliwatts = (ask(f"nvmlDeviceGet{what}", handle) for what in ("UtilizationRates", "PowerUsage"))
+            rates, milliwatts = ask("nvmlDeviceGetUtilizationRates", handle), ask("nvmlDeviceGetPowerUsage", handle)
             return {
                 "device memory used": hardware.device_used_bytes(gpu.index),  # by everybody, contexts included
                 "GPU utilisation": None if rates is None else rates.gpu,  # time in which any kernel ran
