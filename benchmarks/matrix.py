@@ -356,7 +356,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
     parser.add_argument("--note", default="", help="what a reader of the record should know, e.g. what ran beside it")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args(arguments)
-    wanted = None if options.lessons == "all" else options.lessons.split(",")
+    wanted = () if options.lessons == "all" else options.lessons.split(",")
     lessons = [path.stem for path in find_lessons(wanted)]
     environments, rows = environments or Environments(), []
     again = names if options.again == [] else options.again or ()

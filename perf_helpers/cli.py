@@ -40,6 +40,7 @@ Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
 _WITH_CLEAN_PROCESSES = ("measure", "estimate", "advise")
+_INTERRUPTED = 130  # the exit code after Ctrl-C
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
 
@@ -71,27 +72,25 @@ def course(
     speeds: Annotated[
         bool, typer.Option(help="Time a few recipes, so that speeds of other days can be compared.")
     ] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds that one lesson may take.")] = 900,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one lesson may take.")] = 900,
 ) -> int:
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
     every verdict is the expected one. Else 1, and 2 where it could not run."""
     from perf_helpers.compare.night import run_night
-    from perf_helpers.course.results import to_send
+    from perf_helpers.course.results import failures, problems, to_send
 
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout:g}: give the seconds that a lesson may take")
-    options = {"baseline": baseline, "fail_on": _axes(fail_on), "speeds": speeds, "timeout_per_lesson": timeout}
-    result, worse = run_night(lessons or None, profile, strict, out, **options)
+    options = {"lessons": lessons or (), "profile": profile, "strict": strict, "timeout_per_lesson": timeout}
+    data, worse = run_night(out, baseline, _axes(fail_on), speeds, **options)
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)
-    if lines := to_send(result.data):
+    if lines := to_send(data):
         told = [
             "This machine differs from those we know. Please send us these lines (an issue of the repository):",
             *lines,
         ]
         typer.echo("\n  ".join(told), err=True)
     _print([str(out / "index.html")])
-    return int(bool(result.failures or worse or (strict and result.problems)))
+    return int(bool(worse or (problems(data) if strict else failures(data))))
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)
@@ -121,7 +120,7 @@ def measure(
         meters = ("memory",) if memory_only else ("memory", "time")
         run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
     table = repr(plots.table([run], f"{task}, {lab.machine.name}"))
-    _print(_run_json(run) if json_output else [table, *_sizes(run.memory, reserved=False)])
+    _print(_run_json(run) if json_output else [table, *_sizes(run.memory)])
     return _code(run)
 
 
@@ -162,8 +161,7 @@ def estimate(
     memory = estimated.memory
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
-        sizes = {"peak_kind" if name == "kind" else name: value for name, value in memory.to_dict().items()}
-        _print({"status": "ok"} | about | sizes | {"versions": hardware.versions()})
+        _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
     lines = [f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
     lines += [*_sizes(memory), f"followed in {estimated.seconds:.1f} s"]
@@ -264,7 +262,7 @@ def history(
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)
-    _print({"histories": [each.to_dict() for each in histories]} if json_output else [str(out)])
+    _print({"histories": [*map(dataclasses.asdict, histories)]} if json_output else [str(out)])
 
 
 @app.command()
@@ -385,24 +383,29 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _sizes(memory: Memory | None, reserved: bool = True) -> list[str]:
+def _sizes(memory: Memory | None) -> list[str]:
     """The parts of a peak, where they are known, and what the allocator reserved."""
     parts = (memory and memory.breakdown) or {}
     lines = [f"  {name_text(category):<18} {bytes_text(size):>12}" for category, size in parts.items() if size]
-    shown = memory and memory.reserved_bytes and reserved
-    return [*lines, f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}"] if shown else lines
+    if memory and memory.reserved_bytes:
+        lines.append(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
+    return lines
 
 
 def _run_json(run: Run) -> dict[str, Any]:
     """A run's figures side by side, in bytes and seconds; null where not measured."""
     record = run.to_dict()  # which has null for what is unknown
-    memory, timing = record["memory"] or {}, record["timing"] or {}
+    timing = record["timing"] or {}
     about = ("status", "message", "arguments", "task", "processes", "losses", "machine", "versions", "date")
-    sizes = ("peak_bytes", "peak_phase", "breakdown", "phases", "parameters")
-    sizes += ("reserved_bytes", "device_used_bytes", "context_bytes", "rss_bytes")
-    figures = {name: record[name] for name in about} | {name: memory.get(name) for name in sizes}
+    figures = {name: record[name] for name in about} | _memory_json(run.memory)
     figures |= {name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")}
-    return figures | {"peak_kind": memory.get("kind"), "step_seconds_spread": timing.get("spread_seconds")}
+    return figures | {"step_seconds_spread": timing.get("spread_seconds")}
+
+
+def _memory_json(memory: Memory | None) -> dict[str, Any]:
+    """All of a memory, its kind as "peak_kind"; null where not measured."""
+    record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
+    return {"peak_kind": record.pop("kind")} | record
 
 
 def _code(run: Run) -> int:
@@ -424,10 +427,9 @@ def main() -> None:
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:
-        sys.exit(app(standalone_mode=False) or 0)
-    except (typer.Abort, KeyboardInterrupt):
-        print("perf-helpers: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = app(standalone_mode=False) or 0
+    except (typer.Abort, KeyboardInterrupt):  # older typers raise; a newer one makes the code of it
+        code = _INTERRUPTED
     except Exception as error:
         # The parser's own mistakes are of classes that typer has from click or brings itself, depending on its version.
         told = getattr(error, "format_message", None)
@@ -437,7 +439,10 @@ def main() -> None:
         if "--json" in sys.argv:
             _print({"status": "invalid", "message": message})
         print(f"perf-helpers: {message}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    if code == _INTERRUPTED:
+        print("perf-helpers: interrupted", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

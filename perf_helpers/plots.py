@@ -70,8 +70,7 @@ class Timeline:
     """Live bytes by category through one step: what every picture of it draws, and says in words.
 
     Args:
-        series: as `Memory.timeline` holds it: {"phase": [...], "operation": [...], "module": [...],
-            "weights": [bytes, ...], ...}, one entry for each stretch of operations; operation and module are optional.
+        series: as `Memory.timeline` holds it.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -90,8 +89,7 @@ class Timeline:
 
     def where(self, index: int) -> dict[str, str]:
         """The phase, the operation and the module at an index; "" for what is not known."""
-        known = {name: self.series.get(name) for name in ("phase", "operation", "module")}
-        return {name: values[index] if values else "" for name, values in known.items()}
+        return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:
         """The same in words: "backward, aten.mm of layer.1"."""
@@ -285,13 +283,18 @@ def words(figure: Figure) -> str:
 
 def figure_html(figure: Figure) -> str:
     """A figure as an <img> with its words."""
-    return image_html(png(figure), words(figure))
+    return image_html(figure, words(figure))
+
+
+def in_a_notebook() -> bool:
+    """Whether a kernel runs this, for a front end that may show pictures."""
+    ipython = sys.modules.get("IPython")
+    return bool(ipython and getattr(ipython.get_ipython(), "kernel", None))
 
 
 def give_words() -> None:
     """Let a kernel show figures with an alternative text."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None):
+    if in_a_notebook():
         from matplotlib.figure import Figure
 
         Figure._repr_html_ = figure_html  # what is registered with the shell, its backend takes away again
@@ -301,22 +304,19 @@ def picture_html(ax: Axes, text: str) -> str:
     """A picture as an <img> with these words, to stand where no front end is; its figure is closed."""
     import matplotlib.pyplot as plt
 
-    shown = image_html(png(ax.figure), text)
+    shown = image_html(ax.figure, text)
     plt.close(ax.figure)
     return shown
 
 
-def png(figure: Figure) -> str:
-    """A figure as PNG in base64, cut to what is drawn."""
+def image_html(figure: Figure, text: str) -> str:
+    """A figure, cut to what is drawn, as an <img> with these words for a screen reader: JupyterLab takes an alternative
+    text from nowhere else."""
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def image_html(png: str, words: str) -> str:
-    """A PNG as an <img> that a screen reader can read out: JupyterLab takes an alternative text from nowhere else."""
+    png = base64.b64encode(file.getvalue()).decode()
     style = "display:block;max-width:100%;height:auto;background:white"  # a dark page would hide the letters
-    return f'<img style="{style}" alt="{html.escape(words)}" src="data:image/png;base64,{png}">'
+    return f'<img style="{style}" alt="{html.escape(text)}" src="data:image/png;base64,{png}">'
 
 
 def _axes(

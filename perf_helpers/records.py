@@ -321,12 +321,6 @@ class Comparison(Record):
     wall_ratio: Ratio | None = None  # the same by the wall's clock, where that is another one
     step_seconds: tuple[float, float] | None = None  # of the fastest step of each, by the clock that decides
 
-    def __post_init__(self):
-        if self.memory_ratio is None:
-            object.__setattr__(self, "memory_ratio", Unknown())
-        if self.speed_ratio is None:
-            object.__setattr__(self, "speed_ratio", Ratio.unknown("not measured"))
-
     def __repr__(self) -> str:
         unknown = isinstance(self.memory_ratio, Unknown)
         memory = "memory not measured" if unknown else f"{self.memory_ratio:.3f} x the memory"

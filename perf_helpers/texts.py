@@ -109,5 +109,5 @@ def template(path: str) -> "jinja2.Template":
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = number_text
+    environment.filters |= {"number": number_text, "bytes": bytes_text, "name": name_text, "percent": "{:.2%}".format}
     return environment.get_template(path)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from perf_helpers import cli
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "bert-tiny", "--seq-len", "16", "--steps", "1"]
 
@@ -32,7 +34,7 @@ def test_measure_prints_one_json_object(tmp_path):
     assert sum(result["breakdown"].values()) == result["peak_bytes"] > 0
     assert {"forward", "backward", "step"} == result["phases"].keys()
     assert result["samples_per_second"] == pytest.approx(4 / result["step_seconds"])
-    assert result["reserved_bytes"] is None and result["peak_kind"] == "counted"
+    assert result["reserved_bytes"] is None and result["peak_kind"] == "counted" and result["peak_operation"]
     assert result["machine"]["cpu_cores"] and result["versions"]["torch"]
 
 
@@ -82,7 +84,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
     ("words", "hint"),
     [
         (["course", "--profile", "tpu"], "profile='tpu': choose one of auto, cpu, t4, gpu"),
-        (["course", "--timeout", "-3"], "timeout=-3"),
+        (["course", "--timeout", "-3"], "'--timeout': -3"),
         (["cours"], "Did you mean 'course'"),
         (["sweep", "no.toml"], "no.toml: cannot be read (No such file or directory)"),
         (["advise", "--model", "bert-tiny", "--memory", "1GB", "--effective-batch", "2", "--must", "optim=x"], "optim"),
@@ -116,6 +118,17 @@ def test_doctor_tells_people_and_programs():
     # The two runs are a second apart, and what is free changes in between: the words have to agree, not the figures.
     findings = [re.sub(r"[\d.]+", "#", finding["text"]) for finding in report["findings"]]
     assert findings and all(text in re.sub(r"[\d.]+", "#", told.stdout) for text in findings)
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.hardware, "describe", interrupted)
+    monkeypatch.setattr(sys, "argv", ["perf-helpers", "doctor"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert (caught.value.code, capsys.readouterr().err) == (130, "perf-helpers: interrupted\n")
 
 
 def test_a_course_of_unknown_lessons_names_the_nearest():

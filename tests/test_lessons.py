@@ -8,9 +8,11 @@ import pytest
 
 from perf_helpers import claims
 from perf_helpers.course import course
+from perf_helpers.course.results import problems
 from perf_helpers.lab.task import TINY
 
 HERE = Path(__file__).parent
+OUT = HERE.parent / "build" / "lessons"  # where test_browser.py opens them
 LESSONS = [path.stem for path in course.find_lessons()]
 
 
@@ -25,23 +27,22 @@ def _sabotage(monkeypatch, way):
 
 @pytest.fixture(scope="session")
 def executed():
-    out = HERE.parent / "build" / "lessons"  # where test_browser.py opens them
-    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(OUT, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _path_with("offline"))
-        patch.setenv("OFFLINE_ATTEMPTS", str(out / "attempts"))
+        patch.setenv("OFFLINE_ATTEMPTS", str(OUT / "attempts"))
         patch.delenv("HF_HUB_OFFLINE", raising=False)
-        result = course.run_course(profile="cpu", strict=True, out=out, timeout_per_lesson=600)
-    result.data["attempts"] = (out / "attempts").read_text() if (out / "attempts").exists() else ""
-    return result
+        data = course.run_course(profile="cpu", strict=True, out=OUT, timeout_per_lesson=600)
+    data["attempts"] = (OUT / "attempts").read_text() if (OUT / "attempts").exists() else ""
+    return data
 
 
 @pytest.mark.timeout(3000)  # the first one waits for all lessons
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
-    (lesson,) = [lesson for lesson in executed.data["lessons"] if lesson["name"] == name]
+    (lesson,) = [lesson for lesson in executed["lessons"] if lesson["name"] == name]
     assert lesson["status"] == "ok", lesson["message"]
-    decided = {claim["id"]: claim for claim in executed.data["claims"] if claim["lesson"] == name}
+    decided = {claim["id"]: claim for claim in executed["claims"] if claim["lesson"] == name}
     assert decided.keys() == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
     for claim in decided.values():
         assert claim["as_expected"], claim
@@ -49,25 +50,25 @@ def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
 
 
 def test_the_course_is_ok_as_a_whole(executed):
-    assert LESSONS and executed.problems == []
+    assert LESSONS and problems(executed) == []
 
 
 def test_the_report_is_one_page_under_5_mb_that_opens_from_disk_and_links_every_executed_lesson(executed):
-    page = (executed.out / "index.html").read_text()
+    page = (OUT / "index.html").read_text()
     assert len(page.encode()) < 5_000_000
     assert 'src="http' not in page and "<script" not in page
     for name in LESSONS:
-        assert f'href="{name}.html"' in page and (executed.out / f"{name}.html").exists()
+        assert f'href="{name}.html"' in page and (OUT / f"{name}.html").exists()
 
 
 def test_no_lesson_tries_the_network(executed):
-    assert executed.data["attempts"] == ""
+    assert executed["attempts"] == ""
 
 
 def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
     """The measured values, decided once more with each claim turned around: no decided claim may come out the same."""
     ledger, turned = claims.load(), 0
-    for decision in executed.data["claims"]:
+    for decision in executed["claims"]:
         claim = ledger[decision["id"]]
         if decision["verdict"] not in ("holds", "refuted") or claim.direction not in ("below", "above"):
             continue
@@ -88,11 +89,11 @@ def _reversed(claim):
 def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatch, strict, status):
     _sabotage(monkeypatch, "refused_estimate")
     result = course.run_course(["00"], profile=TINY.name, strict=strict, out=tmp_path, timeout_per_lesson=600)
-    (lesson,) = result.data["lessons"]
+    (lesson,) = result["lessons"]
     executed = (tmp_path / "00_start_here.ipynb").read_text()
     assert lesson["status"] == status and "this version is not known" in executed
     assert ("no estimate: bert-tiny cannot be followed" in executed) != strict
-    assert bool(result.data["claims"]) != strict
+    assert bool(result["claims"]) != strict
 
 
 @pytest.mark.timeout(1500)
@@ -100,19 +101,19 @@ def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp
     _sabotage(monkeypatch, "failed_comparison")
     lessons = ["03", "06"]  # one that takes its intervals apart, one with a claim about speed
     result = course.run_course(lessons, profile=TINY.name, strict=False, out=tmp_path, timeout_per_lesson=600)
-    assert [lesson["status"] for lesson in result.data["lessons"]] == ["ok", "ok"]
-    costs = [claim for claim in result.data["claims"] if claim["id"].startswith("checkpointing-cost")]
-    assert len(costs) == 2 and any(claim["value"] for claim in result.data["claims"]), "the others are decided"
+    assert [lesson["status"] for lesson in result["lessons"]] == ["ok", "ok"]
+    costs = [claim for claim in result["claims"] if claim["id"].startswith("checkpointing-cost")]
+    assert len(costs) == 2 and any(claim["value"] for claim in result["claims"]), "the others are decided"
     for cost in costs:
         assert (cost["verdict"], cost["value"], cost["as_expected"]) == ("not testable here", None, False)
     problem = "not testable here, expected holds or too small to tell"
     why = "speed not measured: timed out, no result within 0 s"
-    assert {f"{cost['id']}: {problem} ({why})" for cost in costs} <= {*result.problems}
+    assert {f"{cost['id']}: {problem} ({why})" for cost in costs} <= {*problems(result)}
 
 
 def test_checkpointing_that_is_silently_ignored_fails_its_lesson(tmp_path, monkeypatch):
     _sabotage(monkeypatch, "ignored_checkpointing")
     result = course.run_course(["06"], profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)
-    assert result.problems
-    (lesson,) = result.data["lessons"]
+    assert problems(result)
+    (lesson,) = result["lessons"]
     assert lesson["status"] == "failed"

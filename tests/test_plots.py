@@ -7,7 +7,8 @@ from perf_helpers import plots
 from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
 from perf_helpers.unknown import Unknown
 
-SERIES = {"phase": ["forward", "backward", "step"]} | {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}
+SERIES = {"phase": ["forward", "backward", "step"], "operation": ["mm", "", "add"], "module": ["layer.1", "", ""]}
+SERIES |= {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}
 MEMORY = Memory(24 * 10**6, "counted", "backward", breakdown=dict.fromkeys(CATEGORIES, 3 * 10**6), timeline=SERIES)
 RUN = Run("vanilla", "ok", memory=MEMORY, timing=Timing(0.5, 0.1, 2, 1, 8.0))
 COMPARISON = Comparison(RUN, RUN, 1.0, Ratio(1.2, 0.9, 1.5, (1.1, 1.2, 1.3)))
@@ -68,7 +69,7 @@ def test_a_picture_of_nothing_says_what_to_do():
 def test_a_comparison_shows_a_table_and_a_picture_with_its_text():
     shown = COMPARISON._repr_html_()
     assert "<table" in shown and "data:image/png" in shown and "vanilla 24.0 MB" in shown
-    assert "<img" not in Comparison(Run("x", "killed"), RUN, None, None)._repr_html_()
+    assert "<img" not in Comparison(Run("x", "killed"), RUN, Unknown(), Ratio.unknown("gone"))._repr_html_()
 
 
 def test_a_table_shows_unknown_as_not_measured():
@@ -105,11 +106,10 @@ def test_numbers_in_a_table_are_written_as_everywhere():
 
 
 def test_a_timeline_says_where_it_is_and_what_is_live():
-    named = {"operation": ["mm", "", "add"], "module": ["layer.1", "", ""]}
-    steps = plots.Timeline(SERIES | named)
+    steps = plots.Timeline(SERIES)
     assert (len(steps), steps.peak, steps.highest_bytes) == (3, 1, 3 * 10**6 * len(CATEGORIES))
     assert steps.phase_ranges() == [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)]
     assert steps.text(0).startswith("8.0 MB in forward, mm of layer.1: weights 1.0 MB, weight copies 1.0 MB")
     assert [steps.where_text(i) for i in (1, 2)] == ["backward", "step, add"]
-    assert plots.Timeline(SERIES).where(0) == {"phase": "forward", "operation": "", "module": ""}
+    assert steps.where(0) == {"phase": "forward", "operation": "mm", "module": "layer.1"}
     assert steps.shown(10**10) == [] and steps.shown() == list(CATEGORIES)

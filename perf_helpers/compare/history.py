@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -66,9 +66,6 @@ class History:
     profile: str
     dates: list[str]
     lines: list[Line]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def changed(self) -> list[Line]:
@@ -196,8 +193,9 @@ def _deviation(points: list[Point]) -> float:
     return max(few * statistics.median(steps) / 0.6745 / math.sqrt(2), by_intervals, least)
 
 
-def sketch(line: Line, dates: Iterable[str], width: int = 260, height: int = 40) -> dict[str, Any]:
-    """Where a line's points and changes stand in a picture so wide and high: {"points": [(x, y)], "marks": [x]}."""
+def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
+    """A line's picture: {"width", "height", "points": [(x, y)], "marks": [x of each change]}, in pixels."""
+    width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}
     values = [point.value for point in line.points]
     low, high = min(values), max(values)

@@ -3,29 +3,27 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from perf_helpers.compare import step_times
 from perf_helpers.compare.compare import AXES, Change, Changes, compare
 from perf_helpers.course import report as pages
-from perf_helpers.course.course import CourseResult, run_course
+from perf_helpers.course.course import run_course
 from perf_helpers.course.results import load_results
 from perf_helpers.records import write_whole
 
 
 def run_night(
-    lessons: str | Path | Sequence[str | Path] | None = None,
-    profile: str = "auto",
-    strict: bool = False,
     out: str | Path = "build/course",
     baseline: str | Path | None = None,
     fail_on: Sequence[str] = AXES,
     speeds: bool = True,
     **options,
-) -> tuple[CourseResult, list[Change]]:
-    """Run the course and hold it against an earlier run; return its result, and what is worse.
+) -> tuple[dict[str, Any], list[Change]]:
+    """Run the course and hold it against an earlier run; return its results, and what is worse.
 
     Args:
-        lessons, profile, strict, out, options: as `run_course` takes them.
+        out, options: as `run_course` takes them.
         baseline: the earlier run, as results.json or its folder.
         fail_on: in what the night must not be worse, of "memory", "verdict" and "speed".
         speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
@@ -34,14 +32,14 @@ def run_night(
         ValueError: a damaged baseline; or as `run_course`.
     """
     old = load_results(baseline) if baseline else None
-    result = run_course(lessons, profile, strict, out, **options)
-    result.data["paces"] = step_times.tonight(profile) if speeds else None
-    changes = compare(old, result.data) if old else None
-    result.data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
-    write_whole(result.out / "results.json", json.dumps(result.data, indent=1, ensure_ascii=False))
+    data = run_course(out=out, **options)
+    data["paces"] = step_times.tonight(data["profile"]) if speeds else None
+    changes = compare(old, data) if old else None
+    data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
+    write_whole(Path(out) / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     if changes:
-        report(result.out)
-    return result, changes.worse(fail_on) if changes else []
+        report(out)
+    return data, changes.worse(fail_on) if changes else []
 
 
 def report(directory: str | Path) -> Path:

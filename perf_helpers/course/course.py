@@ -6,8 +6,7 @@ A lesson that fails or hangs does not stop the others.
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import report
-from perf_helpers.course.results import SCHEMA, failures, problems
+from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import write_whole
@@ -24,45 +23,25 @@ from perf_helpers.texts import nearest_text
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-@dataclass(frozen=True, slots=True)
-class CourseResult:
-    """What a course run yielded."""
-
-    out: Path  # the folder with the report
-    data: dict[str, Any]  # the content of results.json
-
-    @property
-    def failures(self) -> list[str]:
-        """What went wrong, whatever the verdicts are: lessons that did not run, or no claim decided. One line each."""
-        return failures(self.data)
-
-    @property
-    def problems(self) -> list[str]:
-        """What keeps the run from being ok: failures, and verdicts that are not expected. One line each."""
-        return problems(self.data)
-
-
 def run_course(
-    lessons: str | Path | Sequence[str | Path] | None = None,
+    lessons: Iterable[str | Path] = (),
     profile: str = "auto",
     strict: bool = False,
     out: str | Path = "build/course",
     timeout_per_lesson: float = 900,
-    notebooks_dir: str | Path | None = None,
-) -> CourseResult:
-    """Execute lessons one after the other and write the report into `out`.
+) -> dict[str, Any]:
+    """Execute lessons one after the other and write the report into `out`. Returns the content of results.json.
 
     Args:
-        lessons: numbers ("05"), names or paths; None is all of them.
+        lessons: as `find_lessons` takes them.
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
         timeout_per_lesson: in seconds, many times what a lesson takes.
-        notebooks_dir: the folder of the lessons, if not this repository's.
 
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
     """
-    sources = find_lessons(lessons, notebooks_dir)
+    sources = find_lessons(lessons)
     choose_profile(profile)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
@@ -86,21 +65,18 @@ def run_course(
         say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
-    return CourseResult(out, data)
+    return data
 
 
-def find_lessons(
-    lessons: str | Path | Sequence[str | Path] | None = None, notebooks_dir: str | Path | None = None
-) -> list[Path]:
-    """The notebooks of the lessons named by number, name or path, in order; None: of all lessons.
+def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:
+    """The notebooks of the lessons named by number ("05"), name or path, in order; of all where none is named.
 
     Raises:
         ValueError: no such lesson, with the nearest; or a folder without lessons.
     """
-    here = Path(notebooks_dir or LESSONS)
-    known = {path.stem: path.resolve() for path in sorted(here.glob("[0-9][0-9]_*.ipynb"))}
+    known = {path.stem: path.resolve() for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))}
     found = {}
-    for lesson in [lessons] if isinstance(lessons, str | Path) else lessons or known:
+    for lesson in lessons or known:
         path = Path(lesson)
         if path.suffix == ".ipynb" and path.is_file():
             found[path.stem] = path.resolve()
@@ -109,7 +85,7 @@ def find_lessons(
         match = [name for name in known if name.startswith(number) or path.name in (name, name.partition("_")[2])]
         found |= {name: known[name] for name in match}
         if known and not match:
-            raise ValueError(f"no lesson {str(lesson)!r} in {here}. {nearest_text(path.stem, known)}")
+            raise ValueError(f"no lesson {str(lesson)!r} in {LESSONS}. {nearest_text(path.stem, known)}")
     if not found:
-        raise ValueError(f"no lessons (NN_name.ipynb) in {here}: run `make lessons`, or name the folder that has them")
+        raise ValueError(f"no lessons (NN_name.ipynb) in {LESSONS}: run `make lessons`")
     return [found[name] for name in sorted(found)]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import takewhile
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from perf_helpers.records import Record, Store
@@ -54,6 +55,9 @@ class Entry(Record):
 class Journal(Store[Entry]):
     """Entries in a file of JSON lines, appended and read as a lab's runs are."""
 
+    def __init__(self, path: str | PathLike):
+        super().__init__(path, Entry)
+
     def reset(self) -> None:
         """Forget everything, e.g. before the next learner sits down at a workshop's machine."""
         self.path.unlink(missing_ok=True)
@@ -61,7 +65,7 @@ class Journal(Store[Entry]):
 
 def of(lab: "Lab") -> Journal:
     """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
-    return Journal(lab.store.path.with_name("journal.jsonl"), Entry)
+    return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
 def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:

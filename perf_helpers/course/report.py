@@ -15,9 +15,9 @@ from perf_helpers.records import write_whole
 from perf_helpers.texts import template
 
 MOST_BYTES = 5_000_000  # of index.html, which is sent around and archived
-# What a terminal may print and XML forbids: colours, and characters that are none.
 # Of junit.xml: class, name, seconds, "failure", "error", "skipped" or None, and what is to be said of it.
 Case = tuple[str, str, float, str | None, str]
+# What a terminal may print and XML forbids: colours, and characters that are none.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -177,13 +177,13 @@ class Workers(Executor):
         differing = [name for name in (*TELLING, "perf_helpers") if worker.versions[name] != ours[name]]
         if differing:
             said = ", ".join(f"{name} {worker.versions[name]} (here {ours[name]})" for name in differing)
-            self._say(f"worker {worker.name} has {said}: its figures and those of other versions are not one set", said)
+            self._say_once(f"worker {worker.name} has {said}: its figures and those of other versions are not one set")
         self._workers[worker.address] = worker
         self._wake()
 
-    def _say(self, line: str, once: str) -> None:
-        if once not in self._told:
-            self._told.add(once)
+    def _say_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
             self._tell(line)
 
     async def _gone(self, worker: _Worker) -> None:
@@ -242,8 +242,8 @@ class Workers(Executor):
         near = [other for other in self._workers.values() if other.host == worker.host and other.machine.kind == "cpu"]
         sharing = sum(other.devices for other in near) if worker.machine.kind == "cpu" else 1
         if sharing > 1:
-            line = f"{sharing} experiments share the CPU of {worker.host}, on an equal part of its cores each"
-            self._say(f"{line}: memory is exact, speeds disturb each other", line)
+            shared = f"{sharing} experiments share the CPU of {worker.host}, on an equal part of its cores each"
+            self._say_once(f"{shared}: memory is exact, speeds disturb each other")
         future = self._client.submit(
             attend,
             worker.id,

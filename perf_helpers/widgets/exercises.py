@@ -9,7 +9,7 @@ import html
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -347,16 +347,12 @@ def board(lab: Lab, key: str) -> plots.Table:
 # ---- what was done so far
 
 
-def progress(lab: Lab, lessons: Sequence[str] | None = None) -> plots.Table:
-    """What the learner has done so far, one row a lesson, from the journal on this machine. A static table.
-
-    Args:
-        lessons: their names; None: those of the notebooks in the working folder, and any other that the journal knows.
-    """
+def progress(lab: Lab) -> plots.Table:
+    """What the learner has done so far, from the journal on this machine. A static table, one row for each lesson in
+    the working folder and any other that the journal knows."""
     known = learner_log.progress(learner_log.of(lab).read())
-    if lessons is None:
-        here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
-        lessons = sorted(here | {name for name in known if name})
+    here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
+    lessons = sorted(here | {name for name in known if name})
     rows = [[name.replace("_", " "), *_cells(known.get(name))] for name in lessons]
     return plots.Table(["lesson", "state", "claims decided", "guesses", "exercises right", "questions"], rows)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers.widgets.frame import PLACES, close_widget, observe
+from perf_helpers.widgets.frame import close_widget, observe, take
 from perf_helpers.widgets.memory_explorer import memory
 from perf_helpers.widgets.recipe_explorer import recipes
 from perf_helpers.widgets.timeline_explorer import timeline
@@ -63,7 +63,7 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
     box = ipywidgets.VBox([*controls.values(), output], layout={"max_width": "100%"})
     code = getattr(draw, "__code__", None)  # of the same cell, if it is run again
     where = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices
-    PLACES.take(where, partial(close_widget, box))
+    take(where, partial(close_widget, box))
     display(box)
     return box
 

@@ -1,7 +1,7 @@
 """The one contract of everything in a lesson that can be moved or clicked.
 
 - It stands at a *place*, named by what it is and whose: `("predict", lesson, key)`. What comes to a place closes what
-  stood there, its callbacks and threads with it, so that a cell that is run again leaves nothing twice: `PLACES`.
+  stood there, its callbacks and threads with it, so that a cell that is run again leaves nothing twice: `take`.
 - It is shown as three things at once: its widgets for a front end, HTML for a page without one, and text for a
   terminal: `place`.
 - No error of a callback is lost: each is `guarded` by an Output widget that is one of its parts. Its state is kept in
@@ -9,8 +9,7 @@
 - It is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,36 +19,22 @@ WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # of a Box whose children go to the next line
 
 
-class Places:
-    """What this kernel shows or runs, by its place. All methods may be called from any thread."""
-
-    def __init__(self):
-        self._standing: dict[Hashable, tuple[Callable[[], None], Any]] = {}  # what ends it, and what is known of it
-        self._lock = threading.Lock()
-
-    def take(self, where: Hashable, close: Callable[[], None] | None, about: Any = None) -> None:
-        """Stand at a place, after what stood there before is closed; `close` is called when something else comes. Until
-        then, `self.about(where)` answers `about`."""
-        with self._lock:
-            close_before, _ = self._standing.pop(where, (None, None))
-            if close:
-                self._standing[where] = close, about
-        if close_before:
-            close_before()
-
-    def free(self, where: Hashable) -> None:
-        """Close what stands at a place, if anything does."""
-        self.take(where, None)
-
-    def about(self, where: Hashable) -> Any:
-        """What is known about that which stands at a place; None where nothing stands there."""
-        return self._standing.get(where, (None, None))[1]
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(tuple(self._standing))
+# What this kernel shows, by its place: what ends it, and what is known of it.
+STANDING: dict[Hashable, tuple[Callable[[], None], Any]] = {}
 
 
-PLACES = Places()  # of this kernel
+def take(where: Hashable, close: Callable[[], None], about: Any = None) -> None:
+    """Stand at a place, after what stood there before is closed; `close` is called when something else comes. Until
+    then, `about_place(where)` answers `about`."""
+    close_before, _ = STANDING.pop(where, (None, None))
+    STANDING[where] = close, about
+    if close_before:
+        close_before()
+
+
+def about_place(where: Hashable) -> Any:
+    """What is known about that which stands at a place; None where nothing stands there."""
+    return STANDING.get(where, (None, None))[1]
 
 
 def place(
@@ -65,7 +50,7 @@ def place(
     Args:
         where: names the place among all of this kernel; what stands there is closed.
         at_end: called before these parts are closed, e.g. to end a thread.
-        about: what a later cell can ask of it, see `Places.about`.
+        about: what a later cell can ask of it, see `about_place`.
     """
     import ipywidgets
     from IPython.display import display
@@ -77,7 +62,7 @@ def place(
             at_end()
         close_widget(box)
 
-    PLACES.take(where, close, about)
+    take(where, close, about)
     display({"text/plain": plain, "text/html": static} | view(box), raw=True)
 
 

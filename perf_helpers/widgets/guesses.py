@@ -10,7 +10,8 @@ from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets.exercises import Feedback, prose_html
-from perf_helpers.widgets.frame import PLACES, ROW, guarded, place
+from perf_helpers.widgets.frame import ROW, about_place, guarded, place
+from perf_helpers.widgets.svg import round_step
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
@@ -41,9 +42,9 @@ def predict(
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
     limits = {"min": low, "max": high, "value": start}
     wide = {"flex": "1 1 14em", "max_width": "100%"}
-    fine = _step(low, high, 1000)  # the slider moves what is typed to its nearest step: fine ones hardly do
+    fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
     slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess", layout=wide)
-    field = ipywidgets.BoundedFloatText(**limits, step=_step(low, high, 100), layout={"width": "9em"})
+    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), layout={"width": "9em"})
     ipywidgets.link((slider, "value"), (field, "value"))
     button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
     state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
@@ -72,7 +73,7 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Raises:
         ValueError: this kernel has not asked for a guess under that key.
     """
-    asked = PLACES.about(("predict", lab.lesson, key))
+    asked = about_place(("predict", lab.lesson, key))
     if asked is None:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
     unit, estimate_before = asked
@@ -113,13 +114,6 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
     return f"<div>{html.escape(text)}</div>"
 
 
-def _step(low: float, high: float, parts: int) -> float:
-    """A round step, 1, 2 or 5 times a power of ten, of which `parts` or more make the whole range."""
-    most = (high - low) / parts
-    power = math.floor(math.log10(most))
-    return max(step for step in (float(f"{factor}e{power}") for factor in (1, 2, 5)) if step <= most * (1 + 1e-9))
-
-
 def _bars_html(values: Mapping[str, float], unit: str) -> str:
     """Figures of one quantity as bars, an <img> that a screen reader can read out."""
     from matplotlib.figure import Figure
@@ -135,4 +129,4 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=12)
     ax.set_xlabel(unit, fontsize=12)
-    return plots.image_html(plots.png(figure), "; ".join(f"{name} {text}" for name, text in texts.items()))
+    return plots.image_html(figure, "; ".join(f"{name} {text}" for name, text in texts.items()))

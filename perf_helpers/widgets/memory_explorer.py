@@ -23,7 +23,7 @@ _CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUD
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 
 
-def memory(lab: Lab, task: Task | None = None, *, device: str | None = None, micro_batch: int | None = None) -> None:
+def memory(lab: Lab, task: Task | None = None, *, device: str | None = None) -> None:
     """The peak of any model and recipe, by category, against the memory of common cards and of this machine.
 
     Once a model is known (six traces for each way of training it), every move is answered from those traces, at once;
@@ -32,13 +32,12 @@ def memory(lab: Lab, task: Task | None = None, *, device: str | None = None, mic
     Args:
         task: the model to start with; None: the lab's.
         device: "cpu" or "cuda", to start with; None: this machine's.
-        micro_batch: to start with; None: the profile's.
 
     Raises:
         ValueError: the model cannot be followed on fake tensors.
     """
     task = task or lab.task
-    size = peak_model.nearest(peak_model.MICRO_BATCHES, micro_batch or lab.profile.micro_batch)
+    size = peak_model.nearest(peak_model.MICRO_BATCHES, lab.profile.micro_batch)
     first = estimate(task, device=device or lab.machine.kind, **peak_model.Choice().arguments(size))
     explorer, title = _MemoryExplorer(lab, task, first, size), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
@@ -184,7 +183,7 @@ class _MemoryExplorer:
         size = machine.gpus[0].memory_bytes if machine.kind == "cuda" else machine.memory_bytes
         own = {"this machine": size} if size and machine.kind == device else {}
         parts = answer.breakdown | ({"context": _CONTEXT_BYTES} if device == "cuda" else {})
-        self._picture.value = self._drawn = svg.bar(parts, SIZES | own)
+        self._picture.value = self._drawn = svg.bar("Peak", parts, SIZES | own)
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 

@@ -11,29 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perf_helpers.plots import PALETTE, SERIES, Timeline
-from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text
+from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text, template
 from perf_helpers.unknown import is_measured
 
-DASHES = ("none", "6 3")  # of a panel's first and second line, in points
+_DASHES = ("none", "6 3")  # of a panel's first and second line, in points
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
 
 
-def bar(parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Bytes by category as one stacked bar with a legend, and the limits (bytes by name) as lines across it."""
+def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
+    """Bytes by category as one stacked bar with a legend, and the limits (bytes by name) as lines across it. The title
+    says what these bytes are, e.g. "Peak"; it is only read out."""
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
     end = 1.08 * max(total, above if above < _FAR * total else total)
-    words = f"Peak {bytes_text(total)}: {parts_text(parts)}"
+    words = f"{title} {bytes_text(total)}: {parts_text(parts)}"
     return _draw("bar", words=words, parts=parts, total=total, limits=limits, end=end)
 
 
-def timeline(steps: Timeline, top: float, index: int | None = None, title: str = "") -> str:
+def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
     """Live bytes by category through one step.
 
     Args:
         top: bytes at the upper end of the axis: the same for two pictures that are to be compared.
-        index: of the stretch of operations at which a line is to stand.
+        index: of the stretch of operations at which a line stands.
     """
     end, heights, areas = 1.25 * top, [0] * len(steps), {}
     for category in steps.shown():  # from the ground up to its own upper edge: the ones below it are drawn over it
@@ -129,11 +130,17 @@ def panel(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float
     return _draw("panel", **facts)
 
 
+def round_step(least: float) -> float:
+    """The smallest number that is no less and 1, 2 or 5 times a power of ten: a step of an axis, or of a slider."""
+    power = math.floor(math.log10(least))
+    steps = (float(f"{factor}e{power}") for factor in (1, 2, 5, 10))
+    return next(step for step in steps if step >= least * (1 - 1e-9))
+
+
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
     """Round numbers on an axis from 0 to `end`, about `parts` of them up to `top`: their places as shares of it."""
     top = top or end
-    step = 10 ** math.floor(math.log10(top / parts))
-    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= top / parts)
+    step = round_step(top / parts)
     return {f"{step * i:,g} {unit}".strip(): step * i / end for i in range(int(top / step) + 1)}
 
 
@@ -144,17 +151,6 @@ def _draw(picture: str, **facts) -> str:
 
 @functools.cache
 def _markup():
-    """The macros of drawings.html.j2, which escape whatever they are given."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("perf_helpers", "widgets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"percent": "{:.2%}".format, "bytes": bytes_text, "name": name_text, "number": number_text}
-    environment.globals |= {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS, "DASHES": DASHES}
-    environment.globals |= {"ticks": _ticks, "bytes_unit": bytes_unit}
-    return environment.get_template("drawings.html.j2").module
+    """The macros of drawings.html.j2, with what they need of this module."""
+    given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS, "DASHES": _DASHES}
+    return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})

@@ -9,6 +9,7 @@ import pytest
 from toys import write_lesson
 
 from perf_helpers.compare.night import run_night
+from perf_helpers.course import course
 
 NAME = "05_night"
 RUNS = """
@@ -66,9 +67,9 @@ claims.finish(lab)
 def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
     """The results of one night, executed as the course is, with libraries that fail in the way that is named."""
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
-    with sabotaged(sabotage):
-        options = {"out": folder / "out", "notebooks_dir": folder / "lessons", "speeds": speeds}
-        return run_night(profile="cpu", timeout_per_lesson=300, **options)[0].data
+    with sabotaged(sabotage), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(course, "LESSONS", folder / "lessons")
+        return run_night(folder / "out", speeds=speeds, profile="cpu", timeout_per_lesson=300)[0]
 
 
 @contextlib.contextmanager

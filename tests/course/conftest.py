@@ -34,4 +34,6 @@ def ran(tmp_path_factory):
     toys.write_all(lessons)
     left_by_an_earlier_run = {"lesson": "03_silent", "complete": True, "claims": [toys.decision("stale")], "runs": []}
     (out / "03_silent.json").write_text(json.dumps(left_by_an_earlier_run))
-    return course.run_course(profile="cpu", strict=True, out=out, notebooks_dir=lessons, timeout_per_lesson=300), out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(course, "LESSONS", lessons)
+        return course.run_course(profile="cpu", strict=True, out=out, timeout_per_lesson=300), out

@@ -8,6 +8,7 @@ import pytest
 from toys import STATUS, decision, results, write_lesson
 
 from perf_helpers.course import course, lesson_process
+from perf_helpers.course.results import problems
 
 
 def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
@@ -18,7 +19,7 @@ def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", STATUS)
 def test_each_way_to_fail_has_its_status_and_the_others_go_on(ran, name):
-    statuses = {lesson["name"]: lesson["status"] for lesson in ran[0].data["lessons"]}
+    statuses = {lesson["name"]: lesson["status"] for lesson in ran[0]["lessons"]}
     assert statuses[name] == STATUS[name]
 
 
@@ -35,12 +36,12 @@ def test_each_way_to_fail_has_its_status_and_the_others_go_on(ran, name):
     ],
 )
 def test_a_message_says_what_went_wrong(ran, name, words):
-    messages = {lesson["name"]: lesson["message"] for lesson in ran[0].data["lessons"]}
+    messages = {lesson["name"]: lesson["message"] for lesson in ran[0]["lessons"]}
     assert words in messages[name] and bool(words) == bool(messages[name])
 
 
 def test_problems_name_the_failed_lessons_and_the_unexpected_verdict(ran):
-    lines = "\n".join(ran[0].problems)
+    lines = "\n".join(problems(ran[0]))
     assert "promise: refuted, expected holds" in lines
     assert all((name in lines) == (status != "ok") for name, status in STATUS.items())
 
@@ -48,7 +49,7 @@ def test_problems_name_the_failed_lessons_and_the_unexpected_verdict(ran):
 def test_results_hold_the_machine_the_claims_and_the_runs(ran):
     result, out = ran
     data = json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
-    assert data == json.loads(json.dumps(result.data))
+    assert data == json.loads(json.dumps(result))
     assert data["schema"] == 1 and data["date"] and data["machine"]["name"] and data["versions"]["torch"]
     claims = {claim["id"]: claim for claim in data["claims"]}
     assert "kept" in claims and "never" not in claims
@@ -57,13 +58,14 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
     assert {"lesson": "08_ok", "name": "cpu True", "status": "ok", "losses": ["NaN"]} in data["runs"]
 
 
-def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judged(tmp_path, capsys):
+def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judged(tmp_path, monkeypatch, capsys):
     write_lesson(tmp_path / "lessons", "00_hangs", "import time\ntime.sleep(600)")
     write_lesson(tmp_path / "lessons", "01_next", parameters="nothing = 0")
-    result = course.run_course(out=tmp_path / "out", notebooks_dir=tmp_path / "lessons", timeout_per_lesson=8)
-    assert [lesson["status"] for lesson in result.data["lessons"]] == ["timed out", "failed"]
-    assert "killed after 8 s" in result.data["lessons"][0]["message"]
-    assert "no claim was decided" in result.problems
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
+    result = course.run_course(out=tmp_path / "out", timeout_per_lesson=8)
+    assert [lesson["status"] for lesson in result["lessons"]] == ["timed out", "failed"]
+    assert "killed after 8 s" in result["lessons"][0]["message"]
+    assert "no claim was decided" in problems(result)
     assert "[ 1/2] 00_hangs" in capsys.readouterr().err
     assert not [p.pid for p in psutil.process_iter() if marker_of(p).startswith(f"{os.getpid()}-")]
 
@@ -76,38 +78,40 @@ def marker_of(process):
 
 
 @pytest.fixture
-def lessons(tmp_path):
+def lessons(tmp_path, monkeypatch):
     for name in ("00_start_here", "05_gradient_accumulation"):
         write_lesson(tmp_path / "lessons", name)
     (tmp_path / "lessons" / "Untitled.ipynb").write_text("{}")
-    return tmp_path / "lessons"
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
+    return course.LESSONS
 
 
 @pytest.mark.parametrize(
     "name", ["05", "5", "05_gradient_accumulation", "gradient_accumulation", "{folder}/05_gradient_accumulation.ipynb"]
 )
 def test_a_lesson_is_found_by_number_name_or_path(lessons, name):
-    assert course.find_lessons([name.format(folder=lessons)], lessons) == [lessons / "05_gradient_accumulation.ipynb"]
+    assert course.find_lessons([name.format(folder=lessons)]) == [lessons / "05_gradient_accumulation.ipynb"]
 
 
 def test_all_lessons_are_found_in_order_and_a_notebook_elsewhere_by_its_path(lessons, tmp_path):
-    assert [path.stem for path in course.find_lessons(None, lessons)] == ["00_start_here", "05_gradient_accumulation"]
+    assert [path.stem for path in course.find_lessons()] == ["00_start_here", "05_gradient_accumulation"]
     write_lesson(tmp_path, "mine")
-    assert course.find_lessons(tmp_path / "mine.ipynb", lessons) == [tmp_path / "mine.ipynb"]
+    assert course.find_lessons([tmp_path / "mine.ipynb"]) == [tmp_path / "mine.ipynb"]
 
 
-def test_an_unknown_lesson_is_refused_with_the_nearest_and_an_empty_folder_too(lessons, tmp_path):
+def test_an_unknown_lesson_is_refused_with_the_nearest_and_an_empty_folder_too(lessons, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Did you mean '05_gradient_accumulation'"):
-        course.find_lessons(["gradient_acumulation"], lessons)
+        course.find_lessons(["gradient_acumulation"])
     with pytest.raises(ValueError, match="Choose from 00_start_here, 05_"):
-        course.find_lessons(["99"], lessons)
+        course.find_lessons(["99"])
     with pytest.raises(ValueError, match="no lessons"):
-        course.find_lessons(None, tmp_path)
+        monkeypatch.setattr(course, "LESSONS", tmp_path)
+        course.find_lessons()
 
 
 def test_lessons_are_not_overwritten(lessons):
     with pytest.raises(ValueError, match="holds the lessons themselves"):
-        course.run_course(out=lessons, notebooks_dir=lessons)
+        course.run_course(out=lessons)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +124,5 @@ def test_lessons_are_not_overwritten(lessons):
         ([], False),
     ],
 )
-def test_a_course_is_ok_if_verdicts_are_expected_and_one_is_decided(tmp_path, claims, ok):
-    assert (course.CourseResult(tmp_path, results(*claims, lessons=["ok"])).problems == []) is ok
+def test_a_course_is_ok_if_verdicts_are_expected_and_one_is_decided(claims, ok):
+    assert (problems(results(*claims, lessons=["ok"])) == []) is ok

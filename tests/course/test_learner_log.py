@@ -1,5 +1,7 @@
 """The journal keeps what a learner did, in order, through damage; what is read from it is fair to the learner."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +103,19 @@ def test_history_has_each_question_once_in_the_order_of_revealing():
     scored = learner_log.history(entries)
     assert [(each.lesson, each.guess, each.measured) for each in scored] == [(later, 90, 60), (earlier, 40, 50)]
     assert [each.error for each in scored] == [0.5, 0.2]
+
+
+def test_the_instructors_script_reads_a_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "class").mkdir()
+    journal = learner_log.Journal(tmp_path / "class" / "ada.jsonl")
+    for each in (guess(40), revealed(50, 40), entry("question", "why", choice="b", right=True)):
+        journal.append(each)
+    page = Path(__file__).parents[2] / "notebooks" / "INSTRUCTOR.md"
+    (script,) = (text for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if "Journal" in text)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("ada, 05 peak: said 40") and first.endswith("off by 20%") and second.endswith("{'b': 1}")
 
 
 def test_an_error_around_zero_is_a_distance():

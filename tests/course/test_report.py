@@ -15,7 +15,7 @@ def test_junit_has_a_case_for_each_lesson_and_claim(ran):
     result, out = ran
     suite = ElementTree.parse(out / "junit.xml").getroot().find("testsuite")
     outcome = {case.get("name"): {child.tag for child in case} for case in suite.iter("testcase")}
-    assert outcome.keys() == STATUS.keys() | {claim["id"] for claim in result.data["claims"]}
+    assert outcome.keys() == STATUS.keys() | {claim["id"] for claim in result["claims"]}
     assert outcome["00_killed"] == {"error"} and outcome["01_raises"] == {"failure"}
     assert outcome["promise"] == {"failure"} and outcome["fast-link"] == {"skipped"}
     assert outcome["same-gradient"] == outcome["08_ok"] == {"system-out"}
@@ -26,7 +26,7 @@ def test_junit_has_a_case_for_each_lesson_and_claim(ran):
 def test_the_page_shows_each_claim_and_stands_alone(ran):
     result, out = ran
     page = (out / "index.html").read_text(encoding="utf-8")
-    for claim in result.data["claims"]:
+    for claim in result["claims"]:
         row = page.split(f'id="{claim["id"]}"')[1].split("</tr>")[0]
         assert claim["verdict"] in row and ("unexpected" in row) == (not claim["as_expected"])
     assert "divides by &lt;tokens&gt;" in page and "V100" in page and "0.45 to 0.55" in page
@@ -36,7 +36,7 @@ def test_the_page_shows_each_claim_and_stands_alone(ran):
 
 def test_the_numbers_at_its_head_are_those_of_its_rows(ran):
     result, out = ran
-    page, verdicts = (out / "index.html").read_text(encoding="utf-8"), [c["verdict"] for c in result.data["claims"]]
+    page, verdicts = (out / "index.html").read_text(encoding="utf-8"), [c["verdict"] for c in result["claims"]]
     told = {verdict: int(number) for number, verdict in re.findall(r"<b>(\d+)</b>.*? ([a-z ]+)</li>", page)}
     assert {verdict: number for verdict, number in told.items() if number} == Counter(verdicts)
     decided = len(verdicts) - verdicts.count("not testable here")

@@ -15,14 +15,15 @@ from perf_helpers import hardware
 from perf_helpers.lab.task import PROFILES
 from perf_helpers.records import Store
 from perf_helpers.widgets import monitor
-from perf_helpers.widgets.frame import PLACES
+from perf_helpers.widgets.frame import STANDING
 
 
 @pytest.fixture(autouse=True)
 def fresh_kernel():
     yield
-    for where in PLACES:
-        PLACES.free(where)
+    while STANDING:
+        close, _ = STANDING.popitem()[1]
+        close()
     for widget in list(alive().values()):
         widget.close()
 
@@ -52,31 +53,27 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose NVML answers; returns the queries put to it, and a function that lets one of them fail."""
-    module, asked = fake_nvml(GPU), []
+    """A GPU whose NVML answers; returns a function that lets a query to it fail."""
+    module = fake_nvml(GPU)
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
     def answer(query, value):
         def told(handle, *arguments):
-            assert handle == GPU
-            asked.append((query, *arguments))
+            assert (handle, arguments) == (GPU, (1,) if query == "nvmlDeviceGetClockInfo" else ())
             if isinstance(value, Exception):
                 raise value
             return value
 
         setattr(module, query, told)
 
-    def fail(query, code=None):
-        error = module.NVMLError(query)
-        error.value = code
-        answer(query, error)
+    def fail(query):
+        answer(query, module.NVMLError(query))
 
     for query, (_, value, _) in FIGURES.items():
         answer(query, value)
-    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980}[which]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(hardware, "describe", lambda: GOOD)
-    return SimpleNamespace(asked=asked, fail=fail, answer=answer, module=module)
+    return SimpleNamespace(fail=fail)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kernel import VIEW, alive, commit
 
 from perf_helpers import exercises, learner_log, widgets
 from perf_helpers.course import course
-from perf_helpers.widgets.frame import PLACES, Places, place
+from perf_helpers.widgets.frame import STANDING, about_place, place, take
 
 SEVEN = Path(__file__).resolve().parents[2] / "build" / "ipywidgets7"
 ON_BOTH = ("frame", "guesses", "questions", "explorers", "learner_progress", "*_explorer")  # versions of ipywidgets
@@ -24,15 +24,12 @@ ON_BOTH = ("frame", "guesses", "questions", "explorers", "learner_progress", "*_
 
 
 def test_what_comes_to_a_place_closes_what_stood_there():
-    places, closed = Places(), []
-    places.take("here", lambda: closed.append("first"), about=1)
-    places.take("there", lambda: closed.append("other"))
-    assert (places.about("here"), places.about("nowhere"), closed) == (1, None, [])
-    places.take("here", lambda: closed.append("second"), about=2)
-    assert (places.about("here"), closed) == (2, ["first"])
-    places.free("here")
-    places.free("here")
-    assert (places.about("here"), list(places), closed) == (None, ["there"], ["first", "second"])
+    closed = []
+    take("here", lambda: closed.append("first"), about=1)
+    take("there", lambda: closed.append("other"))
+    assert (about_place("here"), about_place("nowhere"), closed) == (1, None, [])
+    take("here", lambda: closed.append("second"), about=2)
+    assert (about_place("here"), list(STANDING), closed) == (2, ["there", "here"], ["first"])
 
 
 def test_a_box_is_ended_and_closed_with_all_that_it_contains(shown):
@@ -41,7 +38,7 @@ def test_a_box_is_ended_and_closed_with_all_that_it_contains(shown):
     parts = [ipywidgets.HBox([button])]
     place("here", parts, "<b>static</b>", "plain", at_end=lambda: ended.append(button.model_id in alive()))
     assert (shown[-1]["text/html"], shown[-1]["text/plain"]) == ("<b>static</b>", "plain") and VIEW in shown[-1]
-    PLACES.free("here")
+    take("here", lambda: None)
     assert ended == [True] and set(alive()) <= before
 
 
@@ -81,15 +78,16 @@ RECORD = {"lesson": "05_callbacks", "complete": True, "runs": [], "claims": [CLA
 @pytest.mark.parametrize(
     ("batch", "verdict"), [(2, ("failed", "in a widget: ZeroDivisionError: division by zero")), (3, ("ok", ""))]
 )
-def test_an_error_in_a_callback_fails_the_course_run(tmp_path, batch, verdict):
+def test_an_error_in_a_callback_fails_the_course_run(tmp_path, monkeypatch, batch, verdict):
     write = f"slider.value = {batch}\nimport json\nPath(out, '05_callbacks.json').write_text(json.dumps({RECORD!r}))"
     sources = ["profile, strict, out = 'auto', False, ''", LESSON_CELL, write]
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     cells[0].metadata.tags = ["parameters"]
     (tmp_path / "src").mkdir()
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "src" / "05_callbacks.ipynb")
-    result = course.run_course(out=tmp_path, notebooks_dir=tmp_path / "src", timeout_per_lesson=90)
-    (lesson,) = result.data["lessons"]
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "src")
+    result = course.run_course(out=tmp_path, timeout_per_lesson=90)
+    (lesson,) = result["lessons"]
     assert (lesson["status"], lesson["message"]) == verdict
     executed = nbformat.read(tmp_path / "05_callbacks.ipynb", as_version=4)
     bundles = [output.get("data", {}) for output in executed.cells[-2].outputs]

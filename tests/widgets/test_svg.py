@@ -16,11 +16,11 @@ UNSIZED = svg.Point("not sized", "timed only", None, 3.0)
 
 
 def test_every_picture_has_words_and_no_small_text():
-    bar = svg.bar({"weights": 10, "gradients": 30, "inputs": 0}, {"8 GB": 100})
+    bar = svg.bar("After forward", {"weights": 10, "gradients": 30, "inputs": 0}, {"8 GB": 100})
     points = [svg.Point("<a>", "counted", 10, 2.0), UNTIMED, UNSIZED]
     scatter = svg.scatter(points, points[0], {"limit": 15})
     timeline = svg.timeline(Timeline(series(10, 30, 20)), 30, 1, "a & b")
-    assert 'aria-label="Peak 40 B: weights 10 B, gradients 30 B"' in bar
+    assert 'aria-label="After forward 40 B: weights 10 B, gradients 30 B"' in bar
     for picture in (bar, scatter, timeline):
         assert 'role="img"' in picture and "font-size:13px" in picture
         ElementTree.fromstring(picture)  # whatever is opened is closed
@@ -28,7 +28,7 @@ def test_every_picture_has_words_and_no_small_text():
 
 
 def test_two_timelines_are_on_one_scale():
-    high, low = (svg.timeline(Timeline(series(1e8, peak, 1)), 4e8) for peak in (4e8, 2e8))
+    high, low = (svg.timeline(Timeline(series(1e8, peak, 1)), 4e8, 0, "") for peak in (4e8, 2e8))
     assert "bottom:80.00%;white-space:nowrap;font-weight:bold" in high
     assert "bottom:40.00%;white-space:nowrap;font-weight:bold" in low
 
@@ -78,7 +78,7 @@ def test_no_point_stands_at_0_for_want_of_a_measurement(points):
 
 @pytest.mark.parametrize("total, end", [(5e9, 8.6e9), (9e9, 16e9), (1e6, 1e6)])
 def test_a_bar_ends_after_the_next_larger_card_unless_that_is_far_off(total, end):
-    bar = svg.bar({"weights": total}, {"8": 8.6e9, "16": 16e9})
+    bar = svg.bar("Peak", {"weights": total}, {"8": 8.6e9, "16": 16e9})
     assert f"width:{100 * total / (1.08 * end):.2f}%" in bar
 
 
