@@ -86,7 +86,7 @@ def memory_of_card(
         ValueError: an unknown name, a memory that is none, or neither of them.
     """
     if name is None and memory is None:
-        raise ValueError(f"give {argument}, e.g. '16GB', or a card: {', '.join(CARDS)}")
+        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or name a card: {', '.join(CARDS)}")
     known = named(name) if name is not None else None
     size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
     return size, capability or (known.capability if known else None)

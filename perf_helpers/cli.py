@@ -36,6 +36,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this mac
 Snapshot = Annotated[
     Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
 ]
+Card = Annotated[str | None, typer.Option(help="A GPU, here or not: t4, v100, a10g, 4090, a100-40, a100, h100.")]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
@@ -133,6 +134,7 @@ def estimate(
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     device: Device = None,
+    card: Card = None,
     compute_capability: Capability = None,
     inference: Inference = False,
     allocator_settings: Annotated[
@@ -150,6 +152,7 @@ def estimate(
     given = arguments.parse(context.args).given
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
+        card=card,
         device=device,
         compute_capability=_capability(compute_capability),
         processes=processes,
@@ -163,7 +166,10 @@ def estimate(
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
         _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
-    lines = [f"{model} on {estimated.device}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
+    where = f"{model} on {estimated.device}"
+    if card:
+        where = f"{model} {'does not fit' if estimated.is_too_large else 'fits'} on a GPU such as {card}"
+    lines = [f"{where}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
     lines += [*_sizes(memory), f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 
@@ -173,7 +179,7 @@ def rehearse(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="As in `measure`.")] = None,
     function: Annotated[str | None, typer.Option(help="Your own, called with the task: file.py:function.")] = None,
-    card: Annotated[str | None, typer.Option(help="t4, v100, a10g, 4090, a100-40, a100, h100; or:")] = None,
+    card: Card = None,
     compute_capability: Capability = None,
     device_memory: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 16GB or 16GiB.")] = None,
     seq_len: SeqLen = None,
@@ -301,8 +307,9 @@ def report(directory: Path) -> None:
 @app.command()
 def advise(
     model: Model,
-    memory: Annotated[str, typer.Option(help="Of one device, e.g. 16GB or 16GiB.")],
     effective_batch: Annotated[int, typer.Option(help="Samples that an update sees.")],
+    memory: Annotated[str | None, typer.Option(help="Of one device, e.g. 16GB or 16GiB; default: the card's.")] = None,
+    card: Card = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
     must: Annotated[list[str] | None, typer.Option(help="A fixed training argument, e.g. optim=adafactor.")] = None,
@@ -326,8 +333,9 @@ def advise(
 
     advice = room.advise(
         Task(model, seq_len, architecture=architecture),
-        memory=memory,
         effective_batch=effective_batch,
+        memory=memory,
+        card=card,
         must=arguments.parse([f"--{word}" for word in must or []]).given,
         avoid=avoid or [],
         device=device,

@@ -87,6 +87,7 @@ class Advice(Shown):
     device: str  # "cpu" or "cuda"
     compute_capability: tuple[int, int] | None  # of the GPU; None: a CPU
     context_bytes: int  # of the memory, kept for the CUDA context; 0 on a CPU
+    margin_bytes: int  # of the memory, that are to be left free
     recipes: tuple[Recipe, ...]  # empty where nothing fits
     smallest: Recipe | None  # where nothing fits: the recipe that needs least
     changes: tuple[Change, ...]  # where nothing fits: what would make the smallest fit
@@ -112,8 +113,9 @@ class Advice(Shown):
         if self.assumptions:
             notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
         if not self.recipes:
-            needed = bytes_text(self.smallest.needed_bytes)
-            head += f": nothing fits. The smallest ({self.smallest.name}) needs {needed}"
+            needed, over = self.smallest.needed_bytes, self.margin_bytes - self.smallest.headroom_bytes
+            head += f": nothing fits. The smallest ({self.smallest.name}) needs {bytes_text(needed)}, "
+            head += f"{bytes_text(over)} over"
             rows = [
                 [change.name, "fits" if change.fits else "does not", bytes_text(change.needed_bytes), change.text]
                 for change in self.changes
@@ -262,6 +264,7 @@ def advise(
         device=kind,
         compute_capability=capability if kind == "cuda" else None,
         context_bytes=context,
+        margin_bytes=limit - room,
         recipes=tuple(_recipe(candidate, search, limit, max(measured, default=None)) for candidate in fitting),
         smallest=smallest and _recipe(smallest, search, limit, None),
         changes=changes,

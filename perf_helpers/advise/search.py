@@ -243,11 +243,9 @@ class RecipeSearch:
 
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
-        states = self._states.get(_of_states(candidate), 0) + self.context
-        if candidate in self.estimates or states <= self.limit:
-            needed = self.needed_by(self._estimated(candidate))
-        else:
-            needed = self.too_large.get(candidate, states)
+        states = self._states.get(_of_states(candidate), -math.inf) + self.context
+        is_open = candidate in self.estimates or states <= self.limit
+        needed = self.needed_by(self._estimated(candidate)) if is_open else states
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
@@ -284,9 +282,7 @@ class RecipeSearch:
             return found
         # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
         fewer = self.estimates.get(of(next(size for size in sizes if size > found)))
-        if fewer is None:  # its states alone are too large
-            return found
-        least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context
+        least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
         return whole.micro_batch if least <= self.limit and self.needed(whole) <= self.limit else found
 
 

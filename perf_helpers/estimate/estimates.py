@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from perf_helpers.cards import DEFAULT_CAPABILITY
+from perf_helpers import cards
 from perf_helpers.estimate import prediction
 from perf_helpers.estimate.allocator_replay import place, save
 from perf_helpers.estimate.allocator_settings import Settings
@@ -31,6 +31,7 @@ def estimate(
     task: Task,
     *,
     name: str = "",
+    card: str | None = None,
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
@@ -50,10 +51,11 @@ def estimate(
 
     Args:
         name: what the estimate is called in tables and pictures.
+        card: a GPU by its name in `cards.CARDS`, e.g. "h100", here or not: "cuda", its compute capability and memory.
         device: "cpu" or "cuda"; None: this machine's.
-        compute_capability: of the GPU, e.g. (9, 0) for an H100; None: this machine's, else (9, 0).
+        compute_capability: of the GPU, e.g. (9, 0) for an H100; None: the card's, this machine's, else (9, 0).
         device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
-            given back, and what does not fit is told by `is_too_large`. None: enough for anything.
+            given back, and what does not fit is told by `is_too_large`. None: the card's, else enough for anything.
         allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
@@ -72,6 +74,10 @@ def estimate(
 
     if not isinstance(task, Task):
         raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
+    if card is not None:
+        known = cards.named(card)
+        device, compute_capability = device or "cuda", compute_capability or known.capability
+        device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -126,7 +132,7 @@ def target(
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
         return Device(kind)
-    here = next((gpu.capability for gpu in machine.gpus if gpu.capability), DEFAULT_CAPABILITY)
+    here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
     Settings.parse(allocator_settings)  # says what is wrong with them
     return Device(kind, tuple(compute_capability or here), allocator_settings, device_memory)
 

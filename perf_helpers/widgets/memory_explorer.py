@@ -5,10 +5,10 @@ import html
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perf_helpers import plots
-from perf_helpers.cards import SIZES, context_bytes
+from perf_helpers.cards import SIZES, context_bytes, named
 from perf_helpers.estimate import MemoryEstimate, estimate, peak_model
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
@@ -23,7 +23,7 @@ _CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUD
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 
 
-def memory(lab: Lab, task: Task | None = None, *, device: str | None = None) -> None:
+def memory(lab: Lab, task: Task | None = None, *, card: str | None = None, device: str | None = None) -> None:
     """The peak of any model and recipe, by category, against the memory of common cards and of this machine.
 
     Once a model is known (six traces for each way of training it), every move is answered from those traces, at once;
@@ -31,15 +31,20 @@ def memory(lab: Lab, task: Task | None = None, *, device: str | None = None) -> 
 
     Args:
         task: the model to start with; None: the lab's.
-        device: "cpu" or "cuda", to start with; None: this machine's.
+        card: a GPU by its name in `cards.CARDS`, e.g. "t4", whose compute capability counts.
+        device: "cpu" or "cuda", to start with; None: the card's, else this machine's.
 
     Raises:
-        ValueError: the model cannot be followed on fake tensors.
+        ValueError: an unknown card, or a model that cannot be followed on fake tensors.
     """
     task = task or lab.task
+    capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
+    device = device or (lab.machine.kind if card is None else "cuda")
+    capability = capability if card is None else named(card).capability
+    options = {"compute_capability": capability} if capability else {}
     size = peak_model.nearest(peak_model.MICRO_BATCHES, lab.profile.micro_batch)
-    first = estimate(task, device=device or lab.machine.kind, **peak_model.Choice().arguments(size))
-    explorer, title = _MemoryExplorer(lab, task, first, size), f"{task.model}, micro-batch {size}"
+    first = estimate(task, device=device, **options, **peak_model.Choice().arguments(size))
+    explorer, title = _MemoryExplorer(lab, task, first, size, options), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
     place(("memory explorer", lab.lesson), explorer.parts, static, repr(first), at_end=explorer.close)
 
@@ -51,12 +56,11 @@ class _MemoryExplorer:
     controls stand afresh for each thing that it does, so that what is wanted now comes first.
     """
 
-    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int):
+    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int, options: dict[str, Any]):
         import ipywidgets
 
         self._task, self._machine, self._folder = task, lab.machine, Path(lab.store.path).with_name("fits")
-        capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
-        self._options = {"compute_capability": capability} if capability else {}
+        self._options = options  # of the estimate: whose memory
         self._models: dict[tuple, peak_model.Surfaces] = {}  # by model, device and vocabulary
         self._prepared: set[peak_model.Surfaces] = set()  # those whose lengths are known
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False

@@ -81,8 +81,9 @@ def attending(monkeypatch, followed):
 
 @pytest.fixture
 def ask(task, machine, followed):
-    """`advise` with what the tests have in common: 1 GB of memory and 64 samples a step unless told otherwise."""
-    default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine}
+    """`advise` with what the tests have in common: 1 GB of memory, all of it, and 64 samples a step unless told
+    otherwise."""
+    default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine, "margin": 0}
     return lambda **options: advise(options.pop("task", task), **default | options)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from perf_helpers import Lab, Task, cli, hardware
 from perf_helpers.advise import advise, verify
-from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE
+from perf_helpers.cards import CARDS, CONTEXT_BYTES, CONTEXT_SOURCE
 from perf_helpers.records import Memory, Run, Store
 from perf_helpers.rehearsal import build
 
@@ -43,7 +43,7 @@ def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_
 ):
     only = {"optim": "adamw_torch_fused", "gradient_checkpointing": False} | precision
     machine = request.getfixturevalue(name)
-    advice = advise(task, memory="14MB", effective_batch=8, must=only, runs=[], machine=machine)
+    advice = advise(task, memory="14MB", effective_batch=8, must=only, runs=[], machine=machine, margin=0)
     (recipe,) = advice.recipes
     verified = verify(advice, lab)
     assert verified.found_bytes == recipe.needed_bytes <= 14 * MB
@@ -89,7 +89,7 @@ def test_a_rehearsal_has_the_memory_the_context_and_the_capability_of_the_advice
 @pytest.mark.skipif(build.problem() or not build.interpreter(), reason="torch's CUDA build is not here")
 def test_what_is_advised_for_a_gpu_takes_as_much_in_a_rehearsal(task, lab):
     only = {"optim": "sgd", "gradient_checkpointing": False, "bf16": True}
-    options = {"device": "cuda", "compute_capability": (8, 0), "context_memory": 500 * MB, "runs": []}
+    options = {"device": "cuda", "compute_capability": (8, 0), "context_memory": 500 * MB, "runs": [], "margin": 0}
     found = verify(advise(task, memory="600MB", effective_batch=4, must=only, avoid=["accumulation"], **options), lab)
     assert found.run.ok and found.is_rehearsed is (lab.machine.kind == "cpu")
     assert found.difference_bytes == 0 < found.found_bytes
@@ -167,10 +167,51 @@ def test_a_mistake_is_named(ask, followed, options, hint):
 )
 def test_what_is_kept_for_the_context_is_told_and_is_not_the_allocators(ask, followed, options, context, source):
     advice = ask(memory=4 * 10**9, device="cuda", **options)
-    assert advice.context_bytes == context and re.search(source, advice.notes[0])
+    assert advice.context_bytes == context and re.search(
+        source, next(note for note in advice.notes if note.startswith("Needed"))
+    )
     assert {asked["device_memory"] for asked in followed} == {4 * 10**9 - context}
     for recipe in advice.recipes:
         assert recipe.needed_bytes == recipe.peak_bytes + context == 4 * 10**9 - recipe.headroom_bytes
+
+
+def test_a_margin_is_left_free_and_named(ask, followed):
+    advice = ask(margin=0.05)
+    assert "5% of the memory, 50.0 MB, are left free" in advice.notes[1]
+    assert min(recipe.headroom_bytes for recipe in advice.recipes) >= 50 * MB
+    fewer = ask(margin=0.5)
+    assert all(recipe.needed_bytes <= 500 * MB for recipe in fewer.recipes) and fewer.recipes != advice.recipes
+    with pytest.raises(ValueError, match=r"margin=1: give a part of the memory from 0 to 1"):
+        ask(margin=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "capability", "assumed"),
+    [
+        ({"memory": "80GB"}, "cuda", (9, 0), "for 80.00 GB is what one is sold with"),
+        ({"memory": "24GiB"}, "cuda", (9, 0), "for 25.77 GB is what one is sold with"),
+        ({"memory": "80GB", "device": "cpu"}, "cpu", None, None),
+        ({"memory": "7GB"}, "cpu", None, None),
+        ({"memory": "7GB", "device": "cuda"}, "cuda", (9, 0), "a GPU; compute capability 9.0"),
+        ({"memory": None, "card": "T4"}, "cuda", (7, 5), None),
+        ({"memory": "12GB", "card": "t4"}, "cuda", (7, 5), None),
+        ({"memory": None, "card": "t4", "compute_capability": (8, 0)}, "cuda", (8, 0), None),
+    ],
+)
+def test_who_names_a_card_or_its_memory_means_a_gpu(ask, followed, options, device, capability, assumed):
+    advice = ask(**{"device": None} | options)
+    assert (advice.device, advice.compute_capability) == (device, capability)
+    told = [note for note in advice.notes if note.startswith("Assumed")]
+    assert (assumed is None and not told) or assumed in told[0]
+    if options["memory"] is None:
+        assert advice.memory_bytes == CARDS["t4"].memory_bytes
+    assert ("--device" not in advice.notes[0]) and {each["device"] for each in followed} == {device}
+
+
+def test_a_gpu_without_a_recorded_run_is_ranked_by_the_guides_or_not_at_all(ask, followed):
+    sources = {source for recipe in ask(memory="4GB", device="cuda").recipes for source in recipe.speed_source}
+    assert sources and all("not measured here" in text or "plain recipe" in text for text in sources)
+    assert not any("CPU" in text for text in sources)
 
 
 def test_nothing_fits_where_the_context_takes_all(ask, followed):

@@ -3,8 +3,9 @@
 import pytest
 
 from perf_helpers import Task
-from perf_helpers.advise import parallelism
+from perf_helpers.advise import parallel_layouts, parallelism
 from perf_helpers.advise.parallel_layouts import Model
+from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000}
@@ -106,19 +107,38 @@ def test_other_families_can_be_cut(name):
 def test_what_is_sent_is_what_rings_send(small):
     layouts, weights = by_name(small), 4 * TASK.parameters()
     assert layouts["DDP"].bytes_a_step == pytest.approx(2 * 3 / 4 * weights, rel=0.01)
-    assert layouts["ZeRO 1"].bytes_a_step == layouts["ZeRO 2"].bytes_a_step == layouts["DDP"].bytes_a_step
-    assert layouts["ZeRO 3"].bytes_a_step == pytest.approx(3 * 3 / 4 * weights, rel=0.01)
+    assert layouts["FSDP"].bytes_a_step == pytest.approx(3 * 3 / 4 * weights, rel=0.01)
+    assert layouts["FSDP, gathered once"].bytes_a_step == pytest.approx(2 * 3 / 4 * weights, rel=0.01)
     passed = 4 * 32 * 256 * 4  # samples x tokens x width x bytes
-    assert layouts["pipeline 4"].bytes_a_step == 2 * passed
-    assert layouts["tensor 4"].bytes_a_step == 4 * 8 * passed * 2 * 3 / 4
+    assert layouts["pipeline 4"].bytes_a_step == 4 * 2 * passed  # one data rank has the samples of four
+    assert layouts["tensor 4"].bytes_a_step == 4 * 4 * 8 * passed * 2 * 3 / 4
+
+
+def sent(**arguments):
+    told = parallelism(TASK, cards=4, card_bytes="1GB", device="cpu", per_device_train_batch_size=4, **arguments)
+    return {name: layout.bytes_a_step for name, layout in by_name(told).items()}
 
 
 def test_weights_are_gathered_for_every_pass_and_gradients_summed_once(small):
-    passes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-    told = by_name(parallelism(TASK, cards=4, card_bytes="1GB", device="cpu", **passes))
-    weights = 4 * TASK.parameters()
-    assert told["DDP"].bytes_a_step == by_name(small)["DDP"].bytes_a_step
-    assert told["ZeRO 3"].bytes_a_step == pytest.approx((2 * 3 + 1) * 3 / 4 * weights, rel=0.01)
+    weights, three = 4 * TASK.parameters(), sent(gradient_accumulation_steps=3)
+    assert three["DDP"] == by_name(small)["DDP"].bytes_a_step
+    assert three["FSDP"] == pytest.approx((2 * 3 + 1) * 3 / 4 * weights, rel=0.01)
+
+
+def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
+    plain, half = sent(), sent(bf16=True)
+    assert half["FSDP"] == pytest.approx(plain["FSDP"] / 2, rel=0.01) and half["DDP"] == plain["DDP"]
+
+
+def test_deepspeed_sums_in_its_second_stage_after_each_pass():
+    stages, three = sent(sharding="deepspeed"), sent(sharding="deepspeed", gradient_accumulation_steps=3)
+    weights = 3 / 4 * 4 * TASK.parameters()
+    assert [stages[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 2, 3], rel=0.01)
+    assert [three[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 4, 9], rel=0.01)
+
+
+def test_checkpointing_sums_a_fifth_time_in_each_block():
+    assert sent(gradient_checkpointing=True)["tensor 4"] == 5 / 4 * sent()["tensor 4"]
 
 
 def test_tensor_parallelism_stays_in_a_host_and_divides_the_heads(large):
@@ -132,8 +152,9 @@ def test_one_host_sends_nothing_to_others(large):
     assert all(layout.bytes_between_hosts == 0 for layout in large["one host"].layouts)
     across = by_name(large["hosts"])
     assert across["DDP"].bytes_between_hosts == across["DDP"].bytes_a_step
-    inside = across["tensor 8 x pipeline 4"]
+    inside, shared = across["tensor 8 x pipeline 4"], across["FSDP"]
     assert 0 < inside.bytes_between_hosts < 0.1 * inside.bytes_a_step
+    assert 0 < across["HSDP"].bytes_between_hosts < shared.bytes_between_hosts / 4 < across["HSDP"].bytes_a_step
 
 
 # ---- the tree
@@ -145,33 +166,24 @@ def test_what_fits_one_card_is_copied(large, small):
     assert large["one card"].choice == "one card" and large["one card"].bytes_a_step == 0
 
 
-def test_what_does_not_fit_is_shared_out_as_little_as_need_be(large):
-    answer = large["one host"]
-    assert answer.branch == "the model does not fit one card, its largest layer does"
-    assert answer.choice.startswith("ZeRO") and answer.bytes_a_rank <= 80e9
-    stages = [layout for name, layout in by_name(answer).items() if name.startswith("ZeRO") and layout.fits]
-    assert answer.layouts[0].zero == min(layout.zero for layout in stages)
-    assert "DDP is simpler and" in answer.why and "too large" in answer.why
-
-
 def test_a_slow_link_makes_stages(large):
     answer = large["slow link"]
     assert "pipeline" in answer.choice and answer.bytes_a_step < large["one host"].bytes_a_step
-    shared = by_name(answer)["ZeRO 2"]
-    assert shared.fits and shared.seconds_a_sample > 1.5 * answer.layouts[0].seconds_a_sample
+    shared = by_name(answer)["FSDP"]
+    assert shared.fits and shared.seconds_a_sample > 1.2 * answer.layouts[0].seconds_a_sample
 
 
-def test_many_hosts_have_stages_between_them(large):
+def test_many_hosts_have_stages_between_them_where_the_link_is_slow(large):
     answer = large["hosts"]
     assert "pipeline" in answer.choice
-    assert answer.layouts[0].bytes_between_hosts < 0.2 * by_name(answer)["DDP"].bytes_between_hosts
+    assert answer.layouts[0].bytes_between_hosts < 0.2 * by_name(answer)["FSDP"].bytes_between_hosts
 
 
 def test_where_the_largest_layer_is_too_large_layers_are_cut_through(large):
     answer = large["layer"]
     assert answer.branch == "not even the largest layer fits one card"
     assert "tensor" in answer.choice or answer.choice == "nothing fits"
-    assert not by_name(answer)["ZeRO 3"].fits
+    assert not by_name(answer)["FSDP"].fits
 
 
 def test_where_nothing_fits_the_smallest_is_told(large):
@@ -184,16 +196,70 @@ def test_the_fastest_that_fits_comes_first_and_equals_the_simplest(large):
     for answer in large.values():
         fitting = [layout for layout in answer.layouts if layout.fits]
         assert [*answer.layouts[: len(fitting)]] == fitting
-        assert all(layout.bytes_a_rank <= answer.card_bytes for layout in fitting)
-        whole = [layout for layout in fitting if layout.tensor * layout.pipeline == 1]
-        for layout in whole if "the model fits" in answer.branch else fitting:
-            assert layout.seconds_a_sample >= fitting[0].seconds_a_sample * 0.99
+        assert all(layout.bytes_a_rank <= 0.95 * answer.card_bytes for layout in fitting), "a margin is kept"
+        whole = [layout for layout in fitting if not layout.is_cut]
+        best = min((layout.seconds_a_sample for layout in fitting), default=0)
+        for layout in whole[:1]:
+            assert fitting[0].is_cut is (1.2 * best <= layout.seconds_a_sample and "does not" in answer.branch)
 
 
 def test_it_shows_itself(small):
     assert "DDP" in repr(small) and "by the model" in repr(small)
     assert small._repr_html_().count("<tr>") == 1 + 6, "a header, and the first that fit"
-    assert "not a measurement" in small.notes[1]
+    assert any("not a measurement" in note for note in small.notes)
+
+
+# ---- what practitioners do
+
+WHOLE = {"bf16": True, "per_device_train_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "question", "choice"),
+    [
+        # 16 bytes a parameter over 8 cards leave most of each free. PyTorch's FSDP tutorials and torchtitan
+        # (arXiv:2410.06511, table 2: Llama 3.1 8B on 8 H100 by FSDP2 alone) take no tensor parallelism here.
+        ("8B on 8 x 80 GB", Task("llama-3-8b", seq_len=4096), NODE | WHOLE, "FSDP"),
+        # The states leave 8 GB a card: torchtune's full fine-tuning of 8B on cards of 24 GB checkpoints, and shards.
+        (
+            "8B on 8 x 24 GB",
+            Task("llama-3-8b", seq_len=1024),
+            {"cards": 8, "card": "4090"} | WHOLE,
+            "FSDP, checkpointing",
+        ),
+        # 47 billion parameters are 747 GB of states: 93 GB on each of 8 cards. Full fine-tuning of Mixtral by FSDP or
+        # ZeRO 3 starts at two nodes; on one, people train adapters.
+        ("8 x 7B on 8 x 80 GB", Task("mixtral", seq_len=2048), NODE | WHOLE, "nothing fits"),
+        (
+            "8 x 7B on 32 x 80 GB",
+            Task("mixtral", seq_len=2048),
+            {"cards": 32, "hosts": 4, "card": "h100", "link_gbits": 400} | WHOLE,
+            "FSDP, checkpointing",
+        ),
+        # PyTorch's blog "Maximizing training throughput using PyTorch FSDP" trains 70B on 128 A100 by FSDP with
+        # checkpointing; torchtitan on 256 H100, by FSDP too.
+        (
+            "70B on 64 x 80 GB",
+            Task("llama-3-70b", seq_len=4096),
+            {"cards": 64, "hosts": 8, "card": "h100", "link_gbits": 400} | WHOLE,
+            "FSDP, checkpointing",
+        ),
+    ],
+)
+def test_practitioners_would_do_the_same(name, task, question, choice):
+    answer = parallelism(task, **question)
+    assert answer.choice == choice, f"{name}: {answer!r}"
+
+
+def test_405_billion_are_shared_out_over_fast_links_and_cut_over_slow_ones():
+    """Llama 3 (arXiv:2407.21783, table 4) and torchtitan have tensor parallelism inside a host, FSDP or stages between
+    hosts; the guides' tree takes stages where links are slow. An update has 512 samples, 2 million tokens: so not
+    every card can have samples of its own."""
+    task, recipe = Task("405b", seq_len=4096), WHOLE | {"gradient_checkpointing": True}
+    asked = {"cards": 1024, "hosts": 128, "card": "h100", "card_tflops": 400, "effective_batch": 512} | recipe
+    fast, slow = (parallelism(task, link_gbits=link, **asked).layouts[0] for link in (400, 25))
+    assert fast.fits and fast.tensor > 1 and fast.pipeline == 1 and fast.sharing == "FSDP"
+    assert slow.fits and slow.tensor == 8 and slow.pipeline > 1
 
 
 @pytest.mark.parametrize(
@@ -204,6 +270,10 @@ def test_it_shows_itself(small):
         ({"link_gbits": 0}, "link_gbits=0"),
         ({"card_tflops": float("inf")}, "card_tflops"),
         ({"card_bytes": "80 apples"}, "card_bytes"),
+        ({"card_bytes": None}, "card_bytes=None"),
+        ({"card": "h1000"}, "Did you mean 'h100'"),
+        ({"sharding": "zero"}, "choose 'fsdp' or 'deepspeed'"),
+        ({"effective_batch": 0}, "effective_batch=0"),
         ({"fsdp": True}, "leave it out"),
         ({"per_device_batch": 4}, "per_device"),
     ],
