@@ -28,6 +28,7 @@ import published_fms
 import published_gpt
 import published_guide
 import published_liger
+import torch
 from runner import RESULTS, Measurement, read_record
 from tables import MIB, spread
 
@@ -37,7 +38,7 @@ from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"
-NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which ignores it
+NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which needs none
 QUANTITIES = {"max allocated": "peak_bytes", "reserved": "reserved_bytes"}
 KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantity", "like_for_like", "reason", "older")
 
@@ -49,6 +50,12 @@ def functions(*sources) -> dict[str, Callable]:
 
 LOOPS = functions(published_liger, published_gpt)
 CHANGES = functions(published_fms, published_guide)
+
+
+def run_loop(loop: Callable, task: Task, **sizes) -> None:
+    """Run a rebuilt loop, its tensors on the GPU if the process has one."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        loop(**sizes)
 
 
 def changed(names: Sequence[str], model, arguments):
@@ -79,7 +86,7 @@ class Row:
     def question(self) -> dict[str, Any]:
         """What `estimate` and a lab are asked alike: a loop of one's own, or a training with its changes."""
         if loop := self.facts.get("loop"):
-            return {"function": functools.partial(LOOPS[loop], **self.given)}
+            return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
         return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
 
     def task(self, folder: Path) -> Task:
