@@ -113,7 +113,7 @@ def suite(tmp_path, monkeypatch):
 
     def begin(lab=None, seconds=10**6, row_seconds=0.0):
         lab = lab or SayingLab()
-        made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", measure_gpu.Clock(seconds, now[0]))
+        made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", now[0] + seconds)
         found = made._found
 
         def slowly(row):
@@ -209,8 +209,8 @@ def test_what_is_missing_is_said_before_anything_begins(tmp_path, monkeypatch, c
 
 
 def test_the_list_has_every_part_with_its_rows_and_how_long_a_call_may_take(suite):
-    (made := suite(seconds=470)).run("bf16")
-    text = measure_gpu.told(made, [*gpu_rows.PARTS])
+    (made := suite()).run("bf16")
+    text = measure_gpu.told(made, [*gpu_rows.PARTS], 470)
     heads = [line for line in text.splitlines() if not line.startswith(" ")]
     assert [line.partition(":")[0] for line in heads] == [f"{n} {name}" for n, name in enumerate(gpu_rows.PARTS, 1)]
     assert "2 rows as far as is known, 0 left; a call takes 0 s at most" in heads[4], "all of bf16 is known"
