@@ -4,6 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.results import measured_text
+
 MIB = 2**20
 
 
@@ -37,3 +40,10 @@ def spread(errors: Sequence[float]) -> dict[str, float]:
 def share(value: float | None) -> str:
     """In per cent; "none" where there is no value."""
     return "none" if value is None else f"{value:.2%}"
+
+
+def verdict(decision: Mapping[str, Any] | None, absent: str) -> str:
+    """A decided claim in a cell, with what was measured; `absent` where there is none."""
+    if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
+        return decision["verdict"] if decision else absent
+    return f"**{decision['verdict']}** ({measured_text(decision)})"

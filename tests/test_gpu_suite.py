@@ -423,7 +423,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
 
 def test_without_a_report_the_page_says_not_measured(build, tmp_path):
     assert gpu_page.suites(tmp_path) == {} and "not measured" in build.gpu_suites({}, {})
-    assert "speed not measured" in build.rehearsed_recipes(build.rehearsals(), {})
+    assert "speed not measured" in build.rehearsed_recipes(build.rehearsals(), {}, {})
 
 
 @pytest.mark.parametrize(
