@@ -27,7 +27,7 @@ def mebibytes(found: Mapping[str, Any] | None) -> str:
 def versions(data: Mapping[str, Any], *packages: str) -> str:
     """The versions that a record's numbers stand with: "torch 2.13.0, transformers 5.23.0"."""
     packages = packages or ("torch", "transformers", "bitsandbytes")
-    return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
+    return ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in packages)
 
 
 def spread(errors: Sequence[float]) -> dict[str, float]:
