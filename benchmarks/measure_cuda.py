@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
@@ -30,6 +30,7 @@ from perf_helpers.estimate.trace_records import Log
 from perf_helpers.lab import Lab, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train
+from perf_helpers.records import Record
 from perf_helpers.rehearsal import Rehearsal, card
 from perf_helpers.unknown import NeedsValues
 
@@ -53,7 +54,7 @@ OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit"
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Record):
     """One of the set."""
 
     number: int
@@ -63,15 +64,6 @@ class Training:
     arguments: dict
     capability: tuple[int, int]
     processes: int
-
-    @classmethod
-    def of(cls, row: dict) -> "Training":
-        """That of a recorded row."""
-        one = cls(**{name: row[name] for name in cls.__dataclass_fields__})
-        return replace(one, capability=tuple(one.capability))
-
-    def to_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def experiment(self, folder: Path) -> Experiment:
         task = task_of(self.config, self.seq_len, folder / f"{self.number}.json")

@@ -118,7 +118,7 @@ def rows_of(options) -> list[dict]:
 
 def measure(cases, options):
     """A row a tool: its version, and what it says of each training."""
-    versions, trainings = hardware.versions(), [Training.of(one) for one in rows_of(options)]
+    versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lab = Lab("cpu", out=folder / "lab")
