@@ -19,17 +19,17 @@ from pathlib import Path
 
 from architectures import ARCHITECTURES, CAPABILITIES, LARGE, configuration, task_of
 from measure_cuda import rehearsed
-from runner import Measurement
+from runner import Measurement, rehearsing
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import Lab, Task
+from perf_helpers.lab import Task
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Memory, Phase
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
+from perf_helpers.rehearsal import CARDS, Card, card
 from perf_helpers.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
@@ -131,8 +131,7 @@ def decide(one: Pair, folder: Path) -> dict:
         if f", {larger} x {batch // larger} needs" not in recipe.why_not_next:
             raise Undecided("the advice does not speak of the next micro-batch")
         ends = {}
-        with Rehearsal(on) as stage:
-            lab = Lab("gpu", executor=stage, out=folder / "lab")
+        with rehearsing(on) as lab:
             for name, samples in (("best", size), ("next", larger)):
                 given = recipe.arguments | {MICRO_BATCH: samples, ACCUMULATION_STEPS: batch // samples}
                 run = lab.run(rehearsed(Experiment(name, task=task, arguments=Arguments.of(given))), measure="none")

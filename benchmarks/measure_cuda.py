@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
-from runner import Measurement
+from runner import Measurement, rehearsing
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
@@ -31,7 +31,7 @@ from perf_helpers.lab import Lab, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train
 from perf_helpers.records import Record
-from perf_helpers.rehearsal import Rehearsal, card
+from perf_helpers.rehearsal import card
 from perf_helpers.unknown import NeedsValues
 
 MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
@@ -191,9 +191,9 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
 
 def difference(one: Training, most: int = 12) -> None:
     """Print the first births and deaths in which the estimate and torch's allocator differ; nothing where none does."""
-    with tempfile.TemporaryDirectory() as name, Rehearsal(card(None, one.capability, MEMORY, one.processes)) as stage:
+    on = card(None, one.capability, MEMORY, one.processes)
+    with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:
         events, experiment = Path(name, "events.json"), one.experiment(Path(name))
-        lab = Lab("gpu", executor=stage, out=Path(name, "lab"))
         lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
         history = json.loads(events.read_text())
         log = processes.call(_log, experiment, one.capability, timeout=300)
@@ -243,8 +243,7 @@ def measure(cases, options):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for (capability, count), trainings in itertools.groupby(sorted(cases.values(), key=of_a_kind), of_a_kind):
-            with Rehearsal(card(None, capability, MEMORY, devices=count)) as stage:
-                lab = Lab("gpu", executor=stage, out=folder / "lab")
+            with rehearsing(card(None, capability, MEMORY, count)) as lab:
                 for one in trainings:
                     yield str(one.number), compare(lab, one, folder)
 

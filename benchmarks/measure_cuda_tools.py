@@ -22,10 +22,10 @@ import tools
 import tools_pypi
 from architectures import task_of
 from measure_cuda import MEMORY, Training
-from runner import RESULTS, Measurement, read_record
+from runner import RESULTS, Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab, hardware
-from perf_helpers.rehearsal import Rehearsal, card
+from perf_helpers.rehearsal import card
 
 CARDS = {(7, 5): "T4", (8, 0): "A100", (8, 6): "RTX 3090", (9, 0): "H100"}
 SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
@@ -73,8 +73,7 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     for one in trainings:
         kinds[one.capability].append(one)
     for capability, those in kinds.items():
-        with Rehearsal(card(None, capability, MEMORY)) as stage:
-            lab = Lab("gpu", executor=stage, out=folder / "lab")
+        with rehearsing(card(None, capability, MEMORY)) as lab:
             for one in those:
                 found[one.number] = tools.asked(lab, tools.mem_tracker, _task(one, folder), one.arguments, "cuda")
     return [found[one.number] for one in trainings]

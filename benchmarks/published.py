@@ -29,12 +29,12 @@ import published_gpt
 import published_guide
 import published_liger
 import torch
-from runner import RESULTS, Measurement, read_record
+from runner import RESULTS, Measurement, read_record, rehearsing
 from tables import MIB, spread
 
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import Arguments, Lab, Task
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+from perf_helpers.lab import Arguments, Task
+from perf_helpers.rehearsal import CARDS, Card
 
 FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"
@@ -137,8 +137,7 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
     """
     sizes = {}
     for card in dict.fromkeys(row.card for row in found):
-        with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as out:
-            lab = Lab("gpu", executor=stage, out=out, timeout=900)
+        with rehearsing(card, timeout=900) as lab:
             for row in (row for row in found if row.card == card):
                 about = {"name": row.name, "task": row.task(folder), "measure": "memory"}
                 run = (lab.run if "function" in row.question else lab.train)(**about, **row.question)

@@ -2,12 +2,14 @@
 stopped, tells each row and writes the record."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -16,9 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers.lab import hardware
+from perf_helpers.lab import Lab, hardware
 from perf_helpers.records import Record, Store, write_whole
-from perf_helpers.rehearsal import CARDS, Rehearsal
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"  # records, and the page made of them
@@ -117,6 +119,13 @@ class Measurement:
         return found
 
 
+@contextlib.contextmanager
+def rehearsing(card: Card, **options) -> Iterator[Lab]:
+    """A lab, with these options, whose experiments are rehearsed on a card; its files go when it is left."""
+    with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
+        yield Lab("gpu", executor=stage, out=folder, **options)
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -125,8 +134,8 @@ def stamp(rehearsed: bool = False) -> dict:
     """What the numbers of a record stand with. `rehearsed`: with the versions of the environment that rehearses."""
     versions = hardware.versions()
     if rehearsed:
-        with Rehearsal(CARDS["a100"]) as stage:
-            versions = stage.versions()
+        with rehearsing(CARDS["a100"]) as lab:
+            versions = lab.versions
     return {"machine": hardware.describe().name, "versions": versions, "date": now()}
 
 

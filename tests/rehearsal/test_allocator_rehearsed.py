@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 
 from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import Rehearsal, build
 
 if build.problem() or build.interpreter() is None:
@@ -76,3 +77,9 @@ def test_settings_are_refused_where_torch_refuses_them(measure):
         torch_says = stage.submit(lambda: {text: accepted(text) for text in SAID}).result()
     assert torch_says == SAID
     assert {text: ours(text) for text in SAID} == SAID
+
+
+def test_a_record_stands_with_the_versions_that_rehearsed(measure):
+    versions = sys.modules["runner"].stamp(rehearsed=True)["versions"]
+    with Rehearsal(measure.ROOM) as stage:
+        assert versions == stage.submit(hardware.versions).result() and versions["torch"]
