@@ -27,7 +27,7 @@ from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
 from perf_helpers.estimate.prediction import Device, Known, trace_of
 from perf_helpers.estimate.trace_records import Log
-from perf_helpers.lab import Lab, processes
+from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train
 from perf_helpers.records import Record
@@ -65,15 +65,18 @@ class Training(Record):
     capability: tuple[int, int]
     processes: int
 
+    def task(self, folder: Path) -> Task:
+        """Its task; the folder takes the configuration."""
+        return task_of(self.config, self.seq_len, folder / f"{self.number}.json")
+
     def experiment(self, folder: Path) -> Experiment:
-        task = task_of(self.config, self.seq_len, folder / f"{self.number}.json")
         given = Arguments.of(self.arguments)
-        return Experiment(str(self.number), task=task, arguments=given, processes=self.processes)
+        return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
 
     def estimated(self, folder: Path):
         """What the estimate says. ValueError where it refuses."""
         options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
-        return estimate(self.experiment(folder).task, **options, **self.arguments)
+        return estimate(self.task(folder), **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:

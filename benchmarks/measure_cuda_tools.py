@@ -15,12 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import tools
 import tools_pypi
-from architectures import task_of
 from measure_cuda import MEMORY, Training
 from runner import RESULTS, Measurement, read_record, rehearsing
 
@@ -33,7 +32,7 @@ SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_att
 
 def question(one: Training, folder: Path) -> dict:
     """A training as `tools_pypi` asks for it; its config.json goes to a folder."""
-    task, arguments = _task(one, folder), one.arguments
+    task, arguments = one.task(folder), one.arguments
     weights = arguments.get("dtype")
     model, config = task.build_model(device="meta"), task.build_config()
     config.architectures = [type(model).__name__]
@@ -63,19 +62,13 @@ def question(one: Training, folder: Path) -> dict:
     return dataclasses.asdict(asked)
 
 
-def _task(one: Training, folder: Path):
-    return task_of(one.config, one.seq_len, folder / f"{one.number}.json")
-
-
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     """What MemTracker says, on fake tensors of a rehearsed card of each compute capability."""
-    found, kinds = {}, defaultdict(list)
-    for one in trainings:
-        kinds[one.capability].append(one)
-    for capability, those in kinds.items():
+    found = {}
+    for capability in CARDS:
         with rehearsing(card(None, capability, MEMORY)) as lab:
-            for one in those:
-                found[one.number] = tools.asked(lab, tools.mem_tracker, _task(one, folder), one.arguments, "cuda")
+            for one in (one for one in trainings if one.capability == capability):
+                found[one.number] = tools.asked(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
     return [found[one.number] for one in trainings]
 
 
@@ -132,7 +125,7 @@ def measure(cases, options):
             elif tool == "MemTracker":
                 said = tracked(trainings, folder)
             else:
-                said = [tools.asked(lab, tools.TOOLS[tool], _task(one, folder), one.arguments) for one in trainings]
+                said = [tools.asked(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
             version = {"accelerate": versions["accelerate"], "18 B/parameter": ""}.get(tool, versions["torch"])
             yield tool, {"tool": tool, "version": version, "said": said}
 
