@@ -1,4 +1,4 @@
-"""Tables, sizes and versions as the pages have them, in Markdown."""
+"""Tables, sizes, versions and verdicts as the pages have them, in Markdown."""
 
 import statistics
 from collections.abc import Mapping, Sequence
