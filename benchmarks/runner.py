@@ -46,7 +46,7 @@ class Measurement:
         cases: the rows to measure, by name; what `measure` takes of each is up to the script.
         measure: yields (name, row) of the cases that it is given, one after the other.
         conclude: what the record says of all rows, in the order of the cases.
-        options: {name: default}, for `--name`; a default of False makes a switch.
+        options: {name: default}, for `--name`; a default of False makes a switch, a list takes several words.
         rows: the name of the rows in the record, "" where it has none.
         name_of: the name of a recorded row, by its number and itself.
         line: a row for whoever waits; default: all of it.
@@ -91,8 +91,8 @@ class Measurement:
     def parsed(self, arguments: list[str] | None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
         for name, default in self.options.items():
-            kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-            kind |= {"nargs": "*"} if isinstance(default, list) else {}
+            kind = {"nargs": "*"} if isinstance(default, list) else {"type": type(default)}
+            kind = {"action": "store_true"} if default is False else kind | {"default": default}
             parser.add_argument(f"--{name}", **kind, help=f"default: {default}")
         if self.rows:
             told = "measure these anew (* for any letters) and keep the record's others; no name: conclude anew"
