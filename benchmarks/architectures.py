@@ -8,7 +8,8 @@ from pathlib import Path
 
 from perf_helpers.lab import Task
 
-ARCHITECTURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ARCHITECTURES, LARGE = FACTS["small"], FACTS["large"]
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 EXPERTS |= {"shared_expert_intermediate_size": 512}
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))

@@ -29,7 +29,7 @@ import cuda_page
 import gpu_page
 import matrix_page
 from runner import RESULTS, read_record, write_record
-from tables import MIB, mebibytes, share, spread, table, versions
+from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
 from perf_helpers import plots
 from perf_helpers.compare.compare import is_beyond_noise
@@ -119,10 +119,10 @@ def counts(measured: dict[str, dict]) -> str:
     return "\n".join([*lines, "", "[Every claim with its number](results/README.md#scoreboard)."])
 
 
-def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
+def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
     """The guides' ten recipes on rehearsed cards, beside what was published and what each machine measured, also by the
     GPU suite."""
-    lines, suites = [], suites or {}
+    lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         known = "speed by the GPU suite" if suites else "speed not measured"
         lines = [f"No GPU has run the course: memory rehearsed by torch's own allocator; {known}.", ""]
@@ -180,20 +180,14 @@ def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
         if any(decisions):
             figure = ", on ".join(filter(None, (claim.guide.text, claim.guide.hardware)))
             told = [claim.lesson, f"`{claim.id}`", claim.says, figure]
-            rows.append([*told, *(_cell(made, absent) for made in decisions)])
+            rows.append([*told, *(verdict(made, absent) for made in decisions)])
     return table(["lesson", "claim", "the guides say", "their figure", *columns], rows)
-
-
-def _cell(decision: dict | None, absent: str) -> str:
-    if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
-        return decision["verdict"] if decision else absent
-    return f"**{decision['verdict']}** ({measured_text(decision)})"
 
 
 def _count(decided: list[dict]) -> str:
     """ "52 claims: 36 hold, 7 refuted, 9 not testable here"; a verdict that no claim has is left out."""
     number = Counter(claim["verdict"] for claim in decided)
-    words = {verdict: "hold" if verdict is Verdict.HOLDS else str(verdict) for verdict in Verdict}
+    words = {each: "hold" if each is Verdict.HOLDS else str(each) for each in Verdict}
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
 
 
@@ -356,9 +350,7 @@ def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
     return "\n\n".join([*(gpu_page.section(name, data, cards) for name, data in suites.items()), claims])
 
 
-def written(
-    measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None
-) -> dict[Path, str]:
+def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> dict[Path, str]:
     """{page: its text} of the pages that people write, with their blocks made anew; the rest of them is kept.
 
     Raises:
@@ -382,8 +374,9 @@ def written(
     return texts
 
 
-def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict] | None = None) -> str:
+def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> str:
     """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
+    pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
         "# Recorded results",
         "<!-- made by benchmarks/build.py, as a whole -->\n"
@@ -392,15 +385,22 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         "## Scoreboard",
         "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items()),
         _claims_table({name: data["claims"] for name, data in measured.items()}, "not measured"),
-    ]
-    for name, data in measured.items():
-        if (path := data["file"].with_suffix(".png")).exists():
-            parts.append(f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})")
-    parts += ["## Library matrix", matrix_page.section(read_record(MATRIX)), "## Speed on a CPU", _speed()]
-    parts += ["## Nights", _nights()]
-    parts += ["## On GPUs", rehearsed_recipes(cards, measured, suites), rehearsed_claims(cards)]
-    parts += ["## The GPU suite", gpu_suites(suites or {}, cards)]
-    parts += [
+        *(
+            f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})"
+            for name, path in pictures.items()
+            if path.exists()
+        ),
+        "## Library matrix",
+        matrix_page.section(read_record(MATRIX)),
+        "## Speed on a CPU",
+        _speed(),
+        "## Nights",
+        _nights(),
+        "## On GPUs",
+        rehearsed_recipes(cards, measured, suites),
+        rehearsed_claims(cards),
+        "## The GPU suite",
+        gpu_suites(suites, cards),
         "## The estimate",
         _estimate(),
         "## The estimate for CUDA",
@@ -409,8 +409,9 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         cuda_page.ranks(),
         "### Other tools",
         cuda_page.cuda_tools(),
+        "## The estimate against published measurements",
+        cuda_page.published(),
     ]
-    parts += ["## The estimate against published measurements", cuda_page.published()]
     return "\n\n".join(parts) + "\n"
 
 

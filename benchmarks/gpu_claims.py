@@ -1,7 +1,9 @@
 """The claims of the ledger that rows of the GPU suite decide: for each the value of its quantity, and the verdict."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
+from operator import methodcaller
 from typing import Any
 
 from gpu_rows import FIRST, NOT_TESTABLE, Kept
@@ -53,14 +55,7 @@ class Rows:
         return self(part, f"{name} against {baseline}").speed_ratio
 
 
-def faster(part: str, name: str, baseline: str) -> Callable[[Rows], Ratio]:
-    return lambda rows: rows.faster(part, name, baseline)
-
-
-def shrunk(part: str, name: str, baseline: str) -> Callable[[Rows], float]:
-    return lambda rows: rows.shrunk(part, name, baseline)
-
-
+faster, shrunk = partial(methodcaller, "faster"), partial(methodcaller, "shrunk")  # asked of `Rows`
 THREE, ADA, EIGHT = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
 
 
@@ -74,22 +69,12 @@ def _training_dwarfs(rows: Rows) -> float:
     return memory["peak_bytes"] / memory["breakdown"]["weights"]
 
 
-def _batches(rows: Rows) -> list[str]:
-    fitting = rows.names("batch", "batch ")
-    sizes = [name for name in fitting if "against" not in name]
+def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
+    """The speed at one batch size over that at another, each by its place among the sizes that fit."""
+    sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
         raise Absent("batch: fewer than three sizes were measured")
-    return sizes
-
-
-def _larger_batch(rows: Rows) -> Ratio:
-    sizes = _batches(rows)
-    return rows.faster("batch", sizes[-1], sizes[0])
-
-
-def _to_the_limit(rows: Rows) -> Ratio:
-    sizes = _batches(rows)
-    return rows.faster("batch", sizes[-3], sizes[-1])
+    return rows.faster("batch", sizes[number], sizes[baseline])
 
 
 def _twice_by_batch(rows: Rows) -> Ratio:
@@ -128,25 +113,15 @@ def _products(fast: str) -> Callable[[Rows], Ratio]:
 
 
 def _longest(rows: Rows) -> list[str]:
-    """The names of plain attention and of SDPA at the longest sequence."""
+    """The names of SDPA and of plain attention at the longest sequence."""
     lengths = [int(name.removeprefix("eager, ")) for name in rows.names("attention", "eager, ")]
     if not lengths:
         raise Absent("attention: nothing was measured")
-    return [f"{name}, {max(lengths)}" for name in ("eager", "sdpa")]
-
-
-def _sdpa_memory(rows: Rows) -> float:
-    eager, sdpa = _longest(rows)
-    return rows.shrunk("attention", sdpa, eager)
-
-
-def _sdpa_speed(rows: Rows) -> Ratio:
-    eager, sdpa = _longest(rows)
-    return rows.faster("attention", sdpa, eager)
+    return [f"{name}, {max(lengths)}" for name in ("sdpa", "eager")]
 
 
 def _sdpa_same(rows: Rows) -> float:
-    eager, sdpa = (rows("attention", name).runs[0]["losses"] for name in _longest(rows))
+    sdpa, eager = (rows("attention", name).runs[0]["losses"] for name in _longest(rows))
     if not eager or not sdpa:
         raise Absent("attention: no losses")
     return max(abs(b / a - 1) for a, b in zip(eager, sdpa, strict=True))
@@ -184,8 +159,8 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
     "all-three-8bit-memory": shrunk("ten", EIGHT, "vanilla"),
     "all-three-8bit-speed": faster("ten", EIGHT, ADA),
     "accelerate-same": shrunk("ten", "Accelerate loop, all + 8-bit Adam", EIGHT),
-    "larger-batch-faster": _larger_batch,
-    "memory-to-the-limit": _to_the_limit,
+    "larger-batch-faster": lambda rows: _batches(rows, -1, 0),
+    "memory-to-the-limit": lambda rows: _batches(rows, -3, -1),
     "fp16-twice-by-batch": _twice_by_batch,
     "fp16-small-batch-costs": lambda rows: _more(rows, "1 x 2"),
     "fp16-below-eight-costs": lambda rows: _more(rows, "1"),
@@ -195,8 +170,8 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
     "tf32-faster": _products("tf32"),
     "fp16-up-to-5x": _products("fp16"),
     "tf32-with-half": faster("tf32", "fp16 and tf32", "fp16"),
-    "sdpa-memory": _sdpa_memory,
-    "sdpa-speed": _sdpa_speed,
+    "sdpa-memory": lambda rows: rows.shrunk("attention", *_longest(rows)),
+    "sdpa-speed": lambda rows: rows.faster("attention", *_longest(rows)),
     "sdpa-same": _sdpa_same,
     "sdpa-fused-kernels": _fused_kernels,
     "compile": faster("compile", "inductor", "uncompiled"),

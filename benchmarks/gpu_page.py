@@ -11,29 +11,17 @@ from typing import Any
 
 import gpu_claims
 import recipes
-from gpu_rows import NOT_TESTABLE, Kept
+from gpu_rows import NOT_TESTABLE, PARTS, Kept
 from runner import read_record, write_record
-from tables import MIB, mebibytes, table
+from tables import MIB, mebibytes, table, versions
 
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.task import TINY
 from perf_helpers.records import Ratio, Store
 from perf_helpers.texts import number_text
 
-SCHEMA = 1
 NONE = "No GPU has run it: not measured."
-TOLD = ("torch", "transformers", "bitsandbytes")
-BY_HALF = {"bf16": "bfloat16", "fp16": "float16"}
-PARTS = {  # of the suite, as the page calls them
-    "ten": "The guides' ten recipes",
-    "batch": "By batch size",
-    "fp16": "fp16 against fp32 by micro-batch, as in the 2022 guide",
-    "tf32": "tf32",
-    "bf16": "bf16",
-    "attention": "Attention by length and kernel",
-    "compile": "torch.compile",
-    "best": "From the guides' vanilla to the best recipe",
-}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}  # argument: the rate that it computes at
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -44,20 +32,16 @@ def content(rows: list[Kept]) -> dict[str, Any]:
         raise ValueError("no rows: run the suite first")
     last = rows[-1]
     latest = {(row.part, row.name): row for row in rows if row.setup == last.setup}
-    machine, rehearsed = Machine.from_dict(last.machine), last.setup["rehearsed"]
-    measured = "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed"
+    machine, profile = Machine.from_dict(last.machine), last.setup["profile"]
+    rehearsed = "memory by torch's own CUDA allocator on a stand-in for the GPU; nothing was computed, nothing timed"
     return {
-        "schema": SCHEMA,
-        "suite": "gpu",
-        "rehearsed": rehearsed,
-        "what": measured if rehearsed else "measured by benchmarks/measure_gpu.py",
-        "tiny": last.setup["profile"] == TINY.name,
+        "what": rehearsed if machine.rehearsed else "measured by benchmarks/measure_gpu.py",
         "machine": last.machine,
         "versions": last.setup["versions"],
-        "profile": last.setup["profile"],
+        "profile": profile,
         "began": min(row.date for row in latest.values()),
         "date": max(row.date for row in latest.values()),
-        "claims": gpu_claims.decided(latest, machine, last.setup["profile"]),
+        "claims": gpu_claims.decided(latest, machine, profile),
         "rows": [_shown(row) for row in latest.values()],
     }
 
@@ -75,9 +59,9 @@ def _shown(row: Kept) -> dict[str, Any]:
 def measured(data: dict[str, Any]) -> dict[str, Any]:
     """A report that was measured on a GPU, at the sizes of one. ValueError for another one."""
     machine = Machine.from_dict(data["machine"])
-    if data["rehearsed"] is not False or machine.rehearsed:
+    if machine.rehearsed:
         raise ValueError("what was rehearsed was not measured, and is not kept")
-    if data["tiny"] or machine.kind != "cuda":
+    if data["profile"] == TINY.name or machine.kind != "cuda":
         raise ValueError("what ran at tiny sizes, or without a GPU, says nothing of one")
     return data
 
@@ -103,9 +87,8 @@ def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def caption(data: Mapping[str, Any]) -> str:
     """The machine, versions and dates that its numbers stand with."""
-    versions = ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in TOLD)
     driver = next((gpu.get("driver") for gpu in data["machine"]["gpus"]), None)
-    about = f"{data['machine']['name']}, driver {driver or 'unknown'}, {versions}"
+    about = f"{data['machine']['name']}, driver {driver or 'unknown'}, {versions(data)}"
     return f"{about}, profile {data['profile']}, {data['began'][:16]} to {data['date'][:16]} UTC"
 
 
@@ -128,9 +111,10 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
     """The tables of one machine, one a part. `cards`: what is rehearsed, by card."""
     rows = by_name(data)
     made = [f"### {name}", caption(data)]
-    for part, title in PARTS.items():
-        if table_of_part := _part(part, rows, _alike(rows, data, cards) if part == "ten" else {}):
-            made.append(f"**{title}**\n\n{table_of_part}")
+    for part, plan in PARTS.items():
+        found = _part(part, rows, _alike(rows, data, cards) if part == "ten" else {})
+        if found and part != "estimate":  # of which the errors are shown
+            made.append(f"**{plan.__doc__.splitlines()[0]}**\n\n{found}")
     facts = [*_facts(rows), *_utilisation(rows), *_not_well(data)]
     return "\n\n".join([*made, "\n".join(f"- {fact}" for fact in facts)])
 
@@ -193,8 +177,7 @@ def _utilisation(rows: Rows) -> Iterator[str]:
         row = rows.get(("best", f"{which}, timed"))
         if rates and flops and row and row["status"] == "ok":
             (run,) = row["runs"]
-            by_half = (kind for name, kind in BY_HALF.items() if run["arguments"].get(name))
-            kind = next(by_half, "tf32" if run["arguments"].get("tf32") else "float32")
+            kind = next((kind for name, kind in PRECISIONS.items() if run["arguments"].get(name)), "float32")
             share = flops * run["timing"]["samples_per_second"] / rates[kind]
             told = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
             yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {told}"

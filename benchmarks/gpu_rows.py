@@ -132,6 +132,9 @@ def batch_of(size: int) -> dict[str, int]:
     return {"per_device_train_batch_size": size}
 
 
+PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
+
+
 # ---- the parts
 
 
@@ -175,8 +178,8 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
         name = f"{size} x {more['gradient_accumulation_steps']}" if more else f"{size}"
-        kinds = {"fp32": {}, "fp16": recipes.HALF}
-        return [here.row(f"{name}, {k}", task, batch_of(size) | more | kinds[k], measure=measure) for k in kinds]
+        sizes = batch_of(size) | more
+        return [here.row(f"{name}, {kind}", task, sizes | how, measure=measure) for kind, how in PRECISIONS.items()]
 
     for size in (8, 16, 32, 64):
         rows = two(size, {}, BOTH)
@@ -189,16 +192,13 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
     """tf32 on and off, in fp32 and under fp16; and large products in each precision."""
-    plain, half = (here.row(name, here.profile.task, recipes.FOUR | how) for name, how in PLAIN_AND_HALF.items())
-    for baseline in (plain, half):
-        name = "tf32" if baseline is plain else "fp16 and tf32"
+    for name, how in PRECISIONS.items():
+        baseline = here.row(name, here.profile.task, recipes.FOUR | how)
+        name = "fp16 and tf32" if how else "tf32"
         row = here.row(name, here.profile.task, baseline.arguments | {"tf32": True}, measure=BOTH)
         yield row
         yield here.pair(baseline, row)
     yield here.question("products", here.profile.task, gpu_functions.products, "sm80")
-
-
-PLAIN_AND_HALF = {"fp32": {}, "fp16": recipes.HALF}
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:

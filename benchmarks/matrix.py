@@ -27,7 +27,6 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from runner import RESULTS, now, read_record, write_record
 
@@ -45,6 +44,7 @@ BUILD = ROOT / "build" / "matrix"
 SOURCES = ("pyproject.toml", "perf_helpers/**/*", "notebooks/*.ipynb", "benchmarks/matrix_rehearsal.py")
 KEPT_OF_MEMORY = ("peak_bytes", "reserved_bytes", "peak_phase", "peak_operation", "breakdown")
 PROFILE = "cpu"
+REHEARSAL = "rehearsal"  # beside the lessons, what a set runs
 
 
 class NotInstalled(Exception):
@@ -71,32 +71,10 @@ class LibrarySet:
         return [*self.packages, *([(ROOT / self.constraints).read_text()] if self.constraints else [])]
 
 
-def library_sets(path: Path = SETS) -> list[LibrarySet]:
-    """The sets of matrix.toml, the oldest first.
-
-    Raises:
-        ValueError: fewer than two, two of one name, or a package that pyproject.toml does not list or does not admit
-            in that version.
-    """
-    rows = tomllib.loads(path.read_text(encoding="utf-8")).get("set", [])
-    found = [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
-    if len({one.name for one in found}) != len(found) or len(found) < 2:
-        raise ValueError(f"{path.name}: at least two sets are needed, each with a name of its own")
-    ranges = declared()
-    for one in found:
-        for pin in map(Requirement, one.packages):
-            name, version = canonicalize_name(pin.name), next(iter(pin.specifier)).version
-            if name not in ranges:
-                raise ValueError(f"set {one.name!r}: {name} is no dependency in pyproject.toml")
-            if version not in ranges[name].specifier:
-                raise ValueError(f"set {one.name!r}: pyproject.toml admits {ranges[name]}, not {version}")
-    return found
-
-
-def declared() -> dict[str, Requirement]:
-    """The dependencies of pyproject.toml, without extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {canonicalize_name(each.name): each for each in map(Requirement, project["dependencies"])}
+def library_sets() -> list[LibrarySet]:
+    """The sets of matrix.toml, the oldest first. What pyproject.toml does not admit in them, pip refuses."""
+    rows = tomllib.loads(SETS.read_text(encoding="utf-8"))["set"]
+    return [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
 
 
 def source_hash(root: Path = ROOT) -> str:
@@ -164,16 +142,13 @@ class Environments:
             raise ValueError(f"the course ended with exit code {done.returncode}: {error}") from None
 
     def rehearsal(self, one: LibrarySet) -> dict:
-        """The results of matrix_rehearsal.py in the set's environment.
-
-        Raises:
-            ValueError: it cannot rehearse; with its last line.
-        """
+        """The results of matrix_rehearsal.py in the set's environment; where it cannot, {"not_rehearsed": why}."""
         out = self.folder / one.name / "rehearsal.json"
         out.unlink(missing_ok=True)
         done = self._run(one, [self.python(one), HERE / "matrix_rehearsal.py", out])
         if done.returncode:
-            raise ValueError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+            why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            return {"not_rehearsed": plain(why)}
         return load_results(out)
 
     def python(self, one: LibrarySet) -> Path:
@@ -207,50 +182,47 @@ def plain(text: str) -> str:
 
 
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
-    """What became of a set: {"name", "what", "status", "message", "packages", "date", "course", "rehearsal"}.
+    """What became of a set, as `became` says it, which runs what is not known of an earlier call.
 
-    `status` is "ok", "not installed" or "not run"; `course` and `rehearsal` are results, or None, the latter with the
-    reason in "not_rehearsed". What ran is kept in `done.json` beside it, and taken from there next time.
+    What ran is kept in `done.json` beside it: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
     """
-    known = done(one, environments)
+    known, jobs = done(one, environments), [*lessons, REHEARSAL]
     if known and again:
-        known |= {"rehearsed": False, "lessons": {n: x for n, x in known["lessons"].items() if n not in lessons}}
-    if known.get("rehearsed") and known["lessons"].keys() >= {*lessons}:
-        return became(one, known, lessons)
+        known["ran"] = {name: found for name, found in known["ran"].items() if name not in jobs}
+    if known and known["ran"].keys() >= {*jobs}:
+        return became(one, lessons, known)
     try:
         say(f"{one.name}: installing")
         environments.install(one)
         packages = environments.packages(one)
         if known.get("packages") != packages:  # what was known is of other versions
-            known = {"key": state(one), "packages": packages, "date": now(), "lessons": {}, "rehearsed": False}
+            known = {"key": state(one), "packages": packages, "date": now(), "ran": {}}
         say(f"{one.name}: torch {packages['torch']}, transformers {packages['transformers']}")
-        for lesson in lessons:
-            if lesson not in known["lessons"]:
-                known["lessons"][lesson] = environments.course(one, lesson)
-                keep(one, environments, known)
+        for name in (name for name in jobs if name not in known["ran"]):
+            rehearses = name == REHEARSAL
+            known["ran"][name] = environments.rehearsal(one) if rehearses else environments.course(one, name)
+            write_record(environments.folder / one.name / "done.json", known)
     except NotInstalled as error:
-        return became(one, {}, lessons, "not installed", str(error))
+        return became(one, lessons, {}, "not installed", str(error))
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        return became(one, known, lessons, "not run", plain(str(error)))
-    if not known["rehearsed"]:
-        say(f"{one.name}: rehearsing")
-        known |= {"rehearsed": True, "rehearsal": None, "not_rehearsed": ""}
-        try:
-            known["rehearsal"] = environments.rehearsal(one)
-        except ValueError as error:
-            known["not_rehearsed"] = plain(str(error))
-        keep(one, environments, known)
-    return became(one, known, lessons)
+        return became(one, lessons, known, "not run", plain(str(error)))
+    return became(one, lessons, known)
 
 
-def became(one: LibrarySet, known: dict, lessons: list[str], status: str = "ok", message: str = "") -> dict:
-    """A set with what is known of it, as `run` returns it."""
+def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok", message: str = "") -> dict:
+    """{"name", "what", "status", "message", "packages", "date", "course", "rehearsal", "not_rehearsed"} of a set.
+
+    `status` is "ok", "not installed" or "not run"; `course` and `rehearsal` are results, or None, the latter with the
+    reason in "not_rehearsed".
+    """
     told = {"name": one.name, "what": one.what, "status": status, "message": message}
     told |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
-    told |= {"rehearsal": known.get("rehearsal"), "not_rehearsed": known.get("not_rehearsed", "")}
-    ran = [known["lessons"][lesson] for lesson in lessons] if status == "ok" else []
+    rehearsed = known.get("ran", {}).get(REHEARSAL, {})
+    why = rehearsed.get("not_rehearsed", "")
+    ran = [known["ran"][lesson] for lesson in lessons] if status == "ok" else []
     parts = {part: [each for data in ran for each in data[part]] for part in ("lessons", "claims", "runs")}
-    return told | {"course": ran[-1] | parts if ran else None}
+    course = ran[-1] | parts if ran else None
+    return told | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
@@ -260,10 +232,6 @@ def done(one: LibrarySet, environments: Environments) -> dict:
         return known if known["key"] == state(one) else {}
     except (OSError, ValueError, LookupError):  # there is none, or it was cut off
         return {}
-
-
-def keep(one: LibrarySet, environments: Environments, known: dict) -> None:
-    write_record(environments.folder / one.name / "done.json", known)
 
 
 def state(one: LibrarySet) -> str:
@@ -365,8 +333,8 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
             rows.append(run(one, lessons, environments, one.name in again))
         else:
             before = done(one, environments)
-            ran = before.get("lessons", {}).keys() >= {*lessons}
-            rows.append(became(one, before, lessons) if ran else became(one, {}, lessons, "not run", "not asked for"))
+            ran = before.get("ran", {}).keys() >= {*lessons}
+            rows.append(became(one, lessons, before) if ran else became(one, lessons, {}, "not run", "not asked for"))
     made = record(rows, lessons, options.note)
     write_record(options.out, made)
     print(options.out)

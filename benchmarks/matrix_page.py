@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tables import MIB, table
+from tables import MIB, table, verdict
 
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import measured_text
@@ -146,19 +146,11 @@ def _claims(record: dict) -> str:
     for id in sorted(moved, key=lambda id: (record["claims"][id]["lesson"], id)):
         sides = record["claims"][id]
         by = ledger[id].decided_by if id in ledger else ""
-        rows.append([sides["lesson"][:2], f"`{id}`", by or "", *(_side(sides.get(name)) for name in names)])
+        rows.append(
+            [sides["lesson"][:2], f"`{id}`", by or "", *(verdict(sides.get(name), "not run") for name in names)]
+        )
     about = "The others are here. One decided by time was timed once in each set: it may differ by chance."
     return "\n\n".join([f"{told} {about}", table(["lesson", "claim", "decided by", *names], rows)])
-
-
-def _side(claim: dict | None) -> str:
-    if claim is None:
-        return "not run"
-    return (
-        claim["verdict"]
-        if claim["verdict"] == Verdict.NOT_TESTABLE
-        else f"**{claim['verdict']}** ({measured_text(claim)})"
-    )
 
 
 def _memory(record: dict) -> str:

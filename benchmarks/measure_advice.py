@@ -17,19 +17,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
+from architectures import ARCHITECTURES, CAPABILITIES, LARGE, configuration, task_of
 from measure_cuda import rehearsed
-from runner import Measurement
+from runner import Measurement, rehearsing
 
 from perf_helpers.advise import advise
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
-from perf_helpers.lab import Lab, Task
+from perf_helpers.lab import Task
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Memory, Phase
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal, card
+from perf_helpers.rehearsal import CARDS, Card, card
 from perf_helpers.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
@@ -39,22 +39,6 @@ MOST_SAMPLES = 60  # of a micro-batch
 OPTIMIZERS = ({}, {}, *({"optim": name} for name in ("adafactor", "adamw_bnb_8bit", "adamw_torch", "sgd")))
 TECHNIQUES = ({}, {}, {"fp16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
 TECHNIQUES += ({"attn_implementation": "eager"}, {"gradient_checkpointing": True, "max_grad_norm": 0.0})
-
-
-def _sizes(width, inner, layers, heads, **more):
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    return sizes | {"num_attention_heads": heads, "max_position_embeddings": 4200} | more
-
-
-LARGE = {  # sizes of models that people train on the cards that are sold
-    "BERT-large": {"model_type": "bert"} | _sizes(1024, 4096, 24, 16),
-    "RoBERTa-base": {"model_type": "roberta", "vocab_size": 50265} | _sizes(768, 3072, 12, 12),
-    "GPT-2 medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 4200},
-    "Pythia-410m": {"model_type": "gpt_neox", "vocab_size": 50304} | _sizes(1024, 4096, 24, 16),
-    "Llama 1B": {"model_type": "llama", "vocab_size": 128256} | _sizes(2048, 8192, 16, 32, num_key_value_heads=8),
-    "Qwen2 0.5B": {"model_type": "qwen2", "vocab_size": 151936} | _sizes(896, 4864, 24, 14, num_key_value_heads=2),
-    "ViT-large": {"model_type": "vit", "image_size": 224} | _sizes(1024, 4096, 24, 16),
-}
 
 
 @dataclass(frozen=True)
@@ -147,8 +131,7 @@ def decide(one: Pair, folder: Path) -> dict:
         if f", {larger} x {batch // larger} needs" not in recipe.why_not_next:
             raise Undecided("the advice does not speak of the next micro-batch")
         ends = {}
-        with Rehearsal(on) as stage:
-            lab = Lab("gpu", executor=stage, out=folder / "lab")
+        with rehearsing(on) as lab:
             for name, samples in (("best", size), ("next", larger)):
                 given = recipe.arguments | {MICRO_BATCH: samples, ACCUMULATION_STEPS: batch // samples}
                 run = lab.run(rehearsed(Experiment(name, task=task, arguments=Arguments.of(given))), measure="none")

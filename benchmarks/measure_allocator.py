@@ -239,14 +239,9 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
     return [double.peak_allocated_bytes, double.peak_reserved_bytes], double.retries, sorted(segments)
 
 
-def in_environment(text: str):
-    """Within it, new processes start with these settings of torch's allocator."""
-    return patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text)
-
-
 def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
     """`compare` in a rehearsal with these settings."""
-    with in_environment(text), Rehearsal(card) as stage:
+    with patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text), Rehearsal(card) as stage:
         return stage.submit(compare, text, seeds).result()
 
 

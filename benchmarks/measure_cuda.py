@@ -17,20 +17,21 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
-from runner import Measurement
+from runner import Measurement, rehearsing
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
 from perf_helpers.estimate.prediction import Device, trace_of
 from perf_helpers.estimate.trace_records import Log
-from perf_helpers.lab import Lab, processes
+from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, train
-from perf_helpers.rehearsal import Rehearsal, card
+from perf_helpers.records import Record
+from perf_helpers.rehearsal import card
 from perf_helpers.unknown import NeedsValues
 
 MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
@@ -53,7 +54,7 @@ OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit"
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Record):
     """One of the set."""
 
     number: int
@@ -64,24 +65,18 @@ class Training:
     capability: tuple[int, int]
     processes: int
 
-    @classmethod
-    def of(cls, row: dict) -> "Training":
-        """That of a recorded row."""
-        one = cls(**{name: row[name] for name in cls.__dataclass_fields__})
-        return replace(one, capability=tuple(one.capability))
-
-    def to_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    def task(self, folder: Path) -> Task:
+        """Its task; the folder takes the configuration."""
+        return task_of(self.config, self.seq_len, folder / f"{self.number}.json")
 
     def experiment(self, folder: Path) -> Experiment:
-        task = task_of(self.config, self.seq_len, folder / f"{self.number}.json")
         given = Arguments.of(self.arguments)
-        return Experiment(str(self.number), task=task, arguments=given, processes=self.processes)
+        return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
 
     def estimated(self, folder: Path):
         """What the estimate says. ValueError where it refuses."""
         options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
-        return estimate(self.experiment(folder).task, **options, **self.arguments)
+        return estimate(self.task(folder), **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:
@@ -179,40 +174,33 @@ def summary(rows: list[dict]) -> dict:
 # ---- where a training differs
 
 
-@dataclass(frozen=True)
-class Lives:
-    """Of blocks in the order of their births: bytes and who asked for them, and how many were born at each death."""
+def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
+    """The births and deaths of blocks: bytes as the allocator rounds them, negative at a death, and who asked for them.
 
-    births: list[tuple[int, str]]
-    deaths: dict[int, int]
-
-    @classmethod
-    def of(cls, changes: Iterable[tuple[object, int, str]]) -> "Lives":
-        """`changes`: which block, its bytes, negative where it is given back, and where."""
-        births, deaths, living = [], {}, {}
-        for which, size, where in changes:
-            if size > 0:
-                living[which] = len(births)
-                births.append((size, where))
-            elif which in living:
-                deaths[living.pop(which)] = len(births)
-        return cls(births, deaths)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [rounded(size) for size, _ in self.births]
+    What dies between two births has no order, and stands in that of its sizes; what dies after the last, as the process
+    ends, is left out. `changes`: which block, its bytes, negative where it is given back, and where.
+    """
+    found, dead, living = [], [], {}
+    for which, size, where in changes:
+        if size > 0:
+            living[which] = rounded(size), where
+            found += [*sorted(dead), living[which]]
+            dead.clear()
+        elif which in living:
+            size, where = living.pop(which)
+            dead.append((-size, where))
+    return found
 
 
 def difference(one: Training, most: int = 12) -> None:
-    """Print the first births in which the estimate and torch's allocator differ; where they are the same, the first
-    blocks that are given back at another time."""
-    with tempfile.TemporaryDirectory() as name, Rehearsal(card(None, one.capability, MEMORY, one.processes)) as stage:
+    """Print the first births and deaths in which the estimate and torch's allocator differ; nothing where none does."""
+    on = card(None, one.capability, MEMORY, one.processes)
+    with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:
         events, experiment = Path(name, "events.json"), one.experiment(Path(name))
-        lab = Lab("gpu", executor=stage, out=Path(name, "lab"))
         lab.run(rehearsed(experiment, events), measure="none", processes=one.processes)
         history = json.loads(events.read_text())
         log = processes.call(_log, experiment, one.capability, timeout=300)
-    real = Lives.of(
+    real = lives(
         (
             entry["addr"],
             entry["size"] if entry["action"] == "alloc" else -entry["size"],
@@ -222,23 +210,18 @@ def difference(one: Training, most: int = 12) -> None:
         if entry["action"] in ("alloc", "free_completed")
     )
     blocks = ((event, *log.blocks[event]) if event >= 0 else (~event, -1, None) for event in log.events)
-    ours = Lives.of(
+    ours = lives(
         (which, size, f"{label.phase} {label.module} {label.operation}" if label else "")
         for which, size, label in blocks
     )
-    matcher = difflib.SequenceMatcher(None, real.sizes, ours.sizes, autojunk=False)
+    sizes = ([size for size, _ in side] for side in (real, ours))
+    matcher = difflib.SequenceMatcher(None, *sizes, autojunk=False)
     apart = [edges for tag, *edges in matcher.get_opcodes() if tag != "equal"]
     for edges in apart[:most]:
-        found = {"torch": real.births[slice(*edges[:2])], "estimate": ours.births[slice(*edges[2:])]}
-        for who, births in found.items():
-            for size, where in births[:6]:
-                print(f"{who:>9} {size:14,d}  {where}")
+        for who, side in (("torch", real[slice(*edges[:2])]), ("estimate", ours[slice(*edges[2:])])):
+            for size, where in side[:6]:
+                print(f"{who:>9} {size:+14,d}  {where}")
         print()
-    late = [number for number, death in ours.deaths.items() if not apart and real.deaths.get(number) != death]
-    for number in sorted(late)[:most]:
-        size, where = ours.births[number]
-        told = f"given back after {ours.deaths[number]} births, by torch after {real.deaths.get(number, 'all')}"
-        print(f"{size:14,d}  {where}: {told}")
 
 
 def _log(experiment: Experiment, capability: tuple[int, int], tell) -> Log:
@@ -263,8 +246,7 @@ def measure(cases, options):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for (capability, count), trainings in itertools.groupby(sorted(cases.values(), key=of_a_kind), of_a_kind):
-            with Rehearsal(card(None, capability, MEMORY, devices=count)) as stage:
-                lab = Lab("gpu", executor=stage, out=folder / "lab")
+            with rehearsing(card(None, capability, MEMORY, count)) as lab:
                 for one in trainings:
                     yield str(one.number), compare(lab, one, folder)
 

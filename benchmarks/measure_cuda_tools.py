@@ -15,17 +15,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import tools
 import tools_pypi
-from architectures import task_of
 from measure_cuda import MEMORY, Training
-from runner import RESULTS, Measurement, read_record
+from runner import RESULTS, Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab, hardware
-from perf_helpers.rehearsal import Rehearsal, card
+from perf_helpers.rehearsal import card
 
 CARDS = {(7, 5): "T4", (8, 0): "A100", (8, 6): "RTX 3090", (9, 0): "H100"}
 SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
@@ -33,7 +32,7 @@ SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_att
 
 def question(one: Training, folder: Path) -> dict:
     """A training as `tools_pypi` asks for it; its config.json goes to a folder."""
-    task, arguments = _task(one, folder), one.arguments
+    task, arguments = one.task(folder), one.arguments
     weights = arguments.get("dtype")
     model, config = task.build_model(device="meta"), task.build_config()
     config.architectures = [type(model).__name__]
@@ -63,20 +62,13 @@ def question(one: Training, folder: Path) -> dict:
     return dataclasses.asdict(asked)
 
 
-def _task(one: Training, folder: Path):
-    return task_of(one.config, one.seq_len, folder / f"{one.number}.json")
-
-
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     """What MemTracker says, on fake tensors of a rehearsed card of each compute capability."""
-    found, kinds = {}, defaultdict(list)
-    for one in trainings:
-        kinds[one.capability].append(one)
-    for capability, those in kinds.items():
-        with Rehearsal(card(None, capability, MEMORY)) as stage:
-            lab = Lab("gpu", executor=stage, out=folder / "lab")
-            for one in those:
-                found[one.number] = tools.asked(lab, tools.mem_tracker, _task(one, folder), one.arguments, "cuda")
+    found = {}
+    for capability in CARDS:
+        with rehearsing(card(None, capability, MEMORY)) as lab:
+            for one in (one for one in trainings if one.capability == capability):
+                found[one.number] = tools.asked(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
     return [found[one.number] for one in trainings]
 
 
@@ -118,7 +110,7 @@ def rows_of(options) -> list[dict]:
 
 def measure(cases, options):
     """A row a tool: its version, and what it says of each training."""
-    versions, trainings = hardware.versions(), [Training.of(one) for one in rows_of(options)]
+    versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lab = Lab("cpu", out=folder / "lab")
@@ -133,7 +125,7 @@ def measure(cases, options):
             elif tool == "MemTracker":
                 said = tracked(trainings, folder)
             else:
-                said = [tools.asked(lab, tools.TOOLS[tool], _task(one, folder), one.arguments) for one in trainings]
+                said = [tools.asked(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
             version = {"accelerate": versions["accelerate"], "18 B/parameter": ""}.get(tool, versions["torch"])
             yield tool, {"tool": tool, "version": version, "said": said}
 

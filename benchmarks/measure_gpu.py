@@ -20,7 +20,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -46,36 +45,17 @@ TRIES = 2  # of what crashed
 OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
 
 
-@dataclass(frozen=True)
-class Clock:
-    """How long this call has been running, and how long it may run."""
-
-    seconds: float
-    began: float
-
-    @property
-    def is_over(self) -> bool:
-        return self.elapsed >= self.seconds
-
-    @property
-    def elapsed(self) -> float:
-        return monotonic() - self.began
-
-    def row_seconds(self) -> float:
-        """Seconds that a row beginning now may take."""
-        return max(1.0, min(ROW_SECONDS, self.seconds + LAST_SECONDS - self.elapsed))
-
-
 class Suite:
     """The rows of the suite on one machine, and the file that keeps them.
 
     Args:
         lab: with the profile, and the executor of a rehearsal.
         file: of JSON lines; rows of other machines, versions or profiles in it are left alone.
+        ends: by `monotonic`, when it begins no more rows.
     """
 
-    def __init__(self, lab: Lab, file: Path, clock: Clock):
-        self.lab, self.store, self.clock = lab, Store(file, Kept), clock
+    def __init__(self, lab: Lab, file: Path, ends: float):
+        self.lab, self.store, self.ends = lab, Store(file, Kept), ends
         self.here = Here(lab.machine, lab.versions, lab.profile)
         self.setup = setup_of(lab.machine, lab.versions, lab.profile.name)
         self._rows = self.store.read()
@@ -100,8 +80,8 @@ class Suite:
         return [row for row in PARTS[part](self.here, known) if row.name not in known]
 
     def run(self, part: str) -> None:
-        """All rows of a part that are left, until the clock is over."""
-        while (row := self._next(part)) and not self.clock.is_over:
+        """All rows of a part that are left, as far as there is time."""
+        while (row := self._next(part)) and monotonic() < self.ends:
             self._tried.add((part, row.name))
             self._do(part, row)
 
@@ -110,7 +90,8 @@ class Suite:
 
     def _do(self, part: str, row: Row) -> None:
         """Do one row and keep it."""
-        seconds, began = self.clock.row_seconds(), monotonic()
+        began = monotonic()
+        seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - began))
         with processes.within(seconds):
             found = self._found(row)
         took = monotonic() - began
@@ -211,15 +192,15 @@ def _is_another(row: Row, known: Known) -> bool:
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
-def told(suite: Suite, parts: list[str]) -> str:
-    """The parts, their rows, and how long a call of one may take."""
+def told(suite: Suite, parts: list[str], seconds: float) -> str:
+    """The parts, their rows, and how long a call of one may take that begins rows for so many seconds."""
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
         if name in parts:
             known = suite.known(name)
             rows = [*plan(suite.here, known)]
             left = [row for row in rows if row.name not in known]
-            most = suite.clock.seconds + LAST_SECONDS if left else 0
+            most = seconds + LAST_SECONDS if left else 0
             head = (
                 f"{number} {name}: {plan.__doc__.splitlines()[0]} {len(rows)} rows as far as is known, {len(left)} left"
             )
@@ -279,9 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
         parts = _chosen(options.part)
         _check_packages()
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
-            suite = Suite(lab, rows, Clock(options.seconds, began))
+            suite = Suite(lab, rows, began + options.seconds)
             if options.list:
-                print(told(suite, parts))
+                print(told(suite, parts, options.seconds))
                 return 0
             for part in parts:
                 suite.run(part)

@@ -5,6 +5,8 @@ the Trainer's first step; one that brings an optimizer returns it. Rules of olde
 version that ended it.
 """
 
+import torch
+from torch.nn import functional
 
 # ---- adapters
 
@@ -15,7 +17,6 @@ def lora(model, arguments) -> None:
     As peft 0.13 (`autocast_adapter_dtype`): weights frozen, the adapter's input cast to fp32, its result added to the
     layer's; the embedding's result requires a gradient, so that checkpoints have one.
     """
-    import torch
 
     class Adapted(torch.nn.Module):
         def __init__(self, layer, rank: int = 16):
@@ -46,11 +47,9 @@ def lora(model, arguments) -> None:
 
 def _shifted(logits, labels, vocabulary: int):
     """Cross-entropy of logits whose last position was cut off by a copy."""
-    from torch.nn.functional import cross_entropy
-
     ahead = logits[..., :-1, :].contiguous()
     after = labels[..., 1:].contiguous()
-    return cross_entropy(ahead.view(-1, vocabulary), after.view(-1))
+    return functional.cross_entropy(ahead.view(-1, vocabulary), after.view(-1))
 
 
 def copied_logits(model, arguments) -> None:
@@ -82,8 +81,6 @@ def half_logits(model, arguments) -> None:
 def kept_keys(model, arguments) -> None:
     """GPT-BigCode up to transformers 4.48 keeps keys and values for a cache although layers are checkpointed: views of
     what gave queries too, which live until the model returns."""
-    import torch
-
     kept = []
     for name, module in model.named_modules():
         if name.endswith(".c_attn"):

@@ -1,21 +1,20 @@
 """rasbt/LLMs-from-scratch, chapter 5, and pytorch's issue 95668, rebuilt as described, for published.py.
 
-As in published_liger.py: each takes a task, which it ignores, and the sizes of a row of published.toml.
+As in published_liger.py: each takes the sizes of a row of published.toml.
 """
 
-from published_liger import device, made_in
+import torch
+from published_liger import made_in
+from torch import nn
 
 
-def one_linear(task) -> None:
+def one_linear() -> None:
     """A layer of one weight on one number, no backward."""
-    import torch
-
-    layer = torch.nn.Linear(1, 1, device=device())
-    layer(torch.randn(1, 1, device=device()))
+    layer = nn.Linear(1, 1)
+    layer(torch.randn(1, 1))
 
 
 def gpt(
-    task,
     batch: int = 8,
     mask: str = "kept",
     fused: bool = False,
@@ -33,9 +32,6 @@ def gpt(
         native: torch's LayerNorm and GELU, else both by plain operations.
         flash: one product for queries, keys and values, and torch's attention, else three and products of matrices.
     """
-    import torch
-    from torch import nn
-
     words, length, width, heads, layers, dropped = 50257, 1024, 768, 12, 12, 0.1
 
     class Norm(nn.Module):
@@ -70,7 +66,7 @@ def gpt(
             if mask == "kept":
                 hidden = self.mask.bool()[:count, :count]
             else:
-                hidden = torch.triu(torch.ones(count, count, dtype=torch.bool, device=rows.device), diagonal=1)
+                hidden = torch.triu(torch.ones(count, count, dtype=torch.bool), diagonal=1)
             scores.masked_fill_(hidden, -torch.inf)
             shares = torch.softmax(scores / keys.shape[-1] ** 0.5, dim=-1)
             shares = self.dropout(shares)
@@ -116,19 +112,19 @@ def gpt(
             self.head = nn.Linear(width, words, bias=False)
 
         def forward(self, ids):
-            found, places = self.words(ids), self.places(torch.arange(ids.shape[1], device=ids.device))
+            found, places = self.words(ids), self.places(torch.arange(ids.shape[1]))
             rows = self.dropout(found + places)
             rows = self.blocks(rows)
             rows = self.norm(rows)
             return self.head(rows)
 
     def loss_of():
-        ids = torch.randint(words, (batch, length), device=device())
-        after = torch.randint(words, (batch, length), device=device())
+        ids = torch.randint(words, (batch, length))
+        after = torch.randint(words, (batch, length))
         logits = model(ids)
         return nn.functional.cross_entropy(logits.flatten(0, 1), after.flatten())
 
-    with made_in(dtype):
+    with made_in(getattr(torch, dtype)):
         model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, fused=fused or None)
     for _ in range(2):
@@ -141,7 +137,7 @@ def gpt(
         with torch.no_grad():
             for _ in range(2):
                 loss_of()
-    ids = torch.randint(words, (1, 4), device=device())
+    ids = torch.randint(words, (1, 4))
     with torch.no_grad():
         for _ in range(3):
             ids = torch.cat((ids, torch.zeros_like(model(ids)[:, -1:, 0], dtype=ids.dtype)), dim=1)

@@ -6,10 +6,12 @@ Changes of a training as in published_fms.py.
 import functools
 import math
 
+import torch
+from torch.nn import functional
+
 
 def adamw_hf(model, arguments):
     """transformers' own AdamW, the Trainer's default until 4.29: parameter by parameter, one temporary of its size."""
-    import torch
 
     class AdamW(torch.optim.Optimizer):
         @torch.no_grad()
@@ -41,8 +43,6 @@ def kept_gradients(model, arguments) -> None:
 
 def kept_input_of_softmax(model, arguments) -> None:
     """A softmax keeps its input for the backward as well as its result, as before torch 1.11 (pytorch PR 65242)."""
-    import torch
-    from torch.nn import functional
 
     class Softmax(torch.autograd.Function):
         @staticmethod
@@ -64,8 +64,6 @@ def kept_input_of_softmax(model, arguments) -> None:
 
 def gelu_in_fp32(model, arguments) -> None:
     """Autocast runs GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits."""
-    import torch
-
     for module in model.modules():
         if type(module).__name__ == "GELUActivation":
             plain = module.forward
@@ -76,7 +74,6 @@ def gelu_in_fp32(model, arguments) -> None:
 
 def attention_of_2022(model, arguments) -> None:
     """BERT's attention as it was: scores divided, a mask in fp32 added although nothing is padded, softmax, dropout."""
-    import torch
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
@@ -84,8 +81,8 @@ def attention_of_2022(model, arguments) -> None:
         scores = torch.matmul(query, key.transpose(-1, -2))
         scores = scores / math.sqrt(query.shape[-1])
         scores = scores + mask
-        shares = torch.nn.functional.softmax(scores, dim=-1)
-        shares = torch.nn.functional.dropout(shares, p=dropout, training=module.training)
+        shares = functional.softmax(scores, dim=-1)
+        shares = functional.dropout(shares, p=dropout, training=module.training)
         found = torch.matmul(shares, value)
         return found.permute(0, 2, 1, 3).contiguous(), shares
 

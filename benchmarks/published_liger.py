@@ -1,53 +1,36 @@
 """linkedin/Liger-Kernel, benchmark/scripts: the sides that are plain torch or transformers, for published.py.
 
-Each loop takes a task, which it ignores, and the sizes of a row of published.toml; it runs wherever the process runs,
-be it measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live
+Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it
+is measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live
 when. A layer runs forward and backward several times over; B, T, H, V are batch, tokens, hidden size and vocabulary.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
+from torch import nn
+from torch.nn import functional
+
 ROUNDS = 3  # the first makes gradients, the second adds to them, the third shows that nothing grows
-
-
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = {"dtype": torch.bfloat16}
+GRADIENT = {"requires_grad": True}
 
 
 @contextlib.contextmanager
-def made_in(dtype: str) -> Iterator[None]:
-    """Modules made here are of that type, and on the device, at once: fake weights cannot be exchanged for others."""
-    import torch
-
+def made_in(dtype: torch.dtype) -> Iterator[None]:
+    """Modules made here are of that type at once: fake weights cannot be exchanged for others."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
+    torch.set_default_dtype(dtype)
     try:
-        with torch.device(device()):
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
 
-def _random(*shape: int, dtype: str = "float32", grad: bool = False):
-    import torch
-
-    return torch.randn(*shape, device=device(), dtype=getattr(torch, dtype), requires_grad=grad)
-
-
-def _whole(below: int, *shape: int):
-    import torch
-
-    return torch.randint(below, shape, device=device())
-
-
-def _linear(rows: int, columns: int, dtype: str = "bfloat16", bias: bool = False):
-    import torch
-
-    with made_in(dtype):
-        return torch.nn.Linear(rows, columns, bias=bias)
+def _head(H: int, V: int) -> nn.Linear:
+    """From hidden states to logits, in bf16."""
+    return nn.Linear(H, V, bias=False, **BF16)
 
 
 def _losses(forward: Callable, keep: bool = False) -> None:
@@ -65,8 +48,6 @@ def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
         mode: "full", "forward" alone, or "backward" alone, after one forward.
         gradient: of the result; None: made anew each time, in the shape of the result.
     """
-    import torch
-
     if mode == "backward":
         made = forward()
         gradient = torch.randn_like(made)
@@ -83,91 +64,77 @@ def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
 # ---- losses
 
 
-def cross_entropy(task, V: int, B: int, T: int) -> None:
+def cross_entropy(V: int, B: int, T: int) -> None:
     """Cross-entropy of fp32 logits."""
-    from torch.nn.functional import cross_entropy
-
-    logits, labels = _random(B * T, V, grad=True), _whole(V, B * T)
-    _losses(lambda: cross_entropy(logits, labels))
+    logits, labels = torch.randn(B * T, V, **GRADIENT), torch.randint(V, (B * T,))
+    _losses(lambda: functional.cross_entropy(logits, labels))
 
 
-def linear_cross_entropy(task, BT: int, H: int, V: int) -> None:
+def linear_cross_entropy(BT: int, H: int, V: int) -> None:
     """A linear head in bf16 and cross-entropy of its logits; a second head lies beside it, unused."""
-    from torch.nn.functional import cross_entropy
-
-    head, _spare = _linear(H, V), _linear(H, V)
-    rows, labels = _random(BT, H, dtype="bfloat16", grad=True), _whole(V, BT)
-    _losses(lambda: cross_entropy(head(rows), labels))
+    head, _spare = _head(H, V), _head(H, V)
+    rows, labels = torch.randn(BT, H, **BF16, **GRADIENT), torch.randint(V, (BT,))
+    _losses(lambda: functional.cross_entropy(head(rows), labels))
 
 
-def _divergence(V: int, B: int, T: int, kinds: tuple[str, str], loss: Callable) -> None:
-    """A loss of two fp32 distributions, each given as its `kind`: log_softmax or softmax."""
-    found, target = _random(B * T, V, grad=True), _random(B * T, V)
-    found, target = getattr(found, kinds[0])(-1), getattr(target, kinds[1])(-1)
+def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable, loss: Callable) -> None:
+    """A loss of two fp32 distributions, each made of random numbers by a softmax or its logarithm."""
+    found, target = torch.randn(B * T, V, **GRADIENT), torch.randn(B * T, V)
+    found, target = found_as(found, -1), target_as(target, -1)
     _losses(lambda: loss(found, target), keep=True)
 
 
-def kl_div(task, V: int, B: int, T: int) -> None:
+def kl_div(V: int, B: int, T: int) -> None:
     """Kullback-Leibler divergence of fp32 log-probabilities."""
-    import torch
-
-    _divergence(V, B, T, ("log_softmax", "softmax"), torch.nn.KLDivLoss(reduction="batchmean"))
+    _divergence(V, B, T, torch.log_softmax, torch.softmax, nn.KLDivLoss(reduction="batchmean"))
 
 
-def _jsd(found, target, dtype: str = "float32"):
+def _jsd(found, target):
     """Jensen-Shannon divergence of log-probabilities, in fp32."""
-    import torch
-
     found, target = found.float(), target.float()
-    loss = torch.nn.KLDivLoss(reduction="batchmean", log_target=True)
+    loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
     mean = torch.lerp(torch.exp(target), torch.exp(found), 0.5)
-    return (0.5 * loss(torch.log(mean), target) + 0.5 * loss(torch.log(mean), found)).to(getattr(torch, dtype))
+    return 0.5 * loss(torch.log(mean), target) + 0.5 * loss(torch.log(mean), found)
 
 
-def jsd(task, V: int, B: int, T: int) -> None:
+def jsd(V: int, B: int, T: int) -> None:
     """Jensen-Shannon divergence of fp32 log-probabilities."""
-    _divergence(V, B, T, ("log_softmax", "log_softmax"), _jsd)
+    _divergence(V, B, T, torch.log_softmax, torch.log_softmax, _jsd)
 
 
-def tvd(task, V: int, B: int, T: int) -> None:
+def tvd(V: int, B: int, T: int) -> None:
     """Total variation distance of fp32 probabilities."""
-    import torch
 
     def distance(found, target):
         return torch.sum(torch.abs(found - target) / 2.0) / found.shape[0]
 
-    _divergence(V, B, T, ("softmax", "softmax"), distance)
+    _divergence(V, B, T, torch.softmax, torch.softmax, distance)
 
 
-def linear_jsd(task, BT: int, H: int, V: int) -> None:
+def linear_jsd(BT: int, H: int, V: int) -> None:
     """Two heads in bf16, a student's and a teacher's, both trained, and the divergence of their softmax."""
-    import torch
-
-    student, teacher, *spare = (_linear(H, V) for _ in range(4))
+    student, teacher, *spare = (_head(H, V) for _ in range(4))
     for head in (student, teacher):  # the benchmark gives both sides the same new weights
-        head.weight.data = torch.rand(V, H, device=device(), dtype=torch.bfloat16)
+        head.weight.data = torch.rand(V, H, **BF16)
     del spare
-    seen, taught = _random(BT, H, dtype="bfloat16", grad=True), _random(BT, H, dtype="bfloat16")
+    seen, taught = torch.randn(BT, H, **BF16, **GRADIENT), torch.randn(BT, H, **BF16)
 
     def forward():
         found, target = student(seen), teacher(taught)
         found_log = torch.log_softmax(found / 1.0, dim=-1)
         target_log = torch.log_softmax(target / 1.0, dim=-1)
-        return _jsd(found_log, target_log, "bfloat16")
+        return _jsd(found_log, target_log).to(torch.bfloat16)
 
     _losses(forward)
 
 
-def preference(task, B: int, T: int, H: int, V: int) -> None:
+def preference(B: int, T: int, H: int, V: int) -> None:
     """A bf16 head, its logits in fp32, cross-entropy of the first half and log-probabilities of all: ORPO, CPO, SimPO.
 
     A second head lies beside it, unused.
     """
-    import torch
-    from torch.nn.functional import cross_entropy, logsigmoid
-
-    head, _spare = _linear(H, V), _linear(H, V)
-    rows, labels = _random(B, T, H, dtype="bfloat16", grad=True), _whole(V, B, T)
+    head, _spare = _head(H, V), _head(H, V)
+    rows, labels = torch.randn(B, T, H, **BF16, **GRADIENT), torch.randint(V, (B, T))
 
     def log_probabilities(logits):
         mask = labels != -100
@@ -178,9 +145,9 @@ def preference(task, B: int, T: int, H: int, V: int) -> None:
     def forward():
         halves = rows @ head.weight.t()
         logits = halves.float()
-        loss = cross_entropy(logits[: B // 2].view(-1, V), labels[: B // 2].view(-1))
+        loss = functional.cross_entropy(logits[: B // 2].view(-1, V), labels[: B // 2].view(-1))
         every = log_probabilities(logits)
-        return loss - (0.1 * logsigmoid(every[: B // 2] - every[B // 2 :])).mean()
+        return loss - (0.1 * functional.logsigmoid(every[: B // 2] - every[B // 2 :])).mean()
 
     _losses(forward)
 
@@ -188,97 +155,82 @@ def preference(task, B: int, T: int, H: int, V: int) -> None:
 # ---- layers
 
 
-def embedding(task, V: int, B: int, T: int, D: int) -> None:
+def embedding(V: int, B: int, T: int, D: int) -> None:
     """An fp32 embedding; a second one lies beside it, unused."""
-    import torch
-
-    with made_in("float32"):
-        table, _spare = (torch.nn.Embedding(V, D) for _ in range(2))
-    ids = _whole(V, B, T)
+    table, _spare = nn.Embedding(V, D), nn.Embedding(V, D)
+    ids = torch.randint(V, (B, T))
     _layers(lambda: table(ids))
 
 
-def gated_mlp(task, B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
+def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
     """transformers' LlamaMLP in bf16. `tiles`: in as many pieces, each computed again in the backward; 0: at once."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    with made_in("bfloat16"):
+    with made_in(torch.bfloat16):
         layer = LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=inner, hidden_act=activation))
-    rows = _random(B, T, H, dtype="bfloat16", grad=True)
+    rows = torch.randn(B, T, H, **BF16, **GRADIENT)
     if mode == "forward":  # the benchmark's process has run backwards before: autograd's thread has its workspace
-        (_linear(8, 8)(_random(8, 8, dtype="bfloat16"))).sum().backward()
-    run = _tiled() if tiles else None
-    _layers(lambda: run.apply(rows, layer, tiles) if run else layer(rows), mode)
+        _head(8, 8)(torch.randn(8, 8, **BF16)).sum().backward()
+    _layers(lambda: Tiled.apply(rows, layer, tiles) if tiles else layer(rows), mode)
 
 
-def _tiled():
-    """The autograd function of DeepSpeed's TiledMLP: the forward keeps its input alone."""
-    import torch
+class Tiled(torch.autograd.Function):
+    """DeepSpeed's TiledMLP: the forward keeps its input alone."""
 
-    class Tiled(torch.autograd.Function):
-        @staticmethod
-        def forward(context, rows, layer, tiles):
-            context.layer, context.tiles = layer, tiles
-            context.save_for_backward(rows)
-            with torch.no_grad():
-                return torch.cat([layer(each) for each in torch.chunk(rows, tiles, dim=-2)], dim=-2)
+    @staticmethod
+    def forward(context, rows, layer, tiles):
+        context.layer, context.tiles = layer, tiles
+        context.save_for_backward(rows)
+        with torch.no_grad():
+            return torch.cat([layer(each) for each in torch.chunk(rows, tiles, dim=-2)], dim=-2)
 
-        @staticmethod
-        def backward(context, gradient):
-            (rows,) = context.saved_tensors
-            flat = rows.detach().view(-1, rows.shape[-1])
-            given, made = gradient.view(-1, rows.shape[-1]), torch.zeros_like(flat)
-            first = 0
-            for each in torch.chunk(flat, context.tiles, dim=0):
-                size = each.shape[0]
-                each.requires_grad_(True)
-                each.grad = made.narrow(0, first, size).view_as(each)
-                with torch.enable_grad():
-                    result = context.layer(each)
-                torch.autograd.backward(result, given.narrow(0, first, size).view_as(each))
-                first += size
-            return made.view(rows.shape), None, None
-
-    return Tiled
+    @staticmethod
+    def backward(context, gradient):
+        (rows,) = context.saved_tensors
+        flat = rows.detach().view(-1, rows.shape[-1])
+        given, made = gradient.view(-1, rows.shape[-1]), torch.zeros_like(flat)
+        first = 0
+        for each in torch.chunk(flat, context.tiles, dim=0):
+            size = each.shape[0]
+            each.requires_grad_(True)
+            each.grad = made.narrow(0, first, size).view_as(each)
+            with torch.enable_grad():
+                result = context.layer(each)
+            torch.autograd.backward(result, given.narrow(0, first, size).view_as(each))
+            first += size
+        return made.view(rows.shape), None, None
 
 
-def _normed(make: Callable, *shape: int, dtype: str = "float32") -> None:
-    """A norm with fp32 weights; a second one lies beside it, unused."""
-    with made_in("float32"):
-        layer, _spare = make(), make()
-    rows, gradient = _random(*shape, dtype=dtype, grad=True), _random(*shape, dtype=dtype)
+def _normed(make: Callable, *shape: int, **how) -> None:
+    """A norm with fp32 weights; a second one lies beside it, unused. `how` the input is made, besides its shape."""
+    layer, _spare = make(), make()
+    rows, gradient = torch.randn(shape, **how, **GRADIENT), torch.randn(shape, **how)
     _layers(lambda: layer(rows), gradient=gradient)
 
 
-def layer_norm(task, M: int, N: int) -> None:
+def layer_norm(M: int, N: int) -> None:
     """fp32 LayerNorm of (M, N)."""
-    import torch
-
-    _normed(lambda: torch.nn.LayerNorm(N, eps=1e-6), M, N)
+    _normed(lambda: nn.LayerNorm(N, eps=1e-6), M, N)
 
 
-def group_norm(task, M: int, C: int, H: int, each: int) -> None:
+def group_norm(M: int, C: int, H: int, each: int) -> None:
     """fp32 GroupNorm of (M, C, H) with `each` channels a group."""
-    import torch
-
-    _normed(lambda: torch.nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
+    _normed(lambda: nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
 
 
-def rms_norm(task, M: int, H: int) -> None:
+def rms_norm(M: int, H: int) -> None:
     """LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    _normed(lambda: LlamaRMSNorm(H), M, H, dtype="bfloat16")
+    _normed(lambda: LlamaRMSNorm(H), M, H, **BF16)
 
 
-def add_rms_norm(task, M: int, H: int) -> None:
+def add_rms_norm(M: int, H: int) -> None:
     """A residual added in fp32 and its RMSNorm, both results with a gradient; three more weights lie beside it."""
-    import torch
-
-    weight, *_spare = (torch.nn.Parameter(_random(H)) for _ in range(4))
-    rows, residual = _random(M, H, grad=True), _random(M, H, grad=True)
-    gradients = _random(M, H), _random(M, H)
+    weight, *_spare = (nn.Parameter(torch.randn(H)) for _ in range(4))
+    rows, residual = torch.randn(M, H, **GRADIENT), torch.randn(M, H, **GRADIENT)
+    gradients = torch.randn(M, H), torch.randn(M, H)
 
     def forward(states, residual):
         states = states.to(torch.float32)
@@ -295,16 +247,15 @@ def add_rms_norm(task, M: int, H: int) -> None:
         del made
 
 
-def rope(task, T: int, H: int, heads: int, key_heads: int) -> None:
+def rope(T: int, H: int, heads: int, key_heads: int) -> None:
     """transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad."""
-    import torch
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     size = H // heads
-    queries = _random(1, T, heads, size, dtype="bfloat16", grad=True).transpose(1, 2)
-    keys = _random(1, T, key_heads, size, dtype="bfloat16", grad=True).transpose(1, 2)
+    queries = torch.randn(1, T, heads, size, **BF16, **GRADIENT).transpose(1, 2)
+    keys = torch.randn(1, T, key_heads, size, **BF16, **GRADIENT).transpose(1, 2)
     gradients = torch.randn_like(queries), torch.randn_like(keys)
-    frequencies, positions = _random(size // 2), _whole(T, 1, T)
+    frequencies, positions = torch.randn(size // 2), torch.randint(T, (1, T))
 
     # A product of matrices: of batches of one, torch 2.13 leaves outer products to Triton, which 2024 did not.
     angles = (positions.float().t() @ frequencies[None, :])[None]
@@ -317,43 +268,38 @@ def rope(task, T: int, H: int, heads: int, key_heads: int) -> None:
         del turned
 
 
-def neighborhood_attention(task, B: int, T: int, H: int, heads: int) -> None:
+def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
     """fp32 attention by matrix products under a mask made in each forward; a second layer's weights lie beside it."""
-    import torch
+    query_of, key_of, value_of, out_of, *_spare = (nn.Linear(H, H) for _ in range(8))
+    rows, gradient = torch.randn(B, T, H, **GRADIENT), torch.randn(B, T, H)
 
-    layers = [[_linear(H, H, "float32", bias=True) for _ in range(4)] for _ in range(2)]
-    query_of, key_of, value_of, out_of = layers[0]
-    rows, gradient = _random(B, T, H, grad=True), _random(B, T, H)
-
-    def forward(rows):
+    def forward():
         size = H // heads
         query, key, value = query_of(rows), key_of(rows), value_of(rows)
         query = query.view(B, T, heads, size).transpose(1, 2)
         key = key.view(B, T, heads, size).transpose(1, 2)
         value = value.view(B, T, heads, size).transpose(1, 2)
         scores = torch.matmul(query, key.transpose(-2, -1)) * size**-0.5
-        mask = torch.zeros(T, T, dtype=torch.bool, device=rows.device)
+        mask = torch.zeros(T, T, dtype=torch.bool)
         scores = scores.masked_fill(~mask, float("-inf"))
         weights = torch.softmax(scores, dim=-1)
         found = torch.matmul(weights, value)
         found = found.transpose(1, 2).contiguous().view(B, T, H)
         return out_of(found)
 
-    _layers(lambda: forward(rows), gradient=gradient)
+    _layers(forward, gradient=gradient)
 
 
-def swiglu(task, T: int, B: int, inner: int) -> None:
+def swiglu(T: int, B: int, inner: int) -> None:
     """SiLU of one half of a bf16 tensor times the other half, its sum, and the backward; gradients are forgotten."""
-    import torch
+    both = torch.randn(T, B, 2 * inner, **BF16, **GRADIENT)
 
-    both = _random(T, B, 2 * inner, dtype="bfloat16", grad=True)
-
-    def halves(both):
+    def halves():
         first, second = torch.chunk(both, 2, -1)
-        return torch.nn.functional.silu(first) * second
+        return functional.silu(first) * second
 
     for _ in range(ROUNDS):
         both.grad = None
-        made = halves(both)
+        made = halves()
         made.sum().backward()
         del made

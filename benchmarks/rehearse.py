@@ -10,19 +10,17 @@ another shape. Bytes are exact, there is no time. The set-up is the guides': ber
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 import recipes
-from runner import RESULTS, carry_modules, now, write_record
+from runner import RESULTS, carry_modules, now, rehearsing, write_record
 
 from perf_helpers import hardware
 from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
-from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.task import Task
 from perf_helpers.records import Run
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+from perf_helpers.rehearsal import CARDS, Card
 from perf_helpers.rehearsal.lessons import MACHINES
 
 REHEARSED = RESULTS / "rehearsed"
@@ -38,10 +36,8 @@ def record(card: Card, course: Path | None = None) -> Path:
         RuntimeError: no rehearsal is possible here, or a row ended in another way than by want of memory.
         ValueError: the course is damaged, or was not rehearsed on that card.
     """
-    with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
-        lab = Lab("gpu", executor=stage, out=folder)
-        versions = stage.versions()
-        rows = []
+    rows = []
+    with rehearsing(card) as lab:
         for name, (how, megabytes) in recipes.ROWS.items():
             options = {"name": name, "task": TASK, "measure": "memory"}
             run = lab.run(how, **options) if callable(how) else lab.train(**options, **how)
@@ -55,7 +51,7 @@ def record(card: Card, course: Path | None = None) -> Path:
         "memory_bytes": card.memory_bytes,
         "assumed_context_bytes": card.context_bytes,
         "host": hardware.describe().name,
-        "versions": versions,
+        "versions": lab.versions,
         "date": now(),
         "task": TASK.to_dict(),
         "guide": recipes.GUIDE,

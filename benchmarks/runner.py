@@ -2,12 +2,14 @@
 stopped, tells each row and writes the record."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -16,9 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers.lab import hardware
+from perf_helpers.lab import Lab, hardware
 from perf_helpers.records import Record, Store, write_whole
-from perf_helpers.rehearsal import CARDS, Rehearsal
+from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"  # records, and the page made of them
@@ -44,7 +46,7 @@ class Measurement:
         cases: the rows to measure, by name; what `measure` takes of each is up to the script.
         measure: yields (name, row) of the cases that it is given, one after the other.
         conclude: what the record says of all rows, in the order of the cases.
-        options: {name: default}, for `--name`; a default of False makes a switch.
+        options: {name: default}, for `--name`; a default of False makes a switch, a list takes several words.
         rows: the name of the rows in the record, "" where it has none.
         name_of: the name of a recorded row, by its number and itself.
         line: a row for whoever waits; default: all of it.
@@ -89,8 +91,8 @@ class Measurement:
     def parsed(self, arguments: list[str] | None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
         for name, default in self.options.items():
-            kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-            kind |= {"nargs": "*"} if isinstance(default, list) else {}
+            kind = {"nargs": "*"} if isinstance(default, list) else {"type": type(default)}
+            kind = {"action": "store_true"} if default is False else kind | {"default": default}
             parser.add_argument(f"--{name}", **kind, help=f"default: {default}")
         if self.rows:
             told = "measure these anew (* for any letters) and keep the record's others; no name: conclude anew"
@@ -117,6 +119,13 @@ class Measurement:
         return found
 
 
+@contextlib.contextmanager
+def rehearsing(card: Card, **options) -> Iterator[Lab]:
+    """A lab, with these options, whose experiments are rehearsed on a card; its files go when it is left."""
+    with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
+        yield Lab("gpu", executor=stage, out=folder, **options)
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -125,8 +134,8 @@ def stamp(rehearsed: bool = False) -> dict:
     """What the numbers of a record stand with. `rehearsed`: with the versions of the environment that rehearses."""
     versions = hardware.versions()
     if rehearsed:
-        with Rehearsal(CARDS["a100"]) as stage:
-            versions = stage.versions()
+        with rehearsing(CARDS["a100"]) as lab:
+            versions = lab.versions
     return {"machine": hardware.describe().name, "versions": versions, "date": now()}
 
 

@@ -1,8 +1,11 @@
-"""Tables, sizes and versions as the pages have them, in Markdown."""
+"""Tables, sizes, versions and verdicts as the pages have them, in Markdown."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from perf_helpers.course.ledger import Verdict
+from perf_helpers.course.results import measured_text
 
 MIB = 2**20
 
@@ -24,7 +27,7 @@ def mebibytes(found: Mapping[str, Any] | None) -> str:
 def versions(data: Mapping[str, Any], *packages: str) -> str:
     """The versions that a record's numbers stand with: "torch 2.13.0, transformers 5.23.0"."""
     packages = packages or ("torch", "transformers", "bitsandbytes")
-    return ", ".join(f"{name} {data['versions'][name]}" for name in packages)
+    return ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in packages)
 
 
 def spread(errors: Sequence[float]) -> dict[str, float]:
@@ -37,3 +40,10 @@ def spread(errors: Sequence[float]) -> dict[str, float]:
 def share(value: float | None) -> str:
     """In per cent; "none" where there is no value."""
     return "none" if value is None else f"{value:.2%}"
+
+
+def verdict(decision: Mapping[str, Any] | None, absent: str) -> str:
+    """A decided claim in a cell, with what was measured; `absent` where there is none."""
+    if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
+        return decision["verdict"] if decision else absent
+    return f"**{decision['verdict']}** ({measured_text(decision)})"

@@ -113,7 +113,7 @@ def suite(tmp_path, monkeypatch):
 
     def begin(lab=None, seconds=10**6, row_seconds=0.0):
         lab = lab or SayingLab()
-        made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", measure_gpu.Clock(seconds, now[0]))
+        made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", now[0] + seconds)
         found = made._found
 
         def slowly(row):
@@ -180,7 +180,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
     assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
     made = gpu_page.content(Store(rows, gpu_rows.Kept).read())
-    assert (made["tiny"], made["rehearsed"], made["profile"]) == (True, False, "tiny") and len(made["rows"]) == 2
+    assert made["profile"] == "tiny" and not made["machine"]["rehearsed"] and len(made["rows"]) == 2
     with pytest.raises(ValueError, match="tiny sizes"):
         gpu_page.keep(rows, tmp_path)
 
@@ -209,8 +209,8 @@ def test_what_is_missing_is_said_before_anything_begins(tmp_path, monkeypatch, c
 
 
 def test_the_list_has_every_part_with_its_rows_and_how_long_a_call_may_take(suite):
-    (made := suite(seconds=470)).run("bf16")
-    text = measure_gpu.told(made, [*gpu_rows.PARTS])
+    (made := suite()).run("bf16")
+    text = measure_gpu.told(made, [*gpu_rows.PARTS], 470)
     heads = [line for line in text.splitlines() if not line.startswith(" ")]
     assert [line.partition(":")[0] for line in heads] == [f"{n} {name}" for n, name in enumerate(gpu_rows.PARTS, 1)]
     assert "2 rows as far as is known, 0 left; a call takes 0 s at most" in heads[4], "all of bf16 is known"
@@ -402,6 +402,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     suites, cards = gpu_page.suites(tmp_path / "results"), build.rehearsals()
     text = build.gpu_suites(suites, cards)
     head = "| run | MiB allocated / reserved | MiB device-used | samples/s | against | MB, V100 (guide) |"
+    assert "**The guides' ten recipes, and their speeds against each other.**" in text and "Forty trainings" not in text
     assert f"{head} H100 80 GB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
     assert "| vanilla | 20480 / 21504 | 22528 | 1.2 |  | 14949 | 7158 / 7626 |" in text
     half = "vanilla: 2.00 (1.96 to 2.04) x, memory 1.02 x"
@@ -423,14 +424,12 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
 
 def test_without_a_report_the_page_says_not_measured(build, tmp_path):
     assert gpu_page.suites(tmp_path) == {} and "not measured" in build.gpu_suites({}, {})
-    assert "speed not measured" in build.rehearsed_recipes(build.rehearsals(), {})
+    assert "speed not measured" in build.rehearsed_recipes(build.rehearsals(), {}, {})
 
 
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"setup": {"rehearsed": True}}, "was rehearsed"),
-        ({"setup": {"rehearsed": None}}, "was rehearsed"),
         ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
         ({"setup": {"profile": "tiny"}}, "tiny sizes"),
         ({"machine": card("cpu").to_dict()}, "without a GPU"),
@@ -459,7 +458,7 @@ def test_a_rehearsal_decides_by_memory_alone(suite):
     for part in ("ten", "bf16"):
         (made := suite(lab)).run(part)
     report = gpu_page.content(lines(made))
-    assert report["rehearsed"] and report["what"].startswith("memory by torch's own CUDA allocator")
+    assert report["machine"]["rehearsed"] and report["what"].startswith("memory by torch's own CUDA allocator")
     decided = [claim for claim in report["claims"] if claim["verdict"] != "not testable here"]
     assert {load()[claim["id"]].decided_by for claim in decided} == {"memory"}
     rows = {(row.part, row.name): row for row in lines(whole_suite(suite))}

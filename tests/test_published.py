@@ -81,10 +81,7 @@ def test_a_question_is_made_of_a_row(published, facts, tmp_path):
     assert training.question["per_device_train_batch_size"] == 4 and training.changes == ("copied_logits",)
 
 
-def test_an_unknown_change_or_quantity_is_refused(published, tmp_path):
-    wrong = '[[set]]\nname = "x"\nquantity = "{}"\nfigures = [{{ published = 1.0, changes = ["none"] }}]\n'
-    for quantity, said in (("max allocated", "no changes called none"), ("peak", "quantity='peak'")):
-        path = tmp_path / "facts.toml"
-        path.write_text(wrong.format(quantity))
-        with pytest.raises(ValueError, match=said):
-            published.rows(path)
+def test_every_loop_change_and_quantity_of_a_row_is_known(published, facts):
+    for row in facts:
+        assert row.facts["quantity"] in published.QUANTITIES and {*row.changes} <= published.CHANGES.keys(), row.name
+        assert row.facts.get("loop", "gpt") in published.LOOPS, row.name

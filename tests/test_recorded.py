@@ -90,7 +90,7 @@ def test_the_percentile_is_one_of_the_errors(build):
 def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
     measured, cards = results.recorded(RESULTS), build.rehearsals()
     assert measured and cards
-    counts, page = build.counts(measured), build.page(measured, cards)
+    counts, page = build.counts(measured), build.page(measured, cards, {})
     for data in measured.values():
         decided = results.decided_anew(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
@@ -144,7 +144,7 @@ def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lesso
 
 def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
     measured, cards = results.recorded(RESULTS), build.rehearsals()
-    page = build.page(measured, cards)
+    page = build.page(measured, cards, {})
     head = next(line for line in page.splitlines() if line.startswith("| lesson | claim | the guides say |"))
     assert head == f"| lesson | claim | the guides say | their figure | {' | '.join(measured)} |"
     for name, data in measured.items():
@@ -285,13 +285,13 @@ def test_the_table_has_a_column_for_each_card_and_none_for_two(build, tmp_path):
     claim["quantity"] = load()["accumulation-memory"].quantity
     cards = {"A": rehearsal("A", claims=[claim]), "B": rehearsal("B", None, "out of memory")}
     own = json.loads(course(tmp_path / "results.json", rehearsed=False).read_text())
-    text = build.rehearsed_recipes(cards, {"nvidia-a100": own}) + build.rehearsed_claims(cards)
+    text = build.rehearsed_recipes(cards, {"nvidia-a100": own}, {}) + build.rehearsed_claims(cards)
     size = " / ".join(f"{own['runs'][0]['memory'][name] / 2**20:.1f}" for name in ("peak_bytes", "reserved_bytes"))
     assert "| recipe | V100, published | A, rehearsed | B, rehearsed | nvidia-a100, measured |" in text
     assert f"| vanilla | 14949 (13606) | 7168 / 14336 | out of memory | {size} |" in text
     assert "| 8681 MB against 14949 MB, on V100-SXM2 16 GB | **holds** (0.5) | not decided |" in text
     assert "speed not measured" not in text, "a GPU has run"
-    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_recipes(cards, {})
+    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_recipes(cards, {}, {})
 
 
 def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(rehearse, tmp_path):

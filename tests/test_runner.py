@@ -48,6 +48,15 @@ def test_a_record_has_its_rows_what_is_concluded_and_what_it_stands_with(runner,
     assert json.loads(printed.out)["sum"] == 14 and '4 of 4, 3: {"square": 9}' in printed.err
 
 
+def test_an_option_is_a_number_a_switch_or_several_words(runner):
+    options = {"count": 4, "fast": False, "pythons": []}
+    made = runner.Measurement("Squares.", "squares.json", dict, dict, dict, options)
+    asked = made.parsed(["--count", "3", "--fast", "--pythons", "bin/python", "old/bin/python"])
+    assert (asked.count, asked.fast, asked.pythons) == (3, True, ["bin/python", "old/bin/python"])
+    asked = made.parsed([])
+    assert (asked.count, asked.fast, asked.pythons) == (4, False, [])
+
+
 def test_what_was_stopped_goes_on_and_writes_no_record_before_its_end(runner, squares):
     squares.stops.add(2)
     with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 
 from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import Rehearsal, build
 
 if build.problem() or build.interpreter() is None:
@@ -29,9 +30,10 @@ def test_default_settings_are_counted_as_torch_counts_them(measure):
     assert found["traces"] == 150 and found["retries"] > 20 and found["mismatches"] == []
 
 
-def test_a_double_with_another_rule_is_found_out(measure):
+def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
     """The comparison can fail: 64 MiB instead of torch's 20 for a large segment."""
-    with measure.in_environment("large_segment_size_mb:64"), Rehearsal(measure.ROOM) as stage:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64")
+    with Rehearsal(measure.ROOM) as stage:
         found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
     assert found["mismatches"]
 
@@ -76,3 +78,9 @@ def test_settings_are_refused_where_torch_refuses_them(measure):
         torch_says = stage.submit(lambda: {text: accepted(text) for text in SAID}).result()
     assert torch_says == SAID
     assert {text: ours(text) for text in SAID} == SAID
+
+
+def test_a_record_stands_with_the_versions_that_rehearsed(measure):
+    versions = sys.modules["runner"].stamp(rehearsed=True)["versions"]
+    with Rehearsal(measure.ROOM) as stage:
+        assert versions == stage.submit(hardware.versions).result() and versions["torch"]

@@ -123,9 +123,10 @@ def events_of_both(random_trace, performed, text, seeds):
 
 
 @pytest.mark.parametrize("number", [10, 11, -1])
-def test_the_allocator_tells_what_torch_records(measure, number):
+def test_the_allocator_tells_what_torch_records(measure, number, monkeypatch):
     room, text = measure.CONFIGURATIONS[number]
-    with measure.in_environment(text), Rehearsal(room) as stage:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+    with Rehearsal(room) as stage:
         asked = measure.trace, measure.performed, text, [f"test-{seed}" for seed in range(12)]
         found = stage.submit(events_of_both, *asked).result()
     for recorded, told in found:
