@@ -269,7 +269,7 @@ def parallelism(
         bytes_a_step=chosen.bytes_a_step,
         why=why,
         layouts=(*fitting, *others),
-        notes=(*_of_bytes(cards), planner.of_seconds(), *planner.of_links(chosen)),
+        notes=(*_of_bytes(cards), planner.of_seconds(), *planner.of_links(chosen), *planner.left_out),
     )
 
 
@@ -325,6 +325,7 @@ class Planner:
         self.batch = known.training.get("per_device_train_batch_size", 8)
         self.samples = effective_batch or self.batch * known.training.get("gradient_accumulation_steps", 1) * cards
         whole_number("effective_batch", self.samples)
+        self.left_out: list[str] = []  # layouts that cannot be followed, and why
         self.is_half = bool(known.training.get("bf16") or known.training.get("fp16"))
         is_narrow = known.model.get("dtype") in ("bfloat16", "float16")
         self.activation_bytes = 2 if self.is_half or is_narrow else 4  # of what products take and messages carry
@@ -344,7 +345,13 @@ class Planner:
         """Every layout: the model whole, as copies and in shards, then cut."""
         one = self.one(checkpointing)
         for place in self._places():
-            yield self._layout(replace(place, checkpointing=checkpointing), one)
+            made = replace(place, checkpointing=checkpointing)
+            try:
+                yield self._layout(made, one)
+            except ValueError as error:
+                if not made.sharing:
+                    raise
+                self.left_out.append(f"{made.name} was left out: {error}")
 
     def _places(self) -> Iterator[Layout]:
         """Layouts without figures. Tensor parallelism and experts stay in a host; with stages no more than the states
@@ -460,8 +467,9 @@ class Planner:
         most = (kept + sample * (of_blocks / made.pipeline + outside)).max()
         if made.pipeline > 1:
             held = min(made.pipeline, self.batch * passes)
-            first = held * sample * of_blocks / made.pipeline + kept  # each forward has copies of the weights
-            first += (held - 1) * part * live[Category.WEIGHT_COPIES]
+            first = held * sample * of_blocks / made.pipeline + kept
+            # Each forward keeps its own copies of the weights for backward, where that does not make them anew.
+            first += (held - 1) * part * live[Category.WEIGHT_COPIES][phase == "backward"].max(initial=0)
             most = max(most, first[in_blocks | (phase == "step")].max(initial=0))
         return most + (self._gathered(made, one) if made.data > 1 else 0)
 

@@ -9,7 +9,7 @@ from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000}
-TASK = Task("bert-tiny", seq_len=32, config=SMALL | {"num_attention_heads": 4})
+TASK = Task("llama-3-8b", seq_len=32, config=SMALL | {"num_attention_heads": 4, "num_key_value_heads": 4})
 LARGE = Task("llama-3-8b", seq_len=512)
 RECIPE = {"per_device_train_batch_size": 2, "bf16": True, "gradient_checkpointing": True}
 NODE = {"cards": 8, "card": "h100"}
@@ -64,6 +64,13 @@ def test_more_ranks_than_are_followed_have_smaller_shards(monkeypatch):
     assert told == pytest.approx(estimate(TASK, processes=16, fsdp=True, **asked).peak_bytes, rel=0.01)
 
 
+def test_a_model_that_accelerate_cannot_shard_is_told_so():
+    bert = Task("bert-tiny", seq_len=32)  # its embeddings lie in a block of their own: they would be sharded twice
+    told = parallelism(bert, cards=2, card_bytes="1GB", device="cpu")
+    assert told.choice == "DDP" and "FSDP" not in by_name(told)
+    assert any(note.startswith("FSDP was left out: bert-tiny cannot be followed") for note in told.notes)
+
+
 def test_what_cannot_fit_by_its_states_alone_is_not_followed(large):
     whole = [each for each in large["hopeless"].layouts if not each.is_cut]
     assert {each.source for each in whole} == {"states alone"}
@@ -72,14 +79,14 @@ def test_what_cannot_fit_by_its_states_alone_is_not_followed(large):
 
 def test_a_rank_holds_its_part_of_the_matrices_its_stages_and_its_experts():
     model, built = Model.of(TASK), TASK.build_model(device="meta")
-    layers = built.bert.encoder.layer
+    layers = built.model.layers
     of_layers = sum(weight.numel() for weight in layers.parameters())
     matrices = sum(weight.numel() for weight in built.parameters() if weight.dim() > 1)
     assert (model.blocks, model.parameters) == (8, sum(weight.numel() for weight in built.parameters()))
     assert model.on_a_rank() == model.parameters
     assert model.on_a_rank(tensor=2) == pytest.approx(model.parameters - matrices / 2)
-    embeddings = sum(weight.numel() for weight in built.bert.embeddings.parameters())
-    assert model.on_a_rank(pipeline=4) == pytest.approx(of_layers / 4 + embeddings)
+    head = 2000 * 256 + 256  # with the last norm
+    assert model.on_a_rank(pipeline=4) == pytest.approx(of_layers / 4 + head)
     assert model.on_a_rank(2, 4) == pytest.approx(model.on_a_rank(1, 4) * model.on_a_rank(2) / model.parameters)
     mixture = Model.of(Task("mixtral"))
     experts = 32 * 8 * 3 * 4096 * 14336  # blocks, experts, matrices of each
