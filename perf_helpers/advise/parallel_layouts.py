@@ -26,8 +26,9 @@ from perf_helpers.records import TENSOR_CATEGORIES, Category
 from perf_helpers.texts import bytes_text, whole_number
 
 # Korthikanti and others, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), equation
-# 2: of 34 bytes that a token and a unit of width keep in a layer without scores, tensor parallelism divides 24.
-_KEPT_WHOLE = 10 / 34
+# 2: of 34 bytes that a token and a unit of width keep in a layer without scores, tensor parallelism divides 24. Under
+# autocast the other 10, norms and residuals, are twice as wide as the products.
+_KEPT_WHOLE, _KEPT_WHOLE_IN_AUTOCAST = 10 / 34, 20 / 44
 _BACKWARD = 2 / 3  # of the arithmetic: behind it gradients travel
 _WORTH_CUTTING = 1.2  # times as fast must a model that is cut be by the model of seconds: that is no better than this
 _MOST_FOLLOWED = 32  # ranks: of more, the shards of 32 are followed and made smaller
@@ -451,10 +452,11 @@ class Planner:
         in_blocks = np.array([bool(module) and module.startswith(self.model.prefixes) for module in line["module"]])
         activations = live[Category.ACTIVATIONS]
         of_blocks = np.minimum(activations, activations[in_blocks & (phase == "forward")].max(initial=0))
-        whole = _KEPT_WHOLE * of_blocks
+        share = _KEPT_WHOLE_IN_AUTOCAST if self.is_half and made.sharing != "FSDP" else _KEPT_WHOLE
+        whole = share * of_blocks
         if made.checkpointing or self.checkpoints:  # the blocks' inputs, which stay whole; then one block at a time
             inputs = self.model.blocks * self.batch * self.tokens * self.model.width * self.input_bytes
-            whole += (1 - _KEPT_WHOLE) * np.minimum(of_blocks, inputs)
+            whole += (1 - share) * np.minimum(of_blocks, inputs)
         of_blocks, outside = whole + (of_blocks - whole) / made.tensor, activations - of_blocks
         factors = self._shares(made)
         part = self.model.on_a_rank(made.tensor, made.pipeline, made.expert) / self.model.parameters

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
-from perf_helpers.cards import DEFAULT_CAPABILITY
+from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
 from perf_helpers.estimate import estimate, estimates, estimates_so_far
 from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
 from perf_helpers.lab import processes
@@ -152,9 +152,23 @@ class TestCommandLine:
         result = self.run("--device", "cuda", "--compute-capability", "8.0", "--inference")
         assert result.exit_code == 0 and "- rounding: " in result.stdout and "optimizer states" not in result.stdout
 
+    def test_a_card_has_a_capability_and_a_memory(self):
+        assert "bert-tiny fits on a GPU such as T4: peak" in self.run("--card", "T4").stdout
+        words = ["estimate", "--model", "gpt2-large", "--card", "t4", "--per_device_train_batch_size", "2"]
+        assert "gpt2-large does not fit on a GPU such as t4: peak" in CliRunner().invoke(cli.app, words).stdout
+        wrong = self.run("--card", "t5")
+        assert isinstance(wrong.exception, ValueError) and "no card 't5'" in str(wrong.exception)
+
     def test_a_wrong_capability_is_explained(self):
         result = self.run("--device", "cuda", "--compute-capability", "ampere")
         assert isinstance(result.exception, ValueError) and "9.0" in str(result.exception)
+
+
+def test_a_card_is_its_capability_and_its_memory_less_a_context():
+    t4, options = CARDS["t4"], {"task": TINY, "per_device_train_batch_size": 2}
+    said = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
+    assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **said).memory
+    assert estimate(**options, card="t4", device_memory=2**20).is_too_large
 
 
 def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
