@@ -2,17 +2,24 @@
 machine.
 
 Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
-of either end. A namespace lives as long as a process in it: here a `cat` that reads from this process and so ends with
-it, whatever ends it. It is also the first process of a process namespace, with which the kernel ends all others.
+of either end. For a delay there is a third namespace between them, in which a thread of ours holds frames back (few
+kernels of virtual machines have netem, Linux's own way). A namespace lives as long as a process in it: here a `cat`
+that reads from this process and so ends with it, whatever ends it. It is also the first process of a process namespace,
+with which the kernel ends all others.
 Nothing has a name outside of the two namespaces, and nothing is left behind.
 """
 
 import contextlib
 import functools
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +27,7 @@ _COMMANDS = ("unshare", "nsenter", "ip", "tc")
 _DEVICE, _PORT = "link0", 29400  # both exist in the namespaces only
 _ADDRESSES = ("10.0.0.1", "10.0.0.2")
 _CLONE_NEWNET = 0x40000000
+_EVERY_PROTOCOL, _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 3, 263, 15, 23  # linux/if_packet.h
 
 
 class Unavailable(OSError):
@@ -59,24 +67,33 @@ class Link:
 
 
 @contextlib.contextmanager
-def link(megabits_per_second: float | None = None) -> Iterator[Link]:
+def link(megabits_per_second: float | None = None, delay_seconds: float | None = None) -> Iterator[Link]:
     """Two hosts with a link between them, until the end of the `with`.
 
     Args:
         megabits_per_second: speed in either direction, 10^6 bits a second; None: as fast as the machine can copy.
+        delay_seconds: how much later at least each frame arrives, however many are under way; None: at once.
 
     Raises:
         Unavailable: this needs Linux, root, and the commands of util-linux and iproute2.
-        ValueError: the speed is no positive number.
+        ValueError: the speed or the delay is no positive number.
     """
     rate = megabits_per_second
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
-        raise ValueError(f"megabits_per_second={rate!r}: give a positive number, or None for no limit")
+    for name, value in {"megabits_per_second": rate, "delay_seconds": delay_seconds}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ValueError(f"{name}={value!r}: give a positive number, or None for no limit")
     if lacking := _lacking():
         raise Unavailable(lacking)
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_namespace()) for _ in range(2))
-        _do("ip", "link", "add", _DEVICE, "netns", str(first), "type", "veth", "peer", _DEVICE, "netns", str(second))
+        cables = [(first, _DEVICE, second, _DEVICE)]
+        if delay_seconds:
+            middle = stack.enter_context(_namespace())
+            cables = [(first, _DEVICE, middle, "end0"), (second, _DEVICE, middle, "end1")]
+        for one, its, other, others in cables:
+            _do("ip", "link", "add", its, "netns", str(one), "type", "veth", "peer", others, "netns", str(other))
+        if delay_seconds:
+            stack.enter_context(_held_back(middle, delay_seconds))
         for address, host in zip(_ADDRESSES, (first, second), strict=True):
             within = ("nsenter", "--target", str(host), "--net")
             _do(*within, "ip", "address", "add", f"{address}/24", "dev", _DEVICE)
@@ -128,6 +145,38 @@ def _namespace() -> Iterator[int]:
         if not holder.stdout.readline():
             raise Unavailable(_reason("unshare", holder.communicate()[1]))
         yield holder.pid
+
+
+@contextlib.contextmanager
+def _held_back(middle, delay):
+    """Meanwhile a thread in the namespace of `middle` hands each frame on to the other end after `delay` seconds."""
+    for end in ("end0", "end1"):
+        _do("nsenter", "--target", str(middle), "--net", "ip", "link", "set", end, "up")
+    over = threading.Event()
+    thread = threading.Thread(target=_hold_back, args=(middle, delay, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _hold_back(middle, delay, over):
+    with open(f"/proc/{middle}/ns/net") as namespace:
+        _enter(namespace.fileno())  # this thread alone
+    ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], deque()
+    for number, end in enumerate(ends):
+        end.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)  # long frames and their unfinished checksums pass as they are
+        end.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        end.bind((f"end{number}", _EVERY_PROTOCOL))
+    while not over.is_set():
+        wait = waiting[0][0] - time.monotonic() if waiting else 0.1
+        for end in select.select(ends, [], [], max(0, wait))[0]:
+            waiting.append((time.monotonic() + delay, ends[end is ends[0]], end.recv(2**17)))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, end, frame = waiting.popleft()
+            end.send(frame)
 
 
 def _do(*command: str) -> None:
