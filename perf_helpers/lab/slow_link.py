@@ -2,11 +2,9 @@
 machine.
 
 Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
-of either end. For a delay there is a third namespace between them, in which a thread of ours holds frames back (few
-kernels of virtual machines have netem, Linux's own way). A namespace lives as long as a process in it: here a `cat`
-that reads from this process and so ends with it, whatever ends it. It is also the first process of a process namespace,
-with which the kernel ends all others.
-Nothing has a name outside of the two namespaces, and nothing is left behind.
+of either end; for a delay a thread of ours holds frames back in a third namespace (few kernels have netem). A namespace
+lives as long as a process in it: here a `cat` that reads from this process and so ends with it. It is also the first
+process of a process namespace, with which the kernel ends all others. Nothing has a name outside, nothing is left.
 """
 
 import contextlib
@@ -19,15 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_COMMANDS = ("unshare", "nsenter", "ip", "tc")
-_DEVICE, _PORT = "link0", 29400  # both exist in the namespaces only
-_ADDRESSES = ("10.0.0.1", "10.0.0.2")
+_DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist in the namespaces only
 _CLONE_NEWNET = 0x40000000
-_EVERY_PROTOCOL, _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 3, 263, 15, 23  # linux/if_packet.h
 
 
 class Unavailable(OSError):
@@ -44,12 +38,9 @@ class Link:
     device: str = _DEVICE  # by which a host reaches the other one
 
     def on(self, host: int, *command: str) -> list[str]:
-        """A command that carries out another one on a host, e.g. for `subprocess.Popen`.
+        """A command that carries out another one on a host, 0 or 1, e.g. for `subprocess.Popen`.
 
         It sees no network but the link. What it starts ends with the link, if not before.
-
-        Args:
-            host: 0 or 1.
         """
         spaces = f"/proc/{self.holders[host]}/ns"
         return ["nsenter", f"--net={spaces}/net", f"--pid={spaces}/pid_for_children", "--", *command]
@@ -86,22 +77,21 @@ def link(megabits_per_second: float | None = None, delay_seconds: float | None =
         raise Unavailable(lacking)
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_namespace()) for _ in range(2))
-        cables = [(first, _DEVICE, second, _DEVICE)]
+        middle = stack.enter_context(_namespace()) if delay_seconds else None
+        ends = [(first, middle, "end0"), (second, middle, "end1")] if delay_seconds else [(first, second, _DEVICE)]
+        for one, other, name in ends:
+            _do("ip", "link", "add", _DEVICE, "netns", str(one), "type", "veth", "peer", name, "netns", str(other))
+            _do("nsenter", "--target", str(other), "--net", "ip", "link", "set", name, "up")
         if delay_seconds:
-            middle = stack.enter_context(_namespace())
-            cables = [(first, _DEVICE, middle, "end0"), (second, _DEVICE, middle, "end1")]
-        for one, its, other, others in cables:
-            _do("ip", "link", "add", its, "netns", str(one), "type", "veth", "peer", others, "netns", str(other))
-        if delay_seconds:
-            stack.enter_context(_held_back(middle, delay_seconds))
+            threading.Thread(target=_hold_back, args=(middle, delay_seconds), daemon=True).start()
         for address, host in zip(_ADDRESSES, (first, second), strict=True):
             within = ("nsenter", "--target", str(host), "--net")
             _do(*within, "ip", "address", "add", f"{address}/24", "dev", _DEVICE)
             _do(*within, "ip", "link", "set", "lo", "up")
             _do(*within, "ip", "link", "set", _DEVICE, "up")
             if rate is not None:
-                limit = ("tbf", "rate", f"{round(rate * 1e6)}bit", "burst", "128kb", "latency", "50ms")
-                _do(*within, "tc", "qdisc", "add", "dev", _DEVICE, "root", *limit)
+                limit = f"root tbf rate {round(rate * 1e6)}bit burst 128kb latency 50ms"
+                _do(*within, "tc", "qdisc", "add", "dev", _DEVICE, *limit.split())
         yield Link((first, second), rate)
 
 
@@ -119,12 +109,9 @@ def bytes_sent() -> int | None:
     """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
     others: seen from the namespace that the process is in. None where the system does not tell."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        with open("/proc/thread-self/net/dev") as file:
-            fields = next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))
-    except (OSError, StopIteration):
-        return None
-    return int(fields[8])
+    with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
+        return int(next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))[8])
+    return None
 
 
 def _lacking() -> str | None:
@@ -132,8 +119,8 @@ def _lacking() -> str | None:
         return "needs Linux to make a slow link"
     if os.geteuid() != 0:
         return "needs root to make a slow link"
-    absent = [name for name in _COMMANDS if shutil.which(name) is None]
-    return f"needs the commands {', '.join(absent)} to make a slow link" if absent else None
+    absent = ", ".join(name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None)
+    return f"needs the commands {absent} to make a slow link" if absent else None
 
 
 @contextlib.contextmanager
@@ -147,36 +134,23 @@ def _namespace() -> Iterator[int]:
         yield holder.pid
 
 
-@contextlib.contextmanager
-def _held_back(middle, delay):
-    """Meanwhile a thread in the namespace of `middle` hands each frame on to the other end after `delay` seconds."""
-    for end in ("end0", "end1"):
-        _do("nsenter", "--target", str(middle), "--net", "ip", "link", "set", end, "up")
-    over = threading.Event()
-    thread = threading.Thread(target=_hold_back, args=(middle, delay, over), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _hold_back(middle, delay, over):
+def _hold_back(middle, delay):
+    """Hand each frame on to the other end `delay` seconds later, until the hosts, and so their devices, are gone."""
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # this thread alone
-    ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], deque()
+    ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], []
     for number, end in enumerate(ends):
-        end.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)  # long frames and their unfinished checksums pass as they are
-        end.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        end.bind((f"end{number}", _EVERY_PROTOCOL))
-    while not over.is_set():
-        wait = waiting[0][0] - time.monotonic() if waiting else 0.1
-        for end in select.select(ends, [], [], max(0, wait))[0]:
-            waiting.append((time.monotonic() + delay, ends[end is ends[0]], end.recv(2**17)))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, end, frame = waiting.popleft()
-            end.send(frame)
+        for option in (15, 23):  # PACKET_VNET_HDR: frames pass as they are, unfinished checksums too; IGNORE_OUTGOING
+            end.setsockopt(263, option, 1)  # SOL_PACKET; all from linux/if_packet.h
+        end.bind((f"end{number}", 3))  # ETH_P_ALL
+    with contextlib.suppress(OSError):
+        while True:
+            wait = max(0, waiting[0][0] - time.monotonic()) if waiting else None
+            for end in select.select(ends, [], [], wait)[0]:
+                waiting.append((time.monotonic() + delay, ends[end is ends[0]].send, end.recv(2**17)))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, send, frame = waiting.pop(0)
+                send(frame)
 
 
 def _do(*command: str) -> None:
