@@ -2,23 +2,25 @@
 machine.
 
 Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
-of either end. A namespace lives as long as a process in it: here a `cat` that reads from this process and so ends with
-it, whatever ends it. It is also the first process of a process namespace, with which the kernel ends all others.
-Nothing has a name outside of the two namespaces, and nothing is left behind.
+of either end; for a delay a thread of ours holds frames back in a third namespace (few kernels have netem). A namespace
+lives as long as a process in it: here a `cat` that reads from this process and so ends with it. It is also the first
+process of a process namespace, with which the kernel ends all others. Nothing has a name outside, nothing is left.
 """
 
 import contextlib
 import functools
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_COMMANDS = ("unshare", "nsenter", "ip", "tc")
-_DEVICE, _PORT = "link0", 29400  # both exist in the namespaces only
-_ADDRESSES = ("10.0.0.1", "10.0.0.2")
+_DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist in the namespaces only
 _CLONE_NEWNET = 0x40000000
 
 
@@ -55,24 +57,32 @@ class Link:
 
 
 @contextlib.contextmanager
-def link(megabits_per_second: float | None = None) -> Iterator[Link]:
+def link(megabits_per_second: float | None = None, delay_seconds: float | None = None) -> Iterator[Link]:
     """Two hosts with a link between them, until the end of the `with`.
 
     Args:
         megabits_per_second: speed in either direction, 10^6 bits a second; None: as fast as the machine can copy.
+        delay_seconds: how much later at least each frame arrives, however many are under way; None: at once.
 
     Raises:
         Unavailable: this needs Linux, root, and the commands of util-linux and iproute2.
-        ValueError: the speed is no positive number.
+        ValueError: the speed or the delay is no positive number.
     """
     rate = megabits_per_second
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
-        raise ValueError(f"megabits_per_second={rate!r}: give a positive number, or None for no limit")
+    for name, value in {"megabits_per_second": rate, "delay_seconds": delay_seconds}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ValueError(f"{name}={value!r}: give a positive number, or None for no limit")
     if lacking := _lacking():
         raise Unavailable(lacking)
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_namespace()) for _ in range(2))
-        _do("ip", "link", "add", _DEVICE, "netns", str(first), "type", "veth", "peer", _DEVICE, "netns", str(second))
+        middle = stack.enter_context(_namespace()) if delay_seconds else None
+        ends = [(first, middle, "end0"), (second, middle, "end1")] if delay_seconds else [(first, second, _DEVICE)]
+        for one, other, name in ends:
+            _do("ip", "link", "add", _DEVICE, "netns", str(one), "type", "veth", "peer", name, "netns", str(other))
+            _do("nsenter", "--target", str(other), "--net", "ip", "link", "set", name, "up")
+        if delay_seconds:
+            threading.Thread(target=_hold_back, args=(middle, delay_seconds), daemon=True).start()
         for address, host in zip(_ADDRESSES, (first, second), strict=True):
             within = ("nsenter", "--target", str(host), "--net")
             _do(*within, "ip", "address", "add", f"{address}/24", "dev", _DEVICE)
@@ -98,12 +108,9 @@ def bytes_sent() -> int | None:
     """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
     others: seen from the namespace that the process is in. None where the system does not tell."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        with open("/proc/thread-self/net/dev") as file:
-            fields = next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))
-    except (OSError, StopIteration):
-        return None
-    return int(fields[8])
+    with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
+        return int(next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))[8])
+    return None
 
 
 def _lacking() -> str | None:
@@ -111,8 +118,8 @@ def _lacking() -> str | None:
         return "needs Linux to make a slow link"
     if os.geteuid() != 0:
         return "needs root to make a slow link"
-    absent = [name for name in _COMMANDS if shutil.which(name) is None]
-    return f"needs the commands {', '.join(absent)} to make a slow link" if absent else None
+    absent = ", ".join(name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None)
+    return f"needs the commands {absent} to make a slow link" if absent else None
 
 
 @contextlib.contextmanager
@@ -124,6 +131,25 @@ def _namespace() -> Iterator[int]:
         if not holder.stdout.readline():
             raise Unavailable(_reason("unshare", holder.communicate()[1]))
         yield holder.pid
+
+
+def _hold_back(middle, delay):
+    """Hand each frame on to the other end `delay` seconds later, until the hosts, and so their devices, are gone."""
+    with open(f"/proc/{middle}/ns/net") as namespace:
+        _enter(namespace.fileno())  # this thread alone
+    ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], []
+    for number, end in enumerate(ends):
+        for option in (15, 23):  # PACKET_VNET_HDR: frames pass as they are, unfinished checksums too; IGNORE_OUTGOING
+            end.setsockopt(263, option, 1)  # SOL_PACKET; all from linux/if_packet.h
+        end.bind((f"end{number}", 3))  # ETH_P_ALL
+    with contextlib.suppress(OSError):
+        while True:
+            wait = max(0, waiting[0][0] - time.monotonic()) if waiting else None
+            for end in select.select(ends, [], [], wait)[0]:
+                waiting.append((time.monotonic() + delay, ends[end is ends[0]].send, end.recv(2**17)))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, send, frame = waiting.pop(0)
+                send(frame)
 
 
 def _do(*command: str) -> None:

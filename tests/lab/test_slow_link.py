@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -155,9 +156,22 @@ def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, "200", float("nan")])
-def test_a_speed_is_a_positive_number(rate):
-    with pytest.raises(ValueError, match="positive number"), slow_link.link(rate):
-        pass
+def test_a_speed_and_a_delay_are_positive_numbers(rate):
+    for name in ("megabits_per_second", "delay_seconds"):
+        with pytest.raises(ValueError, match=f"{name}=.*positive number"), slow_link.link(**{name: rate}):
+            pass
+
+
+@needs_link
+def test_a_late_link_leaves_no_thread_and_no_namespace():
+    before = threading.active_count()
+    with slow_link.link(delay_seconds=0.01) as link:
+        assert threading.active_count() == before + 1
+    assert all(gone(pid) for pid in link.holders)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() == before
 
 
 def test_bytes_of_a_device_that_is_not_there_are_unknown(monkeypatch):
