@@ -145,13 +145,6 @@ def _sdpa_speed(rows: Rows) -> Ratio:
     return rows.faster("attention", sdpa, eager)
 
 
-def _sdpa_same(rows: Rows) -> float:
-    eager, sdpa = (rows("attention", name).runs[0]["losses"] for name in _longest(rows))
-    if not eager or not sdpa:
-        raise Absent("attention: no losses")
-    return max(abs(b / a - 1) for a, b in zip(eager, sdpa, strict=True))
-
-
 def _fused_kernels(rows: Rows) -> float:
     found = rows("attention", "kernels").value
     return found["flash"] + found["efficient"]
@@ -197,7 +190,6 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
     "tf32-with-half": faster("tf32", "fp16 and tf32", "fp16"),
     "sdpa-memory": _sdpa_memory,
     "sdpa-speed": _sdpa_speed,
-    "sdpa-same": _sdpa_same,
     "sdpa-fused-kernels": _fused_kernels,
     "compile": faster("compile", "inductor", "uncompiled"),
     "compile-debugging": faster("compile", "aot_eager", "uncompiled"),
