@@ -6,6 +6,7 @@ the verdict.
 
 import ast
 import contextlib
+import importlib
 import math
 import multiprocessing
 import os
@@ -82,8 +83,8 @@ def tiles(q, k, v, mask, tile=64, keep_last=True, shrinks=True):
 RIGHT = {"tiles": tiles, "tiles of another size": lambda *inputs: tiles(*inputs, tile=16)}
 WRONG = {
     "no scaling": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0),
-    "zeros": lambda q, k, v, mask: 0 * v,
-    "uniform weights": lambda q, k, v, mask: v.mean(-2, keepdim=True) + 0 * q,
+    "zeros": lambda q, k, v, mask: 0 * (q + k + v),
+    "uniform weights": lambda q, k, v, mask: v.mean(-2, keepdim=True) + 0 * (q + k),
     "flipped keys": lambda q, k, v, mask: scaled_dot_product_attention(q, k.flip(-2), v, attn_mask=mask),
     "the mask is forgotten": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v),
     "the last tile is left out": lambda *inputs: tiles(*inputs, keep_last=False),
@@ -91,21 +92,17 @@ WRONG = {
 }
 
 
-@pytest.fixture
-def attention_named(monkeypatch):
+def planted(function):
     """Registers an attention with transformers, and gives its name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def register(function):
-        def attend(module, q, k, v, mask, **_):
-            return function(q, k, v, mask).transpose(1, 2).contiguous(), None
+    def attend(module, q, k, v, mask, **_):
+        return function(q, k, v, mask).transpose(1, 2).contiguous(), None
 
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "planted", attend)
-        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "planted", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        return "planted"
-
-    return register
+    ALL_ATTENTION_FUNCTIONS.register("planted", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("planted", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return "planted"
 
 
 SHARP = Task(
@@ -120,9 +117,9 @@ SHARP = Task(
     [(function, HOLDS) for function in RIGHT.values()] + [(function, REFUTED) for function in WRONG.values()],
     ids=[*RIGHT, *WRONG],
 )
-def test_attention_that_computes_something_else_is_not_the_same(attention_named, function, expected):
+def test_attention_that_computes_something_else_is_not_the_same(function, expected):
     apart = lesson("11", "gradients", "apart").apart
-    assert verdict("sdpa-same", apart(SHARP, "eager", attention_named(function))) is expected
+    assert verdict("sdpa-same", apart(SHARP, "eager", planted(function))) is expected
 
 
 def test_torchs_own_attention_is_the_same():
@@ -141,9 +138,9 @@ class Model(torch.nn.Module):
         x = self.layer(x)
         if self.breaks and x.sum().item() > 1e9:
             x = -x
-        if self.notes:
+        if self.notes and self.kind is None:
             self.kind = "noted"  # as BERT's classifier does
-        return x.relu() if self.kind is None else x.sigmoid()
+        return x.relu()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +195,8 @@ def test_a_graph_that_is_replayed_is_seen(monkeypatch, events, expected):
 
 @pytest.mark.parametrize(("foreach", "expected"), [(True, HOLDS), (False, REFUTED)])
 def test_a_torch_whose_default_is_the_loop_is_noticed(monkeypatch, foreach, expected):
-    monkeypatch.setattr(torch.optim.adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, foreach))
+    adam = importlib.import_module("torch.optim.adam")  # torch.optim has a function of that name
+    monkeypatch.setattr(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, foreach))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     counts = lesson("10", "RATE", "TORCH", "tensors", "Operators", "operators_called").operators_called(None)
     assert verdict("multi-tensor-default", counts["no flag"][1] / counts["foreach"][1]) is expected
