@@ -97,7 +97,7 @@ largest = (tiled(q, k, v) - scaled_dot_product_attention(q, k, v)).abs().max()
 f"largest difference to torch's own: {largest.item():.1e}"
 
 # %% [markdown]
-# Equal up to rounding: another order of the same sums. Now memory and time against the length, forward and backward. `scaled_dot_product_attention` (SDPA) is a door with several rooms behind it; `sdpa_kernel` picks one, and those that this device does not have refuse. Peaks come from the allocator itself, as in the lab.
+# Equal up to rounding: another order of the same sums. Now memory and time against the length, forward and backward. `scaled_dot_product_attention` (SDPA) is a door with several rooms behind it; `sdpa_kernel` picks one. Peaks come from the allocator itself, as in the lab.
 
 
 # %%
@@ -408,14 +408,14 @@ torch.testing.assert_close(planted(x), mended(x))
 # %%
 small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 4})
 told = small.replace(config={"problem_type": "single_label_classification"})
-gpt2 = Task("gpt2", seq_len=32, config=dict(n_layer=2, n_embd=64, n_head=2, vocab_size=100))
 
 
 def looked_at(task, prepare=lambda model: model, regional=False):
     model, batch = prepare(task.build_model()), task.batch(2)
     first, second = captured(model, batch, batch, regions=model.bert.encoder.layer if regional else ())
-    operations = [node for graph in first for node in graph.graph.nodes if node.op.startswith("call")]
-    return {"breaks": len(first) - 1, "second": len(second), "operations": len(operations)}
+    parts = [part for graph in first for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    operations = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
+    return {"breaks": len(first) - 1, "second": len(second), "operations": operations}
 
 
 def checkpointed(model):
@@ -427,13 +427,13 @@ def checkpointed(model):
 graphs = {"BERT, as it comes": looked_at(small), "BERT, problem_type told": looked_at(told)}
 graphs["BERT, told, with checkpointing"] = looked_at(told, checkpointed)
 graphs["BERT, told, with autocast"] = looked_at(told, lambda m: torch.autocast("cpu", dtype=torch.bfloat16)(m.forward))
-graphs["GPT-2, as it comes"] = looked_at(gpt2)
+graphs["GPT-2, as it comes"] = looked_at(Task("gpt2", 32, config=dict(n_layer=2, n_embd=64, n_head=2)))
 graphs["BERT, told, layer by layer"] = looked_at(told, regional=True)
-header = ["model", "breaks", "graphs made in a second call", "operations compiled"]
-plots.Table(header, [[name, *row.values()] for name, row in graphs.items()])
+rows = [[name, *row.values()] for name, row in graphs.items()]
+plots.Table(["model", "breaks", "graphs made in a second call", "operations compiled"], rows)
 
 # %% [markdown]
-# BERT goes into one graph; GPT-2 breaks where it looks up its loss. Compiling *again* is another matter. The classifier notes its kind of problem in its own configuration during the first call; with checkpointing it switches a cache off there. So the second call no longer fits what was compiled. Telling such things beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) And layer by layer there is far less to compile; what lies between layers stays as it was.
+# BERT goes into one graph. Two rows break where a warning is logged: of a loss that GPT-2's configuration does not name, of a cache that checkpointing switches off (`use_cache=False` mends it). Compiling *again* is another matter: the classifier notes its kind of problem in its own configuration during the first call, so the second no longer fits what was compiled. Telling it beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) Layer by layer there is far less to compile; what lies between stays as it was.
 #
 # ## Lengths that change
 #
@@ -494,7 +494,7 @@ ORDER = ["none", "inductor", "none", "aot_eager", "eager"]
 
 
 def trained(task):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"], cold = folder, not os.listdir(folder)
     device, batch_size = ("cuda", 8) if torch.cuda.is_available() else ("cpu", 4)
     if device == "cpu":
         torch.set_num_threads(1)
@@ -509,7 +509,8 @@ def trained(task):
             steps[name], first[name] = steps["none"], first["none"]
     turns = interleaving.in_turns([steps[name] for name in ORDER], 8)
     told = {name: {"peak": peak_bytes(step), "operations": operations_of(step)} for name, step in steps.items()}
-    code = "" if missing else torch._inductor.utils.get_code(torch.compile(gate), torch.randn(64, 64, device=device))[0]
+    to_show = torch.compile(gate), torch.randn(64, 64, device=device)
+    code = torch._inductor.utils.get_code(*to_show)[0] if cold and not missing else ""
     return {"first": first, "turns": turns, "told": told, "missing": missing, "code": code}
 
 
@@ -562,7 +563,7 @@ plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)",
 #
 # > break-even = (cold - step without) / (step without - step with)
 #
-# The gain is known within its interval, so the number of steps has one too, and a wide one: without an end where the gain may be nothing. For ten trials of a hundred steps, compare a hundred with the large end.
+# The gain is known within its interval, so the number of steps has one too, and a wide one: without an end where the gain may be nothing. For trials of a hundred steps, compare a hundred with the large end.
 
 
 # %%
