@@ -578,7 +578,8 @@ if not missing:
     plain_step, speed = step_seconds(0), speeds["inductor"]
     for name, start in {"cold": cold, "warm": warm}.items():
         fewest, likely, most = (steps_to_pay(start, plain_step, gain) for gain in (speed.high, speed.value, speed.low))
-        print(f"a {name} start has paid after {fewest:,.0f} to {most:,.0f} steps, most likely {likely:,.0f}")
+        most = f"{most:,.0f} at most" if most < math.inf else "perhaps never"
+        print(f"a {name} start has paid after {fewest:,.0f} steps at least, most likely {likely:,.0f}, {most}")
 
 # %% [markdown]
 # ## The guide's list
@@ -639,7 +640,7 @@ def replayed(_):
 
 watched = None if on_cpu or missing else lab.run(replayed, measure=("none",))
 launched, turns = (watched and watched.value) or (None, None)
-why, note = watched.message if watched and not watched.ok else missing, f"launched: {launched}"
+why, note = watched.message if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
 display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))
 claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=why)
 
