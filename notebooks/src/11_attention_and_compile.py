@@ -697,11 +697,13 @@ def broken(q, k, v, lengths):  # lengths: a tensor of whole numbers, whose sum i
     return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=-2)
 
 
-exercises.hint(
-    "Which call turns a tensor into Python numbers? What could be masked in place of cut?",
-    "Number the tokens by document. A token sees those with its number that are not later.",
-    "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. In which document does a "
-    "position lie, if you know where each one ends? `torch.bucketize` answers such questions.",
+display(
+    exercises.hint(
+        "Which call turns a tensor into Python numbers? What could be masked in place of cut?",
+        "Number the tokens by document. A token sees those with its number that are not later.",
+        "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. In which document does a "
+        "position lie, if you know where each one ends? `torch.bucketize` answers such questions.",
+    )
 )
 
 answer = None  # a function of q, k, v, lengths
