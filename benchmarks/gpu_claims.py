@@ -120,13 +120,6 @@ def _longest(rows: Rows) -> list[str]:
     return [f"{name}, {max(lengths)}" for name in ("sdpa", "eager")]
 
 
-def _sdpa_same(rows: Rows) -> float:
-    sdpa, eager = (rows("attention", name).runs[0]["losses"] for name in _longest(rows))
-    if not eager or not sdpa:
-        raise Absent("attention: no losses")
-    return max(abs(b / a - 1) for a, b in zip(eager, sdpa, strict=True))
-
-
 def _fused_kernels(rows: Rows) -> float:
     found = rows("attention", "kernels").value
     return found["flash"] + found["efficient"]
@@ -172,7 +165,6 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
     "tf32-with-half": faster("tf32", "fp16 and tf32", "fp16"),
     "sdpa-memory": lambda rows: rows.shrunk("attention", *_longest(rows)),
     "sdpa-speed": lambda rows: rows.faster("attention", *_longest(rows)),
-    "sdpa-same": _sdpa_same,
     "sdpa-fused-kernels": _fused_kernels,
     "compile": faster("compile", "inductor", "uncompiled"),
     "compile-debugging": faster("compile", "aot_eager", "uncompiled"),

@@ -5,7 +5,7 @@
 #
 # **You will see**
 # - attention computed tile by tile, equal to the plain one, and its square gone from memory
-# - which attention kernel torch takes here, and what masks, dropout and padding do to the choice
+# - which attention kernel torch takes here, what masks, dropout and padding do to the choice, and what packing changes
 # - what `torch.compile` captures, what its start costs, what it gives back, and after how many steps it has paid
 
 # %% tags=["parameters"]
@@ -14,6 +14,7 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import importlib.util
 import itertools
 import math
 import os
@@ -92,11 +93,11 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(2, 4, 300, 32) for _ in range(3))  # batch, heads, length, numbers a head
 torch.testing.assert_close(tiled(q, k, v), plain(q, k, v))
 torch.testing.assert_close(tiled(q, k, v), scaled_dot_product_attention(q, k, v))
-apart = (tiled(q, k, v) - scaled_dot_product_attention(q, k, v)).abs().max()
-f"largest difference to torch's own: {apart.item():.1e}"
+largest = (tiled(q, k, v) - scaled_dot_product_attention(q, k, v)).abs().max()
+f"largest difference to torch's own: {largest.item():.1e}"
 
 # %% [markdown]
-# Equal up to rounding: another order of the same sums. Now memory and time against the length, forward and backward. `scaled_dot_product_attention` (SDPA) is a door with several rooms behind it; `sdpa_kernel` picks one, and those that this device does not have refuse. Peaks come from the allocator itself, as in the lab.
+# Equal up to rounding: another order of the same sums. Now memory and time against the length, forward and backward. `scaled_dot_product_attention` (SDPA) is a door with several rooms behind it; `sdpa_kernel` picks one. Peaks come from the allocator itself, as in the lab.
 
 
 # %%
@@ -138,6 +139,7 @@ def works(length, heads, width):
         except RuntimeError:
             continue  # "No available kernel"
         yield name, lambda way=way: way(*inputs).sum().backward()
+    yield "tiles, no gradients", torch.no_grad()(lambda: tiled(*inputs))
 
 
 # %%
@@ -146,12 +148,11 @@ lengths = [256, 512, 1024, 2048] if on_cpu else [512, 1024, 2048, 4096]
 
 
 def memory_by_length(_):
-    return {length: {name: peak_bytes(work) for name, work in works(length, **shape)} for length in lengths}
+    return {length: {name: peak_bytes(work) / 1e6 for name, work in works(length, **shape)} for length in lengths}
 
 
 def time_by_length(_):
-    if on_cpu:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1 if on_cpu else torch.get_num_threads())
     found = {}
     for length in lengths:
         names, each = zip(*works(length, **shape))
@@ -159,16 +160,15 @@ def time_by_length(_):
     return found
 
 
-def series(found):
+def series(job):
+    found = lab.run(job, measure=("none",)).value
     return {name: [found[str(length)][name] for length in lengths] for name in found[str(lengths[0])]}
 
 
 # %%
-memory = series(lab.run(memory_by_length, measure=("none",)).value)
+memory, seconds = series(memory_by_length), series(time_by_length)
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-megabytes = {name: [size / 1e6 for size in sizes] for name, sizes in memory.items()}
-_ = plots.lines(lengths, megabytes, "tokens", "peak (MB)", ax=left, title="Memory, forward and backward")
-seconds = series(lab.run(time_by_length, measure=("none",)).value)
+_ = plots.lines(lengths, memory, "tokens", "peak (MB)", ax=left, title="Memory, forward and backward")
 _ = plots.lines(lengths, seconds, "tokens", "seconds", ax=right, title="Time")
 for ax in (left, right):
     ax.set_xscale("log", base=2)
@@ -179,35 +179,10 @@ growth = {name: math.log(sizes[-1] / sizes[0]) / longer for name, sizes in memor
 plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.2f}"] for n, g in growth.items()])
 
 # %% [markdown]
-# The exponents are those from the shortest to the longest sequence. Near 2 the square is there; near 1 it is gone (a bend on the way is scratch memory of the kernel). On log axes an exponent is a slope.
+# The exponents are those from the shortest to the longest sequence. Near 2 the square is there; near 1 it is gone. On log axes an exponent is a slope.
 #
-# Your tiles stand with the wrong group, and for a reason. Their forward holds no square. But autograd keeps each tile for the backward pass, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) mends that: keep the output and one number a query, and compute the tiles *again* in backward. That is lesson 06 inside a kernel.
-
-
-# %%
-def forward_only(_):
-    inputs = [x.to("cuda" if torch.cuda.is_available() else "cpu") for x in (q, k, v)]
-    with torch.no_grad():
-        return {name: peak_bytes(lambda way=way: way(*inputs)) for name, way in (("plain", plain), ("tiles", tiled))}
-
-
-held = lab.run(forward_only, measure=("none",)).value
-assert held["tiles"] < 0.7 * held["plain"] and growth["tiles, by hand"] > 1.6  # measured: this is the answer
-exercises.question(
-    lab,
-    "tiles under autograd",
-    "You serve a model and need no gradients. Do the tiles that you wrote by hand save memory then?",
-    {
-        "No: the picture shows that they need as much as the plain way.": "The picture holds forward and backward. What "
-        "fills it are tiles that autograd kept for the backward pass.",
-        "Yes: without a backward pass a tile is dropped when the next one comes.": "Only a tile, the running maximum, "
-        "the sum and the output are there at once. In training it takes a backward pass that computes them again.",
-        "Only with a tile as long as the sequence.": "Then the tile is the square.",
-    },
-    right="Yes: without a backward pass a tile is dropped when the next one comes.",
-)
-
-# %% [markdown]
+# Your tiles stand with the wrong group, and for a reason. Their forward holds no square: without gradients they are in the right one. But autograd keeps each tile for the backward pass, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) mends that: keep the output and one number a query, and compute the tiles *again* in backward. That is lesson 06 inside a kernel.
+#
 # ## Who takes what
 #
 # SDPA decides at each call. Let us ask: which kernels take a case, and which one is chosen? A padding mask hides the end of a short sequence; a *learnt bias* is added to the scores and wants a gradient; with *grouped queries* several heads share their keys.
@@ -257,7 +232,7 @@ rows = [
 plots.Table(["case", "type", "torch takes", *BACKENDS], rows)
 
 # %% [markdown]
-# Read the third column downwards: *math* means the square is back. On a CPU there is one fused kernel, and dropout inside attention is one of the things it does not do; a BERT with its usual dropout of 0.1 trains there by the plain way, whatever it was told. On a GPU flash takes 16-bit numbers and no mask at all, and the memory-efficient kernel takes over where a batch is padded. transformers helps: it hands no mask over where nothing is padded. So *one short sequence in a batch* may change the kernel: sorting by length (lesson 12) saves more than the padding.
+# Read the third column downwards: *math* means the square is back. On a CPU there is one fused kernel, and dropout inside attention is one of the things it does not do; a BERT with its usual dropout of 0.1 trains there by the plain way, whatever it was told. On a GPU torch goes through its kernels in order and takes the first that can. Flash comes first on most; it takes 16-bit numbers and no mask, and the memory-efficient kernel takes over where a batch is padded. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it takes masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 
 # %%
 chosen = found["float32" if on_cpu else half]
@@ -280,9 +255,41 @@ exercises.question(
 )
 
 # %% [markdown]
-# ## Baseline
+# ## Unequal lengths: pack them
 #
-# A BERT with few layers, room for long sequences and no dropout, trained with plain attention.
+# transformers hands no mask over where nothing is padded, but *one* shorter sequence makes one. Sorting by length (lesson 12) makes masks smaller and does not end them. **Packing** does: the sequences lie one behind the other in a single row, and none may look into another. A *varlen* kernel (of variable length) is told where each begins, and does all in one launch. FlexAttention takes a rule in place of a mask, and skips the blocks of 128 x 128 scores that the rule leaves empty. How many scores does each way compute?
+
+# %%
+from torch.nn.attention.flex_attention import create_block_mask
+
+sequences = torch.tensor([300, 700, 150, 500, 250, 148])
+document = torch.repeat_interleave(torch.arange(len(sequences)), sequences)  # of each token
+q, k, v = (torch.randn(1, 4, len(document), 32) for _ in range(3))
+
+
+def varlen(q, k, v, lengths):
+    parts = zip(*(x.split(lengths, dim=-2) for x in (q, k, v)))
+    return torch.cat([scaled_dot_product_attention(*part) for part in parts], dim=-2)
+
+
+def same(batch, head, query, key):
+    return document[query] == document[key]
+
+
+blocks = create_block_mask(same, None, None, len(document), len(document), device="cpu")
+masked = scaled_dot_product_attention(q, k, v, attn_mask=document[:, None] == document)
+torch.testing.assert_close(varlen(q, k, v, sequences.tolist()), masked)
+scores = {"padded to the longest, with a mask": len(sequences) * 700**2, "packed, with a mask": len(document) ** 2}
+scores["packed, FlexAttention's blocks"] = round(len(document) ** 2 * (1 - blocks.sparsity() / 100))
+scores["packed, varlen"] = int((sequences**2).sum())
+plots.Table(["six sequences, 148 to 700 tokens", "scores of each head"], [[n, f"{c:,}"] for n, c in scores.items()])
+
+# %% [markdown]
+# Packing alone makes it worse: one long row has a large square. What pays is to skip what is masked. On a GPU `varlen_attn` of `torch.nn.attention.varlen` does it, in 16 bits. FlexAttention is Python that `torch.compile` makes a kernel of; uncompiled, it holds the square.
+#
+# ## Baseline, and one thing changed
+#
+# A BERT with few layers, room for long sequences and no dropout: plain attention, then `"sdpa"`, which is transformers' default. Look at which part of the bars is gone.
 
 # %%
 size = dict(num_hidden_layers=1, vocab_size=1000) if on_cpu else dict(num_hidden_layers=12)
@@ -290,57 +297,76 @@ no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 bert = Task("bert-small" if on_cpu else "bert-large", config=size | no_dropout | {"max_position_embeddings": 2048})
 precision = {} if on_cpu else {"bf16": True} if half == "bfloat16" else {"fp16": True}
 tokens = [256, 512, 1024] if on_cpu else [512, 1024, 2048]
-options = dict(per_device_train_batch_size=1, measure=("memory",)) | precision
-eager = [lab.train(f"eager, {n}", task=bert.replace(seq_len=n), attn_implementation="eager", **options) for n in tokens]
-eager[-1]
+options = dict(per_device_train_batch_size=1) | precision
 
-# %% [markdown]
-# ## Change one thing
-#
-# The same with `"sdpa"`, which is transformers' default. Look at which part of the bars is gone.
 
-# %%
-sdpa = [
-    lab.train(f"sdpa, {n}", task=bert.replace(seq_len=n), attn_implementation="sdpa", **options)  # new
-    for n in tokens
-]
+def trained_with(name, length):
+    task = bert.replace(seq_len=length)
+    return lab.train(f"{name}, {length}", task=task, attn_implementation=name, measure=("memory",), **options)
 
 
 def in_percent():
     long = bert.replace(seq_len=tokens[-1])
-    asked = dict(per_device_train_batch_size=1) | precision
-    peaks = [estimate(long, attn_implementation=name, **asked).peak_bytes for name in ("sdpa", "eager")]
+    peaks = [estimate(long, attn_implementation=name, **options).peak_bytes for name in ("sdpa", "eager")]
     return 100 * peaks[0] / peaks[1]
 
 
+eager, sdpa = ([trained_with(name, length) for length in tokens] for name in ("eager", "sdpa"))  # new: "sdpa"
 measured = 100 * sdpa[-1].peak_bytes / eager[-1].peak_bytes
 _ = plots.memory([run for pair in zip(eager, sdpa) for run in pair], title="Peak memory by length")
 widgets.revealed(lab, "fused", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
-# Activations and temporaries shrink; weights and states do not. At the shortest length the two hardly differ, for there the square is small, and maybe not even at the peak.
+# Activations and temporaries shrink; weights and states do not. At the shortest length the two hardly differ.
 #
+# And the numbers? A loss tells little: before a model has learnt it hardly depends on attention, and a kernel that returns zeros would pass. So compare the gradients of all weights: with weights so large that attention has to choose, half of a sequence masked, and a length that no tile divides.
+
+
+# %%
+def gradients(task, implementation):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = task.build_model(attn_implementation=implementation).to(device)
+    batch = task.batch(2, device)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, task.seq_len // 2 :] = 0
+    model(**batch).loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def apart(task, first="eager", second="sdpa"):
+    """How far the gradients of two kinds of attention lie apart, as a share of their length."""
+    expected, found = gradients(task, first), gradients(task, second)
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+sharp = bert.replace(seq_len=300, config={"num_hidden_layers": 1, "initializer_range": 0.1})
+difference = lab.run(apart, task=sharp, measure=("none",)).value
+print(f"the gradients differ by {difference:.0e} of their length, in fp32")
+
+# %% [markdown]
 # ## What torch.compile captures
 #
 # `torch.compile(f)` watches Python run `f` once, notes the tensor operations in a **graph**, and hands the graph to a **backend**. A backend is a function: it takes a graph, and returns something to call in its place. Here is one that compiles nothing and counts.
 
 
 # %%
-def captured(function, *calls, **options):
-    """The graphs that torch.compile makes of a function which is called with each of these inputs, one by one."""
+def captured(function, *calls, regions=(), **options):
+    """For each of these inputs, the graphs that torch.compile makes when the function is called with it."""
     if lab.machine.rehearsed:
         raise NeedsValues("a rehearsal: nothing is captured there")
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        graphs[-1].append(graph)
         return graph.forward  # runs the operations as they were noted
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=backend, **options)
-    with warnings.catch_warnings(action="ignore"):
-        for call in calls:
-            compiled(**call) if isinstance(call, dict) else compiled(call)
+    compiled = function if regions else torch.compile(function, backend=backend, **options)
+    for region in regions:
+        region.compile(backend=backend)
+    for call in calls:
+        graphs.append([])
+        compiled(**call) if isinstance(call, dict) else compiled(call)
     return graphs
 
 
@@ -348,13 +374,12 @@ def gate(x):
     return torch.nn.functional.gelu(x) * x.sigmoid() + 1
 
 
-(graph,) = captured(gate, torch.randn(8, 8))
-[node.name for node in graph.graph.nodes]
+[node.name for node in captured(gate, torch.randn(8, 8))[0][0].graph.nodes]
 
 # %% [markdown]
-# As written, four operations read and write whole tensors. A compiler that sees them together makes one loop: one read, one write.
+# As written, four operations read and write whole tensors. A compiler that sees them together makes one loop.
 #
-# What cannot be put into a graph *breaks* it: Python that must know a value before it can go on. Then there are two graphs, plain Python between them, and nothing fuses across. Breaks are silent: the result is right, only slower (`fullgraph=True` makes each an error). Here two are planted; `explain` finds them. The cell after it counts the graphs of real models, and of what you may want to combine: each row calls a model twice with the same batch.
+# What cannot be put into a graph *breaks* it: Python that must know a value before it can go on. Then there are two graphs, plain Python between them, and nothing fuses across. Breaks are silent: the result is right, only slower (`fullgraph=True` makes each an error). Here two are planted; `explain` finds them, and `TORCH_LOGS=graph_breaks` prints them. The cell after it calls each of several models twice with the same batch. In its last row layers are compiled one by one (*regional* compilation): they are alike, so the first one's graph serves all.
 
 
 # %%
@@ -375,19 +400,22 @@ def mended(x):
 x = torch.randn(64)
 for function in (planted, mended):
     found_breaks = None if lab.machine.rehearsed else torch._dynamo.explain(function)(x)
-    print(f"{function.__name__}: {len(captured(function, x))} graphs")
+    print(f"{function.__name__}: {len(captured(function, x)[0])} graphs")
     for each in found_breaks.break_reasons:
         print("   breaks at", each.user_stack[-1].line, "|", each.reason.splitlines()[0])
 torch.testing.assert_close(planted(x), mended(x))
 
 # %%
-small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 2})
+small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 4})
 told = small.replace(config={"problem_type": "single_label_classification"})
 
 
-def graphs_of(task, prepare=lambda model: model):
+def looked_at(task, prepare=lambda model: model, regional=False):
     model, batch = prepare(task.build_model()), task.batch(2)
-    return len(captured(model, batch, batch))
+    first, second = captured(model, batch, batch, regions=model.bert.encoder.layer if regional else ())
+    parts = [part for graph in first for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    operations = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
+    return {"breaks": len(first) - 1, "second": len(second), "operations": operations}
 
 
 def checkpointed(model):
@@ -396,19 +424,16 @@ def checkpointed(model):
     return model
 
 
-def cast(model):
-    return torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
-
-
-graphs = {"as it comes": graphs_of(small)}
-graphs["problem_type told"] = graphs_of(told)
-graphs["with checkpointing"] = graphs_of(told, checkpointed)
-graphs["with checkpointing, use_cache told"] = graphs_of(told.replace(config={"use_cache": False}), checkpointed)
-graphs["with autocast"] = graphs_of(told, cast)
-plots.Table(["BERT", "graphs of two equal calls"], list(graphs.items()))
+graphs = {"BERT, as it comes": looked_at(small), "BERT, problem_type told": looked_at(told)}
+graphs["BERT, told, with checkpointing"] = looked_at(told, checkpointed)
+graphs["BERT, told, with autocast"] = looked_at(told, lambda m: torch.autocast("cpu", dtype=torch.bfloat16)(m.forward))
+graphs["GPT-2, as it comes"] = looked_at(Task("gpt2", 32, config=dict(n_layer=2, n_embd=64, n_head=2)))
+graphs["BERT, told, layer by layer"] = looked_at(told, regional=True)
+rows = [[name, *row.values()] for name, row in graphs.items()]
+plots.Table(["model", "breaks", "graphs made in a second call", "operations compiled"], rows)
 
 # %% [markdown]
-# Two graphs are a surprise each. The classifier notes its kind of problem in its own configuration during the first call; with checkpointing it switches a cache off there. The second call no longer fits what was compiled, and everything is compiled once more. Telling both beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) Autocast goes into the same graph.
+# BERT goes into one graph. Two rows break where a warning is logged: of a loss that GPT-2's configuration does not name, of a cache that checkpointing switches off (`use_cache=False` mends it). Compiling *again* is another matter: the classifier notes its kind of problem in its own configuration during the first call, so the second no longer fits what was compiled. Telling it beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) Layer by layer there is far less to compile; what lies between stays as it was.
 #
 # ## Lengths that change
 #
@@ -421,7 +446,7 @@ padded = [32 * math.ceil(n / 32) for n in batch_lengths]
 
 
 def recompiled(lengths, **options):
-    return len(captured(gated, *[torch.randn(4, n, 16) for n in lengths], **options))
+    return sum(map(len, captured(gated, *[torch.randn(4, n, 16) for n in lengths], **options)))
 
 
 recompilations = {"default": recompiled(batch_lengths), "dynamic=True": recompiled(batch_lengths, dynamic=True)}
@@ -434,7 +459,7 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 # %% [markdown]
 # ## What it costs, what it gives
 #
-# Now a backend that does compile: `inductor`, the default, writes C++ for a CPU and Triton for a GPU. Three processes train the same model. The first finds an empty cache: a **cold start**. The others find what it left on disk: a **warm start**. In each, steps without a compiler and with three backends take turns. (Headers that torch compiles once a machine lie elsewhere: the very first start here may have been longer still.)
+# Now a backend that does compile: `inductor`, the default, writes C++ for a CPU and Triton for a GPU. Three processes train the same model. The first finds an empty cache: a **cold start**. The others find what it left on disk: a **warm start**. In each, steps without a compiler and with three backends take turns. `Ratio.of_turns` compares a backend with the steps without, which stand there twice: the interval is never narrower than what these differ from themselves. One column counts torch's operations in a step; a kernel that the compiler wrote is none. (Headers that torch compiles once a machine lie elsewhere: the very first start may have been longer.)
 
 
 # %%
@@ -452,18 +477,24 @@ def step_of(model, batch):
     return step
 
 
+def operations_of(step):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        step()
+    return sum(event.name.startswith("aten::") for event in seen.events())
+
+
 def started(step):
     began = time.perf_counter()
     loss = step()
     return [time.perf_counter() - began, loss]
 
 
+# %%
 ORDER = ["none", "inductor", "none", "aot_eager", "eager"]
 
 
-# %%
 def trained(task):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"], cold = folder, not os.listdir(folder)
     device, batch_size = ("cuda", 8) if torch.cuda.is_available() else ("cpu", 4)
     if device == "cpu":
         torch.set_num_threads(1)
@@ -477,8 +508,10 @@ def trained(task):
             missing = f"needs a C++ compiler, on a GPU Triton ({str(error).splitlines()[0][:90]})"
             steps[name], first[name] = steps["none"], first["none"]
     turns = interleaving.in_turns([steps[name] for name in ORDER], 8)
-    peaks = {name: peak_bytes(step) for name, step in steps.items()}
-    return {"first": first, "turns": turns, "peaks": peaks, "missing": missing}
+    told = {name: {"peak": peak_bytes(step), "operations": operations_of(step)} for name, step in steps.items()}
+    to_show = torch.compile(gate), torch.randn(64, 64, device=device)
+    code = torch._inductor.utils.get_code(*to_show)[0] if cold and not missing else ""
+    return {"first": first, "turns": turns, "told": told, "missing": missing, "code": code}
 
 
 # %%
@@ -517,53 +550,41 @@ rows = []
 for name, number in [("none", 0), *tried.items()]:
     first, loss = processes[0]["first"][name]
     assert abs(loss / processes[0]["first"]["none"][1] - 1) < 0.02  # the same numbers
-    speed, peak = speeds.get(name, "1"), plots.bytes_text(processes[0]["peaks"][name])
-    rows.append([name, f"{first:.2f}", f"{step_seconds(number):.4f}", f"{speed}", peak])
+    told_of, speed = processes[0]["told"][name], speeds.get(name, "1")
+    shown = [f"{first:.2f}", f"{step_seconds(number):.4f}", f"{speed}", plots.bytes_text(told_of["peak"])]
+    rows.append([name, told_of["operations"], *shown])
 print("" if missing else f"inductor, warm start: {warm:.2f} s")
-plots.Table(["backend", "first step, cold (s)", "later steps (s)", "speed", "peak of a step"], rows)
+plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)", "speed", "peak of a step"], rows)
 
 # %% [markdown]
-# The last column is what a step needs beyond weights and states, from the allocator. Less is kept where a fused kernel can compute an element again in backward in place of reading it. `eager` and `aot_eager` take the graph and run its operations as they were: they tell you whether capturing or compiling is at fault when something breaks, and speed nothing up.
+# The last column is what a step needs beyond weights and states. Less is kept where a fused kernel computes an element again in backward in place of reading it. `eager` and `aot_eager` take the graph and run its operations as they were: they tell you whether capturing or compiling is at fault when something breaks, and speed nothing up.
 #
-# After how many steps has the start paid? The start costs *cold - one step*, each step gives *step without - step with*:
+# Below stands what inductor wrote for `gate`: find the one place where it reads, and the one where it writes. Then: after how many steps has the start paid? It costs *cold - one step*, each step gives *step without - step with*:
 #
 # > break-even = (cold - step without) / (step without - step with)
+#
+# The gain is known within its interval, so the number of steps has one too, and a wide one: without an end where the gain may be nothing. For trials of a hundred steps, compare a hundred with the large end.
+
 
 # %%
+def steps_to_pay(start, step, gain):
+    """The steps after which a start has paid, for the speed that compiling gives: infinite where it gives none."""
+    return (start - step) / (step - step / gain) if gain > 1 else math.inf
+
+
+code = [line.strip() for line in processes[0]["code"].splitlines()]
+print("\n".join(line for line in code if "tmp" in line) or "nothing was compiled")
 if not missing:
-    gain = step_seconds(0) - step_seconds(1)
-    break_even = {name: (start - step_seconds(0)) / gain for name, start in (("cold", cold), ("warm", warm))}
-    if gain <= 0:
-        print("compiled steps were no faster here: the start never pays")
-    else:
-        print("; ".join(f"a {name} start has paid after {steps:,.0f} steps" for name, steps in break_even.items()))
-        counts = np.linspace(0, 2 * break_even["cold"], 50)
-        starts = {"cold": cold, "warm": warm}
-        curves = {f"compiled, {name} start": start + counts * step_seconds(1) for name, start in starts.items()}
-        curves["no compiler"] = counts * step_seconds(0)
-        _ = plots.lines(counts, curves, "steps", "seconds", title="When compiling pays", markers=False)
-
-# %%
-exercises.question(
-    lab,
-    "free",
-    "You try ten learning rates, a hundred steps each, every one in a new process with other lengths. A colleague says: "
-    "*compile all of them, it is one line and makes steps faster*. What do you answer?",
-    {
-        "Do it: a faster step is faster for a hundred steps too.": "The start is paid in each process, and in full where "
-        "the lengths, and so the kernels, are new.",
-        "Compare a hundred steps with the break-even first.": "That number decides. Equal shapes would at least start "
-        "warm.",
-        "Never compile while tuning: compiled models learn differently.": "The losses agree to rounding. What differs is "
-        "the time.",
-    },
-    right="Compare a hundred steps with the break-even first.",
-)
+    plain_step, speed = step_seconds(0), speeds["inductor"]
+    for name, start in {"cold": cold, "warm": warm}.items():
+        fewest, likely, most = (steps_to_pay(start, plain_step, gain) for gain in (speed.high, speed.value, speed.low))
+        most = f"{most:,.0f} at most" if most < math.inf else "perhaps never"
+        print(f"a {name} start has paid after {fewest:,.0f} steps at least, most likely {likely:,.0f}, {most}")
 
 # %% [markdown]
 # ## The guide's list
 #
-# The 2023 guide switches fused attention on by `model.to_bettertransformer()`, and names ten backends of the compiler. What of that exists on your machine, without further packages?
+# The 2023 guide switches fused attention on by `model.to_bettertransformer()`, and names ten backends of the compiler. What of that exists on your machine? torch lists the backends that it brings along, whether the packages behind them are installed or not, and those that an installed package adds.
 
 # %%
 GUIDE = {
@@ -584,40 +605,64 @@ rows = [
 ]
 print(f"to_bettertransformer: {'exists' if has_it else 'gone'}; attention that models take unasked: {default}")
 print("backends that are not for debugging, today:", ", ".join(torch._dynamo.list_backends()))
+print("tvm among them:", "tvm" in exist, "| its package is installed:", bool(importlib.util.find_spec("tvm")))
 plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], rows)
 
 # %% [markdown]
 # `to_bettertransformer` went away in transformers 5.0 ([pull request 41367](https://github.com/huggingface/transformers/pull/41367)): since 4.36 models call SDPA by themselves.
 #
-# And does inductor use CUDA graphs, as the guide says? They record all launches of a step once and replay them as one. torch's own table of modes tells which ones switch them on: `reduce-overhead` and `max-autotune`, not the default.
-#
 # In the Trainer all this is `torch_compile=True`, with `torch_compile_backend` and `torch_compile_mode`. Each timed run there must warm up for as many steps as it compiles.
 #
 # ## What held
+#
+# Does inductor use CUDA graphs, as the guide says? They record all launches of a step once and replay them as one; the mode `reduce-overhead` switches them on. A GPU shows whether any were launched, and what they are worth where launches are all there is: in fifty tiny layers.
+
+
+# %% tags=["claim"]
+def replayed(_):
+    """For two modes of inductor: CUDA graphs launched in a step, and the turns of both and of the first again."""
+    device, steps, launched = "cuda" if torch.cuda.is_available() else "cpu", [], {}
+    for mode in ("default", "reduce-overhead"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(50)]).to(device)
+        compiled, batch = torch.compile(model, mode=mode), torch.randn(4, 64, device=device)
+
+        def step(model=model, compiled=compiled, batch=batch):
+            compiled(batch).sum().backward()
+            model.zero_grad()
+
+        [step() for _ in range(5)]  # compiles, then records
+        with torch.profiler.profile() as seen:
+            step()
+        launched[mode] = sum("GraphLaunch" in event.name for event in seen.events())
+        steps.append(step)
+    return launched, interleaving.in_turns([steps[0], steps[1], steps[0]], 10)
+
+
+watched = None if on_cpu or missing else lab.run(replayed, measure=("none",))
+launched, turns = (watched and watched.value) or (None, None)
+why, note = watched.message if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
+display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))
+claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=why)
 
 # %% tags=["claim"]
 display(claims.check("sdpa-memory", sdpa[-1].peak_bytes / eager[-1].peak_bytes))
-timed = (
-    dict(per_device_train_batch_size=1, measure=("time",), steps=2, task=bert.replace(seq_len=tokens[-1])) | precision
-)
+display(claims.check("sdpa-same", difference))
+timed = dict(task=bert.replace(seq_len=tokens[-1]), measure=("time",), steps=2, **options)
 pair = [lab.train(name, attn_implementation=name, **timed) for name in ("eager", "sdpa")]
-losses = list(zip(*(run.losses for run in pair)))
-display(claims.check("sdpa-same", max(abs(b / a - 1) for a, b in losses), note=f"{len(losses)} steps"))
 display(claims.check("sdpa-speed", lab.compare(*pair, turns=8).speed_ratio))
 taken = dict(zip(BACKENDS, found[half]["nothing special"][1:]))
 display(claims.check("sdpa-fused-kernels", taken["flash"] + taken["efficient"], note=f"{half}: {taken}"))
 display(claims.check("better-transformer", int(has_it), note=f"the default here: {default}"))
-if missing:
-    display(claims.check("compile", missing=missing))
-else:
-    display(claims.check("compile", speeds["inductor"], note=f"cold start {cold:.1f} s, warm start {warm:.1f} s"))
+note = f"cold start {cold:.1f} s, warm start {warm:.1f} s"
+display(claims.check("compile", None if missing else speeds["inductor"], missing=missing, note=note))
 display(claims.check("compile-debugging", speeds["aot_eager"], note=f"the eager backend: {speeds['eager']}"))
-display(claims.check("compile-captures", graphs["problem_type told"] - 1, note=f"{graphs}"))
+seen = {name: row["operations"] for name, row in processes[0]["told"].items()}
+display(claims.check("compile-eager", seen["eager"] / seen["none"], note=f"operations: {seen}"))
+bert_row, gpt2_row = graphs["BERT, as it comes"], graphs["GPT-2, as it comes"]
+note = f"a second call makes {bert_row['second']} more; GPT-2's breaks: {gpt2_row['breaks']}"
+display(claims.check("compile-captures", bert_row["breaks"], note=note))
 display(claims.check("backends-training", len(known["training and inference"])))
-display(claims.check("backends-inference", len(known["inference only"]), note=f"debugging: {known['debugging']}"))
-modes = torch._inductor.list_mode_options()
-recording = [name for name, options in modes.items() if options.get("triton.cudagraphs")]
-claims.check("compile-cudagraphs", int("default" in recording), note=f"modes that do: {', '.join(recording)}")
+claims.check("backends-inference", len(known["inference only"]), note=f"debugging: {known['debugging']}")
 
 # %% [markdown]
 # ## Explore
@@ -643,27 +688,25 @@ _ = widgets.explore(draw, batch=[1, 4, 16, 64], heads=[16, 4, 12, 32], bits=[16,
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Rewrite the function below with **no graph break**: the same outputs for every input, one graph. Breaks are counted by `explain`; inputs are tried that take both sides of each branch.
+# Attention over packed documents, where a token sees its own document up to itself. The function below cuts the row at lengths that it must *know*, and nothing is captured. Rewrite it: the same outputs for every packing, in **one graph**.
 
 
 # %% tags=["exercise"]
-def broken(x):
-    scale = x.abs().max().item()
-    if scale > 1:
-        x = x / scale
-    x = torch.nn.functional.gelu(x)
-    if (x < 0).sum() > 10:
-        x = x.clamp(min=0)
-    return x * x.shape[0]
+def broken(q, k, v, lengths):  # lengths: a tensor of whole numbers, whose sum is the length of the row
+    parts = zip(*(x.split(lengths.tolist(), dim=-2) for x in (q, k, v)))
+    return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=-2)
 
 
-exercises.hint(
-    "`explain` names the lines. Which ones turn a tensor into a Python number?",
-    "A number that stays a tensor needs no `.item()`. A choice between two tensors is `torch.where`.",
-    "`scale.clamp(min=1)` divides by 1 where the first branch is not taken.",
+display(
+    exercises.hint(
+        "Which call turns a tensor into Python numbers? What could be masked in place of cut?",
+        "Number the tokens by document. A token sees those with its number that are not later.",
+        "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. In which document does a "
+        "position lie, if you know where each one ends? `torch.bucketize` answers such questions.",
+    )
 )
 
-answer = None  # a function of x
+answer = None  # a function of q, k, v, lengths
 
 
 # %% tags=["check"]
@@ -673,13 +716,14 @@ def check(answer):
     if lab.machine.rehearsed:
         raise NeedsValues("a rehearsal: nothing is captured there")
     torch.manual_seed(0)
-    for x in (torch.randn(64), 0.1 * torch.rand(64), torch.rand(64), 0.1 * torch.randn(64)):
-        if not torch.allclose(answer(x), broken(x), atol=1e-6):
-            return exercises.wrong("for some inputs its output differs from that of `broken`")
+    for lengths in ([10, 25, 5], [40], [1] * 20, torch.randint(1, 30, (8,)).tolist()):
+        inputs = *(torch.randn(2, 2, sum(lengths), 8) for _ in range(3)), torch.tensor(lengths)
+        if not torch.allclose(answer(*inputs), broken(*inputs), atol=1e-5):
+            return exercises.wrong(f"documents of {lengths} tokens: its output differs from that of `broken`")
     torch._dynamo.reset()
-    breaks = torch._dynamo.explain(answer)(torch.randn(64)).graph_break_count
-    if breaks:
-        return exercises.wrong(f"equal outputs, and {breaks} break{'s' * (breaks > 1)} left")
+    graphs = torch._dynamo.explain(answer)(*inputs).graph_count
+    if graphs != 1:
+        return exercises.wrong(f"equal outputs, and {graphs} graphs")
     return exercises.right("equal outputs, one graph")
 
 
@@ -687,16 +731,18 @@ exercises.check(lab, "no breaks", check, answer)
 
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-def whole(x):
-    x = torch.nn.functional.gelu(x / x.abs().max().clamp(min=1))
-    return torch.where((x < 0).sum() > 10, x.clamp(min=0), x) * x.shape[0]
+def masked_to(document, q, k, v):
+    mask = (document[:, None] == document) & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def one_left(x):
-    x = torch.nn.functional.gelu(x / x.abs().max().clamp(min=1))
-    if (x < 0).sum() > 10:
-        x = x.clamp(min=0)
-    return x * x.shape[0]
+def whole(q, k, v, lengths):
+    ends = lengths.cumsum(0)
+    return masked_to(torch.bucketize(torch.arange(q.shape[-2]), ends, right=True), q, k, v)
+
+
+def one_left(q, k, v, lengths):
+    return masked_to(torch.repeat_interleave(torch.arange(len(lengths)), lengths), q, k, v)
 
 
 exercises.prove(check, solution=whole, mistake=one_left)
@@ -705,8 +751,8 @@ exercises.prove(check, solution=whole, mistake=one_left)
 # ## Recap
 #
 # - Attention was computed tile by tile with a running maximum and sum: equal to the plain one, and the square was gone from memory, in training too where backward computed the tiles again.
-# - torch chose its kernel at each call. Masks, dropout and a learnt bias changed the choice, and *math* is where the square comes back.
-# - `torch.compile` captured the model in one graph where nothing broke it. Its start cost many steps, your break-even says how many, and changing lengths can make it pay again and again.
+# - torch chose its kernel at each call. Masks, dropout and a learnt bias changed the choice, and *math* is where the square comes back. Packed sequences needed no padding, and paid where masked blocks were skipped.
+# - `torch.compile` captured the model in one graph where nothing broke it. Its start cost many steps, your break-even says between how many and how many, and what changes from call to call makes it pay again.
 #
 # Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price: it is the default, and what matters is to notice when it is not taken.
 

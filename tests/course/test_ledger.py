@@ -39,9 +39,9 @@ OWNED = {
     "09": "adam8bit-memory adam8bit-cost adam8bit-convergence",
     "10": "multi-tensor multi-tensor-default fused-fastest optim-list",
     "11": "sdpa-memory sdpa-speed sdpa-same sdpa-fused-kernels better-transformer compile compile-debugging "
-    "compile-captures backends-training backends-inference compile-cudagraphs",
-    "12": "main-process-loads workers-help workers-not-beyond workers-no-memory utilisation-shows-wait "
-    "pinned-by-loader pinned-memory",
+    "compile-captures compile-eager backends-training backends-inference compile-cudagraphs compile-reduce-overhead",
+    "12": "main-process-loads workers-help workers-not-beyond workers-no-memory workers-host-memory "
+    "utilisation-shows-wait pinned-by-loader pinned-memory",
     "13": "accelerate-same",
     "14": "combined-half-memory combined-speed all-three-speed all-three-memory all-three-8bit-memory "
     "all-three-8bit-speed table-accumulation-speed table-accumulation-memory table-checkpointing-speed "
@@ -67,7 +67,7 @@ NEEDS = {  # what is not in this table is decided on any machine
     "context-cost first-tensor-cost activations-bandwidth nvml-agrees multiples-of-eight tile-quantization "
     "fp16-faster fp16-up-to-5x fp16-twice-by-batch combined-speed adam8bit-cost all-three-speed all-three-8bit-speed "
     "pinned-memory utilisation-shows-wait pinned-by-loader accelerator-required cooling sdpa-fused-kernels "
-    "offload-to-host",
+    "multi-tensor-default compile-cudagraphs compile-reduce-overhead offload-to-host",
     "sm80": "weights-grow-on-gpu multiples-of-64 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster "
     "tf32-trainer-flag",
     "gpus2": "nvlink-quarter ddp-beats-dp dp-beats-slow-ddp dp-first-device dp-one-process dp-traffic topology-legend",
@@ -189,7 +189,9 @@ TRUE_AND_FALSE = {
     "compile": (1.5, 0.8),
     "compile-debugging": (0.9, 1.5),
     "compile-captures": (0, 3),
-    "sdpa-same": (0.0, 0.5),
+    "compile-eager": (1.0, 0.3),
+    "compile-reduce-overhead": (3.0, 0.9),
+    "sdpa-same": (0.0, 0.001),
     "zero-slows-if-fits": (0.7, 1.2),
     "zero-saves": (1.0, 0.0),
     "partitioned-states-save": (0.75, 1.0),
@@ -242,9 +244,10 @@ TRUE_AND_FALSE = {
     "autocast-stale": (0.0, 1.0),
     "half-inference-speed": (1.5, 0.9),
     "adafactor-row-column": (1.0, 14.0),
-    "workers-not-beyond": (0.9, 1.5),
+    "workers-not-beyond": (1.0, 3.0),
     "main-process-loads": (1.0, 0.0),
     "workers-no-memory": (1.0, 0.8),
+    "workers-host-memory": (1.0, 1.6),
     "utilisation-shows-wait": (0.3, 1.0),
     "pinned-by-loader": (1.0, 0.0),
     "sdpa-memory": (0.5, 1.0),
