@@ -456,7 +456,7 @@ plots.Table(titles, rows)
 #
 # ### The bubble
 #
-# Bytes are not time. A stage can only begin when the one before it hands something on. While it waits, its device is idle: the **bubble**. With one micro-batch, one of two is always idle. More micro-batches fill the gap. Let us watch, on blocks twice as wide: each rank notes when it computes, and rank 0 also does all of it alone. First the tools: a picture, and a simulator of schedules, where messages take no time. By it GPipe and 1F1B obey one law: with *p* stages and *m* micro-batches (p-1)/(m+p-1) of the time is idle. (Papers also write (p-1)/m: idle time over *busy* time.) Interleaved, in two pieces, it is (p-1)/(2m+p-1).
+# A stage can only begin when the one before it hands something on. While it waits, its device is idle: the **bubble**. With one micro-batch, one of two is always idle. More micro-batches fill the gap. Let us watch, on blocks twice as wide: each rank notes when it computes, and rank 0 also does all of it alone. First the tools: a picture, and a simulator of schedules, where messages take no time. By it GPipe and 1F1B obey one law: with *p* stages and *m* micro-batches (p-1)/(m+p-1) of the time is idle. (Papers also write (p-1)/m: idle time over *busy* time.) Interleaved, in two pieces, it is (p-1)/(2m+p-1).
 
 
 # %%
@@ -611,7 +611,7 @@ _ = widgets.explore(
 #
 # torch has both. `parallelize_module` turns the weights of named layers into *DTensors*: tensors that know the whole shape, hold this rank's part, and talk when they must. They are laid out on a *DeviceMesh*, the ranks as a grid with named sides. `torch.distributed.pipelining` has the schedules.
 #
-# Four plans for a block. The last is **sequence parallelism**. What lies *between* the pairs, norms and the residual connection, was whole on every rank so far, with the activations that it keeps. Now it is cut along the tokens. The sum that ends a pair goes out in parts (reduce-scatter), and what begins the next pair is gathered (all-gather). A ring carries a sum as just these two, so the bytes on the wire stay. (The norms' own gradients must then be summed over the ranks.)
+# Four plans for a block. The last is **sequence parallelism**. What lies *between* the pairs, norms and the residual connection, was whole on every rank so far. Now it is cut along the tokens. The sum that ends a pair goes out in parts (reduce-scatter), and what begins the next pair is gathered (all-gather). A ring carries a sum as just these two, so the bytes on the wire stay. (The norms' own gradients must then be summed over the ranks.)
 
 
 # %%
@@ -729,13 +729,13 @@ sizes = {"tp_size": 2} if gpus2 else {"tp_size": 2, "fsdp_size": 2}
 if lab.machine.kind != "cuda" or gpus2:  # it takes a GPU for each rank where there is one
     with tempfile.TemporaryDirectory() as folder:
         small.build_model().save_pretrained(folder)  # random weights, in place of a checkpoint
-        (whole, weights), *_ = two(llama, "llama", small, processes=1, folder=folder)
+        whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure=("none",)).value
         cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
     torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
     print(f"{sizes}: the losses of one device; of the weights {max(mine for _, mine in cut) / weights:.0%} on a rank")
 
 # %% [markdown]
-# The same outputs and losses. A plan of weights alone sends more than we did: query, key and value each ask for the sum of their input's gradient, where one sum of all three would do. Told that the norm's output is one tensor of all ranks, torch sums once. Count before you trust a plan. Cut along the tokens, too, a rank keeps half of what one device keeps. (Without it, Megatron's authors count, 10 of 34 bytes stay whole. The advisor reckons so.)
+# The same outputs and losses. A plan of weights alone sends more than we did: query, key and value each ask for the sum of their input's gradient, where one sum of all three would do. Told that the norm's output is one tensor of all ranks, torch sums once. Count a plan. Cut along the tokens, too, a rank keeps less, but not half: what was gathered is kept whole. Megatron gathers it once more in backward instead. (Without sequence parallelism, its authors count, 10 of 34 bytes stay whole. The advisor reckons so.)
 #
 # ### transformers, and two ways at once
 #
