@@ -670,7 +670,7 @@ def torch_tensor_parallel(task):
             y, size = kept(block, given)
             y.square().sum().backward()
         outputs.append(local(y.detach()) if name == "tokens" else y.detach().chunk(ranks, 1)[rank])
-        wire = sum(size / 2 if "scatter" in kind else size for kind, size in traffic.seen)  # by rings of two ranks
+        wire = sum(size // 2 if "scatter" in kind else size for kind, size in traffic.seen)  # by rings of two ranks
         found.append([name, len(traffic.seen), wire, size, apart(outputs[-1], outputs[0])])
     return found
 
@@ -817,7 +817,7 @@ plots.Table(["ranks", "parts alone", "stages alone", "best of all cuts"], rows, 
 #
 # *When does a link hold the devices up?* Let a device compute F operations a second, and its link carry B bytes a second. For copies, backward takes 4 operations for each weight and token, and may hide the sum of that weight's gradient: 2 bytes in bf16, carried twice. So each needs **F / B tokens** at least. (ZeRO 3's gathers ask for as many.) Of *n* parts each computes 24 width² / n for a token of a block, forward, then waits for two sums of `width` numbers. Tokens stand on both sides: it is the *number of parts* that is bounded, by about **3 x width x B / F**. That is the third table.
 #
-# The last one says what 3D is for. On as many ranks stages alone hold as little. But each way alone ends: parts at the number of heads and at the fast link, stages at the number of blocks and at the bubble. Together they go on.
+# The last one says what 3D is for. On as many ranks one way alone holds about as little. But each ends: parts at the number of heads and at the fast link, stages at the number of blocks and at the bubble. Together they go on.
 #
 # ## What held
 #

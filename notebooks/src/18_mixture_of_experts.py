@@ -190,7 +190,7 @@ _ = plots.memory([base, mixed], title="A training step of 4 sequences: the peak"
 
 
 def of_tensors(measured):
-    """Bytes at the peak without what is inside operations: cuBLAS's workspace on a GPU is as large for any model."""
+    """Bytes at the peak, without what an operation takes within itself: on a GPU that is as much for any model."""
     return measured.peak_bytes - measured.memory.breakdown["inside_operations"]
 
 
