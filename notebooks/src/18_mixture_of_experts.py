@@ -16,8 +16,10 @@ out = ""
 # %% tags=["setup"]
 import math
 import os
+import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import matplotlib.pyplot as plt
@@ -109,9 +111,11 @@ def balancing(scores, chosen):
 
 
 def sparse(experts, k, width, seq_len=64, **config):
-    """Mixtral in small. One expert, which every token takes, is the dense model."""
+    """Mixtral in small. One expert is the dense model: a Llama, the same without gate, sorting and copies of tokens."""
     config = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500, "head_dim": 32} | config
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": width} | config
+    if experts == 1:
+        return Task("llama-3-8b", seq_len, config=config)
     return Task("mixtral", seq_len, config=config | {"num_local_experts": experts, "num_experts_per_tok": k})
 
 
@@ -128,33 +132,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 # %% [markdown]
 # Equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and hands all products to one call; `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches.
 #
-# ### Does the gate look at the position?
-#
-# Both guides say that it trains the experts "depending on the input token's position in a sequence". Three trials, each with the tokens of a sequence in another order. How many tokens get other experts than before?
-
-
-# %%
-def moved(scores, scores_after, order):
-    """Share of tokens with other experts. The token that stood at place order[i] stands at place i now."""
-    before, after = (each.topk(2).indices.sort(-1).values for each in (scores, scores_after))
-    return (before[order] != after).any(-1).float().mean().item()
-
-
-torch.manual_seed(0)
-order, ids = torch.randperm(64), torch.randint(500, (64,))
-tokens, places, gate = torch.randn(500, 128)[ids], torch.randn(64, 128), weights[0].detach()
-by_place = moved(tokens @ gate.T, tokens[order] @ gate.T, order)
-rows = [["the same vectors, at other places", f"{by_place:.0%}"]]
-added = moved((tokens + places) @ gate.T, (tokens[order] + places) @ gate.T, order)
-rows += [["position embeddings are added first, as in BERT and GPT-2", f"{added:.0%}"]]
-with torch.no_grad():
-    both = [model(input_ids=each[None], output_router_logits=True).router_logits for each in (ids, ids[order])]
-for layer, (before, after) in enumerate(zip(*both)):
-    rows += [[f"all of a Mixtral with random weights, layer {layer + 1}", f"{moved(before, after, order):.0%}"]]
-plots.Table(["the tokens of a sequence are shuffled", "other experts"], rows)
-
-# %% [markdown]
-# The gate sees one vector and nothing else: the same vector gets the same experts anywhere. Where attention or position embeddings have put the surroundings or the place *into* the vector, the choice changes with them, as everything else in the model does. "Depending on the token" would have been the word.
+# The gate sees one vector and nothing else. So the same vector gets the same experts wherever it stands.
 #
 # ### Which layers?
 #
@@ -193,7 +171,7 @@ every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in fo
 #
 # ## Baseline
 #
-# From here on a pair of models. The dense one has 4 layers, each with an FFN of 512:
+# From here on a pair of models. The dense one is a Llama of 4 layers, each with an FFN of 512. (A Mixtral with one expert would still pay for a gate and for sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -212,7 +190,7 @@ _ = plots.memory([base, mixed], title="A training step of 4 sequences: the peak"
 
 
 def of_tensors(measured):
-    """Bytes at the peak without what is inside operations: cuBLAS's workspace on a GPU is as large for any model."""
+    """Bytes at the peak, without what an operation takes within itself: on a GPU that is as much for any model."""
     return measured.peak_bytes - measured.memory.breakdown["inside_operations"]
 
 
@@ -241,7 +219,8 @@ widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
 def products(task, implementation="eager"):
     """Floating-point operations in matrix products a token, forward and backward."""
     model, batch = task.build_model(), task.batch(4)
-    model.set_experts_implementation(implementation)
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation(implementation)
     with FlopCounterMode(display=False) as counter:
         model(**batch).loss.backward()
     return counter.get_total_flops() / batch["input_ids"].numel()
@@ -265,12 +244,12 @@ plots.Table(["", "operations a token", "x dense"], rows)
 
 
 # %%
-def in_turns(tasks, turns=6, samples=16, learns=True, implementations=()):
+def in_turns(tasks, turns=6, samples=64, learns=True, implementations=()):
     """Seconds of each task's step, or of its forward pass, on one thread: for each (wall, CPU) of each turn."""
 
     def work(task, implementation):
         model, batch = task.build_model().to(DEVICE), task.batch(samples, DEVICE)
-        if implementation:
+        if implementation:  # by this way of the table above
             model.set_experts_implementation(implementation)
         if not learns:
             return lambda: torch.no_grad()(model.eval())(input_ids=batch["input_ids"])
@@ -286,27 +265,32 @@ def in_turns(tasks, turns=6, samples=16, learns=True, implementations=()):
 
 
 # %%
-def steps_to(losses, target):
-    smooth = [sum(losses[max(0, i - 9) : i + 1]) / len(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
-    return next(i + 1 for i, loss in enumerate(smooth) if loss <= target)
+def speed_of(processes, first, second, again):
+    """How much faster the second work is than the first: a median with its interval. `again` is the first once more:
+    what the two differ by is noise."""
+    return Ratio.of_turns(
+        [[taken[which] for which in (first, second, again)] for taken in processes or []], CLOCK, FLOOR
+    )
 
 
-def speed_of(processes, which):
-    return Ratio.of_turns([[process[0], process[which], process[3]] for process in processes or []], CLOCK, FLOOR)
+def small(experts, k, width, scale=1):
+    """A layer of width 64; scaled, each side of each matrix is so many times as long."""
+    thin = {"hidden_size": 64 * scale, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 48 + 64}
+    return sparse(experts, k, width * scale, 16, head_dim=16 * scale, **thin)
 
 
 DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
 how = [None, "grouped_mm", "eager"]
-taken = in_turns([dense, many, many], 3, 4, implementations=how)
+taken = in_turns([dense, many, many], 3, samples=4, implementations=how)
 rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(how, taken)]
 plots.Table(["experts computed by", "ms a step"], rows)
 
 # %% [markdown]
-# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each. Both matter less with more tokens in a step.
+# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each. Both matter less with more tokens in a step, and in wider layers (below).
 #
 # ## Does it learn more?
 #
-# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. Whoever knows the 3072 followers predicts all of it. That suits experts, and says so: it is about *remembering*, which is what large FFNs are said to do.
+# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. Whoever knows the 3072 followers predicts all of it. It is about *remembering*, which large FFNs are said to do, so it suits experts.
 #
 # Dense models of several widths against two mixtures. `8 experts` of 32 and `64 experts` of 16 meet as many weights a token as the dense ones of 64 and 32; the dense one of 256 has as many in all as the 8 experts. The same steps and rate for all, three seeds, judged on fresh sentences.
 
@@ -320,34 +304,47 @@ def sentences(order, count, numbers):
     return torch.stack(rows, 1)
 
 
+def guessed(expert, ids):
+    """How often a token's expert is guessed right by who knows one thing of each token, and for each of its values which
+    expert was chosen most in the first half of the sentences. Judged by the second half. (The first word is left out: it
+    is the language, so its place is told by what it is.)"""
+    expert, words, found = expert.view(ids.shape)[:, 1:].flatten(), ids[:, 1:].flatten(), {}
+    places, half = torch.arange(1, ids.shape[1]).repeat(len(ids)), len(words) // 2
+    for name, known in {"nothing": 0 * words, "its place": places, "its word": words}.items():
+        counts = torch.zeros(int(known.max()) + 1, int(expert.max()) + 1)
+        counts.index_put_((known[:half], expert[:half]), torch.ones(half), accumulate=True)
+        found[name] = (counts.argmax(1)[known[half:]] == expert[half:]).float().mean().item()
+    return found
+
+
+# %%
 def learn(task, seed, balance=0.02):
     numbers = torch.Generator().manual_seed(seed)
     order = torch.stack([torch.randperm(64, generator=numbers) for _ in range(48)])
     model, losses, load = task.replace(seed=seed).build_model(), [], {}
+    gates = {"output_router_logits": True} if hasattr(model.config, "num_local_experts") else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.0, fused=True)
     for step in range(STEPS + 1):
         ids = sentences(order, 64 if step < STEPS else 512, numbers)
-        made = model(input_ids=ids, output_router_logits=True)
+        made = model(input_ids=ids, **gates)
         loss = F.cross_entropy(made.logits[:, 1:-1].flatten(0, 1), ids[:, 2:].flatten())
         losses.append(loss.item())
-        if step in (0, STEPS):
+        if gates and step in (0, STEPS):
             load[step] = made.router_logits[0].topk(model.config.num_experts_per_tok).indices.flatten()
-        (loss + balance * made.aux_loss).backward()
+        (loss + balance * made.aux_loss if gates else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    load = [seen.bincount(minlength=model.config.num_local_experts) / len(seen) for seen in load.values()]
-    return {"losses": losses[:-1], "unseen": losses[-1], "load": [shares.tolist() for shares in load]}
+    found = {"losses": losses[:-1], "unseen": losses[-1]}
+    if gates:
+        found["guessed"] = guessed(made.router_logits[0].argmax(-1), ids)
+        load = [seen.bincount(minlength=model.config.num_local_experts) / len(seen) for seen in load.values()]
+    return found | {"load": [shares.tolist() for shares in load]}
 
 
 # %%
 SEEDS, STEPS = (0, 1, 2), 4 if lab.profile.name == "tiny" else 240
 SHAPES = {f"dense, {width}": (1, 1, width) for width in (32, 64, 160, 256)}
 SHAPES |= {"8 experts": (8, 2, 32), "64 experts": (64, 2, 16), "64, no balancing": (64, 2, 16)}
-
-
-def small(experts, k, width):
-    thin = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-    return sparse(experts, k, width, 16, vocab_size=48 + 64, **thin)
 
 
 def all_of(shapes, seed, balance=0.02):
@@ -358,18 +355,16 @@ def all_of(shapes, seed, balance=0.02):
     return lab.run(run, f"seed {seed}", measure=("none",)).value
 
 
-# %%
 with ThreadPoolExecutor(2) as pool:  # what is learnt does not depend on who computes beside it
     learnt = [*pool.map(partial(all_of, SHAPES), SEEDS)]
 ends = {name: [seed[name]["unseen"] for seed in learnt] for name in SHAPES}
-rows = [[name, small(*sizes).parameters(), sizes[1] * sizes[2], median(ends[name])] for name, sizes in SHAPES.items()]
-rows = [[*row, ", ".join(f"{loss:.2f}" for loss in ends[row[0]])] for row in rows]
-display(plots.Table(["", "parameters", "FFN width a token meets", "unseen loss, median", "seeds"], rows))
-shown = [name for name in SHAPES if name not in ("dense, 64", "dense, 256")]
-_ = plots.losses({name: [seed[name]["losses"] for seed in learnt] for name in shown}, title="48 languages")
+rows = [[name, small(*sizes).parameters(), sizes[1] * sizes[2], *ends[name]] for name, sizes in SHAPES.items()]
+display(plots.Table(["", "parameters", "FFN width a token meets", *(f"loss, seed {seed}" for seed in SEEDS)], rows))
+shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if name not in ("dense, 64", "dense, 256")}
+_ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Read the table by its third column. At the same width a token meets, more experts end lower; that is what mixtures promise. Now find the dense model that ends near the mixtures: it is this quality that a mixture is to be compared with when somebody says "faster". And the last line: what went wrong there?
+# Read the table by its third column. At the same width a token meets, more experts end lower; that is what mixtures promise. "Faster" is said in comparison with another model: the dense one that ends as low. And the last line: what went wrong there?
 #
 # ## Who gets the tokens?
 
@@ -387,41 +382,80 @@ busiest = {name: [max(seed[name]["load"][1]) * SHAPES[name][0] for seed in learn
 for name, most in busiest.items():
     print(f"{name}: the busiest expert got {', '.join(f'{times:.1f}' for times in most)} times the mean")
 
+# %%
+guesses = {who: [seed["64 experts"]["guessed"][who] for seed in learnt] for who in learnt[0]["64 experts"]["guessed"]}
+rows = [[who, *(f"{share:.0%}" for share in shares)] for who, shares in guesses.items()]
+display(
+    plots.Table(["known of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "its first expert is guessed right")
+)
+
 # %% [markdown]
-# An expert that is chosen often learns more, so it is chosen more often: by the task's loss alone a few experts take nearly everything, and the others are memory for nothing. The balancing loss works against that.
+# An expert that is chosen often learns more, and is chosen more often: by the task's loss alone a few experts take nearly everything, and the others are memory for nothing. The balancing loss works against that; with 64 experts and so short a training it does not reach an even load.
 #
-# Right: where buffers must have a fixed size, as on TPUs, each expert takes at most *capacity factor* x the mean, and what does not fit is **dropped**: it passes by on the residual connection alone. Mixtral and its successors drop nothing, and wait for the busiest expert instead.
+# Right: where buffers must have a fixed size, as on TPUs, each expert takes at most *capacity factor* x the mean, and what does not fit is **dropped**: it passes by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers it while the expert has too many tokens.)
+#
+# The table answers another question. The guides say that the gate trains the experts "depending on the input token's position in a sequence". How often is an expert guessed by who knows nothing of a token but its place? As often as without it. Its word tells most: "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides know two ways to the quality of a dense model: dozens of experts on a base 5 times smaller, or few on one 2 to 3 times smaller. Our FFNs of 32 and 64 against the dense 160, in training and in forward passes.
+# The guides know two ways to the quality of a dense model: dozens of experts on a base 5 times smaller, or few on one 2 to 3 times smaller: our FFNs of 32 and 64 against the dense 160. The dense model "of equal quality" is read off the losses: its width lies between two that were trained.
+#
+# The papers' models are large. So the race is run three times: as trained; four times as wide; and as wide as the smallest model of those papers, Switch-Base. (That a pair of equal quality stays one when both are widened is assumed, not measured.)
+
 
 # %%
-trio = [small(*SHAPES[name]) for name in ("dense, 160", "8 experts", "64 experts", "dense, 160")]
-repeats = 3 if STEPS == 240 else 1
-trained = [in_turns(trio, samples=64) for _ in range(repeats)]
-inferred = [in_turns(trio, samples=64, learns=False) for _ in range(repeats)]
-fat = {"hidden_size": 512, "num_hidden_layers": 1, "seq_len": 16}  # eight times as wide
-wide = [sparse(1, 1, 1280, **fat), sparse(64, 2, 128, **fat), sparse(64, 2, 128, **fat), sparse(1, 1, 1280, **fat)]
-wider = [in_turns(wide, turns=3, samples=64, learns=False)]
-fewer = []  # steps of the dense model to a loss that both reach, over those of the mixture
-for seed in learnt:
-    curves = [seed[name]["losses"] for name in ("dense, 160", "64 experts")]
-    target = max(sum(losses[-10:]) / len(losses[-10:]) for losses in curves)
-    fewer.append(steps_to(curves[0], target) / steps_to(curves[1], target))
-rows, peaks = [], {}
-for which, name in enumerate(("dense, 160", "8 experts", "64 experts")):
-    run = lab.train(name, task=trio[which], per_device_train_batch_size=4, measure=("memory",))
+def equal_width(seed):
+    """The FFN width of a dense model that ends where 64 experts do: between two that were trained, on a straight line
+    in the logarithms. None: no two have that loss between them."""
+    target, tried = (
+        ends["64 experts"][seed],
+        [(SHAPES[name][2], ends[name][seed]) for name in SHAPES if "dense" in name],
+    )
+    for (narrow, high), (broad, low) in pairwise(tried):
+        if high >= target >= low and high > low:
+            return narrow * (broad / narrow) ** (math.log(high / target) / math.log(high / low))
+    return None
+
+
+def measured_at(scale, learns):
+    tasks = [small(*sizes, scale=scale) for sizes in (RACERS + RACERS[:3] if learns else FORWARD + FORWARD[:1])]
+    return [in_turns(tasks, 3, samples=512 if cuda else 64, learns=learns)]
+
+
+LEAST = transformers.AutoConfig.for_model("switch_transformers").d_model
+found = [equal_width(seed) for seed in range(len(SEEDS))]
+equal = round(median(found)) if all(found) else 128
+print(
+    "a dense model as good as 64 experts has an FFN of", ", ".join(f"{width:.0f}" if width else "?" for width in found)
+)
+
+# %%
+SCALES = [1] if STEPS < 240 else [1, 4, 32 if cuda else LEAST // 64]  # a GPU needs more work to be busy
+FORWARD = [(1, 1, equal), (64, 2, 16)]
+RACERS = [(1, 1, 160), (1, 1, equal), (1, 1, 32), (8, 2, 32), (64, 2, 16)]
+races = {scale: [measured_at(scale, learns) for learns in (False, True)] for scale in SCALES}
+rows, speeds = [], {}
+for scale, (forward, step) in races.items():
+    less = products(small(1, 1, equal, scale)) / products(small(64, 2, 16, scale))
+    few, slower = speed_of(step, 0, 3, 5), speed_of(step, 2, 4, 7)
+    slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
+    speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
+    rows.append([64 * scale, less, *map(str, speeds[scale])])
+titles = ["width", "64 experts: fewer products", "faster forward", "faster step"]
+titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
+display(
+    plots.Table(
+        titles, rows, "Mixtures against the dense model of equal quality, and the last against as many products"
+    )
+)
+peaks = {}
+for name in ("dense, 160", "8 experts", "64 experts"):
+    run = lab.train(name, task=small(*SHAPES[name]), per_device_train_batch_size=4, measure=("memory",))
     peaks[name] = of_tensors(run)
-    speeds = [str(speed_of(taken, which)) if which else "1" for taken in (trained, inferred)]
-    less = products(trio[0]) / products(trio[which])
-    rows.append([name, median(ends[name]), peaks[name] / peaks["dense, 160"], less, *speeds])
-titles = ["", "unseen loss", "memory, x dense", "dense's products / its", "training speed", "inference speed"]
-display(plots.Table(titles, rows))
-print(f"one layer of each, eight times as wide: 64 experts have {speed_of(wider, 2)} times the dense inference speed")
+plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
 
 # %% [markdown]
-# Fewer products, and yet hardly a faster step? Compare the fourth column with the last two. At sizes that a laptop trains in seconds, gate, sorting and the update of all experts cost more than the narrow FFN saves. The papers' models are thousands of times larger, and there the products decide. The last line is a step on the way: the same two, eight times as wide. The papers' 4 to 5 times, or DeepSpeed-MoE's 5 times less training cost, are figures for models that no lesson can train, and its faster inference needed a system of its own.
+# Read down the columns: the wider, the closer the seconds come to the products. In the first line gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, for AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so their update is a small part. The papers' 4 to 5 times are out of reach here for a plainer reason: at this quality the products themselves are not that many times fewer.
 #
 # ## Experts in two processes
 #
@@ -489,9 +523,11 @@ def layer_step(task, experts=16, k=2, width=64, inner=128, tokens=512):
     parts = [part.to(device).clone().requires_grad_() for part in (x, gate, gate_up, down)]
     with Traffic() as traffic:
         out = (in_parallel if ranks > 1 else mixture)(*parts, k)
-        out.square().sum().backward()
+        out.square().mean().backward()  # as losses are: the mean over this rank's own tokens
     if ranks > 1:
         dist.all_reduce(parts[1].grad)  # only the gate is on every rank
+    for part in parts:
+        part.grad /= ranks  # of a mean over all tokens, each rank's mean is one of `ranks` parts
     found = {"out": out, "x": parts[0].grad, "gate": parts[1].grad, "experts": parts[3].grad}
     found = {name: values.detach().cpu().flatten(1).norm(dim=1).tolist() for name, values in found.items()}
     return found | {"sent": traffic.sent, "expert bytes": sum(part.nbytes for part in parts[2:])}
@@ -526,33 +562,39 @@ exercises.question(
 )
 
 # %% [markdown]
-# A rank holds half of the experts and never sends them: tokens travel, weights stay. Nor are the experts' gradients summed over the ranks, for each expert saw the tokens of all. The formula holds for an even choice. The table shows what an uneven one does: whoever has the popular experts receives more, and all wait for that rank.
-
-# %% [markdown]
+# A rank holds half of the experts and never sends them: tokens travel, weights stay. Nor are the experts' gradients summed over the ranks, for each expert saw the tokens of all. But divided they must be: each rank's loss is the mean over its own tokens, so an expert's gradient comes out N times too large beside those that DDP averages. AdamW would hide that, for it divides by the gradient's size; clipping by the norm would not. The formula holds for an even choice. The table shows what an uneven one does: whoever has the popular experts receives more, and all wait for that rank.
+#
 # ## What held
 
 # %% tags=["claim"]
-faster, inference, few = speed_of(trained, 2), speed_of(inferred, 2), speed_of(trained, 1)
-if faster.known:
-    faster = Ratio(faster.value * median(fewer), faster.low * min(fewer), faster.high * max(fewer))
+inference, faster, few, slower = speeds[SCALES[-1]]
+costs = [products(small(1, 1, round(width or equal))) / products(small(1, 1, equal)) for width in found]
+faster, inference = (  # as far apart as the seeds are about the width of equal quality
+    Ratio(speed.value, speed.low * min(costs), speed.high * max(costs)) if speed.known else speed
+    for speed in (faster, inference)
+)
+narrow = f"needs a layer as wide as the papers' smallest model, {LEAST}" if 64 * SCALES[-1] < LEAST else None
+unlike = None if all(found) else "needs dense models that end above and below the mixture's loss"
 better = [dense / mixture for dense, mixture in zip(ends["dense, 32"], ends["64 experts"])]
 display(claims.check("moe-params", grown))
-display(
-    claims.check("moe-flops", cost["32 experts"] / cost["dense"], note=f"the counter with grouped_mm saw {grouped:.0f}")
-)
+note = f"the counter with grouped_mm saw {grouped:.0f}"
+display(claims.check("moe-flops", cost["32 experts"] / cost["dense"], note=note))
+display(claims.check("moe-seconds", slower, missing=narrow))
 display(claims.check("moe-memory", heavier, note=f"in inference {resting:.1f}"))
 display(claims.check("moe-quality", Ratio(median(better), min(better), max(better), tuple(better))))
-less = products(trio[0]) / products(trio[2])
-note = f"the dense model of equal quality has {less:.1f} times the products a token"
-display(claims.check("moe-faster", faster, note=note))
-display(claims.check("moe-inference", inference, note=f"{note}; eight times as wide {speed_of(wider, 2)}"))
-display(claims.check("moe-few-speed", few))
+told = (0.6 * inference.low, 1.05 * inference.high) if inference.known else inference
+display(claims.check("moe-faster", faster, predicted=told, missing=narrow or unlike))
+display(claims.check("moe-inference", inference, missing=narrow or unlike))
+
+# %%
+display(claims.check("moe-few-speed", few, missing=narrow))
 display(claims.check("moe-few-memory", peaks["8 experts"] / peaks["dense, 160"]))
-note = (
-    f"with the balancing loss {median(busiest['64 experts']):.1f}; 8 experts with it {median(busiest['8 experts']):.1f}"
-)
-display(claims.check("moe-balanced", median(busiest["64, no balancing"]), note=note))
-display(claims.check("moe-position", by_place))
+display(claims.check("moe-many-memory", peaks["64 experts"] / peaks["8 experts"]))
+note = f"8 experts with it {median(busiest['8 experts']):.1f}"
+display(claims.check("moe-balanced", median(busiest["64 experts"]), note=note))
+display(claims.check("moe-gate-alone", median(busiest["64, no balancing"])))
+by_place = [place - nothing for place, nothing in zip(guesses["its place"], guesses["nothing"])]
+display(claims.check("moe-position", Ratio(median(by_place), min(by_place), max(by_place), tuple(by_place))))
 claims.check("moe-every-other", every_other)
 
 # %% [markdown]
@@ -590,38 +632,52 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 # %% [markdown]
 # ## Exercise 1: sixteen times the parameters
 #
-# A layer has an FFN of 512 on a width of 128. Make it a mixture whose experts have at least 16 times its parameters, and which costs a token at most 5 % more products, the gate's included.
+# Make an FFN a mixture: its experts have at least 16 times its parameters, a token costs at most 5 % more products, the gate's included, and there are at least 100,000 different sets of experts that a token may get. (DeepSeekMoE's reason for narrow experts: the more sets, the better they can specialize.) Write a function of the FFN's width, 512 or more, that returns the three numbers. It is tried on widths drawn anew each time.
 
 # %% tags=["exercise"]
 exercises.hint(
-    "What a token meets is k x width. It may not be much more than 512.",
-    "The gate has one row of 128 for each expert, an expert three matrices of 128 x width.",
-    "Narrow experts, and many: but each of them is a row of the gate.",
+    "What a token meets is k x width. It may not be much more than the FFN had.",
+    "The gate has one row of `hidden` numbers for each expert, an expert three matrices of hidden x width: so the "
+    "gate costs as much as a third of a unit of width for each expert.",
+    "One wide expert for each token gives as many sets as there are experts. How many has k of n? `math.comb`.",
 )
-answer = None  # for example {"experts": 8, "k": 2, "width": 512}
+answer = None  # for example lambda ffn: {"experts": 8, "k": 2, "width": ffn}
 
 
 # %% tags=["check"]
 def check(answer):
     if answer is None:
-        return exercises.not_attempted("replace None by a dict of experts, k and width")
-    experts, k, width = (answer[name] for name in ("experts", "k", "width"))
-    if not 0 < k <= experts:
-        return exercises.wrong("k is at least 1 and at most the number of experts")
-    more, cost = experts * width / 512, (3 * k * width + experts) / (3 * 512)
-    said = f"{more:.1f} times the parameters, {cost:.2f} times the products"
-    return exercises.right(said) if more >= 16 and cost <= 1.05 else exercises.wrong(said)
+        return exercises.not_attempted("replace None by a function of the FFN's width")
+    for ffn in (512, *(64 * random.randint(9, 128) for _ in range(8))):
+        experts, k, width = (answer(ffn)[name] for name in ("experts", "k", "width"))
+        if not 0 < k <= experts:
+            return exercises.wrong("k is at least 1 and at most the number of experts")
+        more, cost = experts * width / ffn, (3 * k * width + experts) / (3 * ffn)
+        sets = math.comb(experts, k)
+        said = f"an FFN of {ffn}: {more:.1f} times the parameters, {cost:.2f} times the products, {sets:,} sets"
+        if more < 16 or cost > 1.05 or sets < 100_000:
+            return exercises.wrong(said)
+    return exercises.right(said)
 
 
 exercises.check(lab, "sixteen", check, answer)
 
+
 # %% tags=["solution"] jupyter={"source_hidden": true}
-exercises.prove(check, solution={"experts": 64, "k": 4, "width": 128}, mistake={"experts": 16, "k": 2, "width": 512})
+def one_wide_expert(ffn):
+    return {"experts": 16, "k": 1, "width": ffn}
+
+
+def narrow_ones(ffn):
+    return {"experts": 64, "k": 4, "width": ffn // 4}
+
+
+exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 
 # %% [markdown]
 # ## Exercise 2, a challenge: the best loss for 32
 #
-# The languages again. A token may meet an FFN width of 32 in all (*k* x width), and there may be at most 128 experts. End, in the mean of three seeds, at least halfway (in the logarithm) from the dense model of 32 to the mixture of 64.
+# The languages again. A token may meet an FFN width of 32 in all (*k* x width), and there may be at most 128 experts. End, in the mean of three seeds, below the mixture of 64 above.
 
 # %% tags=["exercise"]
 answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
@@ -632,6 +688,8 @@ def check_loss(answer):
     if answer is None:
         return exercises.not_attempted("replace None by a dict of experts, k, width and balance")
     experts, k, width = (answer[name] for name in ("experts", "k", "width"))
+    if (experts, k, width) in SHAPES.values():
+        return exercises.wrong("that one was trained above: find another")
     if k * width > 32 or not k <= experts <= 128:
         return exercises.wrong(f"a token meets {k * width}, where 32 are allowed; {experts} experts, where 128 are")
     if STEPS < 240:
@@ -640,22 +698,22 @@ def check_loss(answer):
     with ThreadPoolExecutor(2) as pool:
         each = [*pool.map(partial(all_of, sizes, balance=answer.get("balance", 0.02)), SEEDS)]
     losses = [seed["answer"]["unseen"] for seed in each]
-    goal = math.sqrt(sum(ends["dense, 32"]) * sum(ends["64 experts"])) / len(SEEDS)
-    said = f"loss {sum(losses) / len(losses):.2f}, where {goal:.2f} is wanted"
-    return (exercises.right if sum(losses) / len(losses) <= goal else exercises.wrong)(said)
+    goal = sum(ends["64 experts"]) / len(SEEDS)
+    said = f"loss {sum(losses) / len(losses):.2f}, where less than {goal:.2f} is wanted"
+    return (exercises.right if sum(losses) / len(losses) < goal else exercises.wrong)(said)
 
 
 exercises.check(lab, "best for 32", check_loss, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-solution = {"experts": 64, "k": 2, "width": 16, "balance": 0.02}
-exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "width": 32, "balance": 0.02})
+solution = {"experts": 128, "k": 2, "width": 16, "balance": 0.02}
+exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "width": 16, "balance": 0.02})
 
 # %% [markdown]
 # ## Recap
 #
-# - A gate, experts, dispatch and combine took a few lines, and gave what the library's block gave. The gate saw a vector, never a position.
-# - Parameters and memory grew with all experts, arithmetic with those that a token met. At the same arithmetic more experts learnt more, if a balancing loss kept them all at work; seconds followed the products only as far as the printed ratios say.
+# - A gate, experts, dispatch and combine took a few lines, and gave what the library's block gave.
+# - Parameters and memory grew with all experts, arithmetic with those that a token met. At the same arithmetic more experts learnt more, if a balancing loss kept them all at work; the wider the layers, the closer seconds came to the products.
 # - Experts lived in two processes with the outputs and gradients of one. The tokens travelled there and back, forward and backward, k x width numbers each time for every token that an expert elsewhere was chosen for.
 
 # %% tags=["finish"]

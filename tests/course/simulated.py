@@ -211,14 +211,24 @@ def _zero(cpu):
     return within(whole / (passes + update(cpu, numbers) / 2 + 12 * numbers / cpu.link), WALL)
 
 
-def _tiny_moe(cpu, width, experts=1, training=False, samples=64):
-    """One layer of width 64 with an FFN of that width for each token; seconds of a pass, or of a step."""
-    rows, chosen = samples * 16, min(experts, 2)
-    flops = rows * (8 * 64**2 + 2 * 3 * 64 * width * chosen)
-    calls = 60 + 0.5 * experts  # the dense one has a gate too
-    numbers = 64 * 112 * 2 + 4 * 64**2 + experts * 3 * 64 * width
-    passes = _products(cpu, flops, rows / experts * chosen) + rows * 64 * 6000 / cpu.cache + calls * cpu.call
+def _moe(cpu, ffn, experts=1, training=False, scale=12, samples=64):
+    """One layer of width 64 x scale with an FFN of ffn x scale for each token; seconds of a pass, or of a step."""
+    rows, chosen, hidden = samples * 16, min(experts, 2), 64 * scale
+    one = 3 * hidden * ffn * scale  # weights of an expert
+    passes = _products(cpu, 8 * rows * hidden**2, rows) + _products(
+        cpu, 2 * rows * chosen * one, rows / experts * chosen
+    )
+    passes += rows * hidden * OTHER_WORK / cpu.cache / 2 + 60 * cpu.call
+    if experts > 1:  # gate, sorting, gathering, adding up
+        passes += 0.5 * experts * cpu.call + 24 * rows * chosen * hidden / cpu.memory
+    numbers = 2 * hidden * 112 + 4 * hidden**2 + experts * one
     return passes if not training else 3.2 * passes + update(cpu, numbers)
+
+
+def _moe_faster(cpu):
+    forward = within(_moe(cpu, 122) / _moe(cpu, 16, 64), 1.1)
+    training = within(_moe(cpu, 122, training=True) / _moe(cpu, 16, 64, training=True), 1.1)
+    return training, (0.6 * forward.low, 1.05 * forward.high)
 
 
 CLAIMS = {
@@ -263,9 +273,10 @@ CLAIMS = {
     "compile": _compiled,
     "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),
     "zero-slows-if-fits": _zero,
-    "moe-faster": lambda cpu: within(1.1 * _tiny_moe(cpu, 160, training=True) / _tiny_moe(cpu, 16, 64, training=True)),
-    "moe-inference": lambda cpu: within(_tiny_moe(cpu, 160) / _tiny_moe(cpu, 16, 64)),
-    "moe-few-speed": lambda cpu: within(_tiny_moe(cpu, 160, training=True) / _tiny_moe(cpu, 32, 8, training=True)),
+    "moe-seconds": lambda cpu: within(_moe(cpu, 16, 64, training=True) / _moe(cpu, 32, training=True)),
+    "moe-faster": _moe_faster,
+    "moe-inference": lambda cpu: within(_moe(cpu, 122) / _moe(cpu, 16, 64), 1.1),
+    "moe-few-speed": lambda cpu: within(_moe(cpu, 160, training=True) / _moe(cpu, 32, 8, training=True)),
 }
 
 

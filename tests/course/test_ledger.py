@@ -54,8 +54,8 @@ OWNED = {
     "16": "zero-slows-if-fits zero-saves partitioned-states-save offload-to-host offload-to-file",
     "17": "data-parallel-copies tensor-parallel-splits pipeline-parallel-splits tensor-parallel-same "
     "pipeline-parallel-same model-parallel-beyond-tricks three-d-scales",
-    "18": "moe-params moe-flops moe-faster moe-inference moe-quality moe-memory moe-few-speed moe-few-memory "
-    "moe-balanced moe-position moe-every-other",
+    "18": "moe-params moe-flops moe-seconds moe-faster moe-inference moe-quality moe-memory moe-few-speed "
+    "moe-few-memory moe-many-memory moe-balanced moe-gate-alone moe-position moe-every-other",
     "19": "many-cpus",
     "21": "big-models",
     "22": "hpo",
@@ -216,7 +216,10 @@ TRUE_AND_FALSE = {
     "moe-memory": (8.0, 1.0),
     "moe-few-speed": (1.5, 0.9),
     "moe-few-memory": (1.5, 0.9),
-    "moe-balanced": (1.2, 20.0),
+    "moe-seconds": (1.0, 2.0),
+    "moe-many-memory": (2.0, 1.0),
+    "moe-balanced": (1.2, 32.0),
+    "moe-gate-alone": (1.2, 20.0),
     "moe-position": (0.5, 0.0),
     "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
@@ -352,7 +355,7 @@ UNCERTAIN = (
     "half-precision-faster-cpu combined-speed tf32-with-half half-inference-speed adafactor-cost "
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
     "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster "
-    "moe-inference moe-few-speed link-matters nvlink-quarter "
+    "moe-inference moe-few-speed moe-seconds moe-balanced link-matters nvlink-quarter "
     "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling hpo "
     "table-accumulation-speed table-checkpointing-speed table-half-speed table-batch-speed "
     "table-optimizer-speed table-loader-speed workers-help workers-not-beyond"
