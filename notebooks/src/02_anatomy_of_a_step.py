@@ -528,7 +528,7 @@ claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 #
 # `MFU = model FLOPs / (step seconds x matrix rate)`
 #
-# They train in bf16, on units that do nothing else, and take the rate of the data sheet. So hold only our bf16 line against a published MFU, and remember that we divide by a rate that was measured: ours comes out higher. Model FLOPs are products only, without what checkpointing computes again. The rule of thumb for them is 6 FLOPs for each parameter and token: 2 forward, 4 backward.
+# They train in bf16 and take the rate of the data sheet. So hold only our bf16 line against a published MFU, and remember that ours is divided by a rate that was measured: it comes out higher. Model FLOPs are products only, without what checkpointing computes again. The rule of thumb for them is 6 FLOPs for each parameter and token: 2 forward, 4 backward.
 
 
 # %%

@@ -278,7 +278,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# Two effects add up on the left. The distance between the lines is the **update**: it is shared by more samples. What still rises without it are passes that fill the device, and calls that are shared. On the right, memory grows in a straight line up to the limit.
+# Two effects add up on the left. The distance between the lines is the **update**: it is shared by more samples. What still rises without it are passes that fill the device, and calls that are shared. On the right, each sample adds as many bytes as the one before, up to the limit.
 #
 # ## Multiples of 8, of 64, and of what else
 #
@@ -333,7 +333,7 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # Jumps where the stairs have theirs confirm the tile. One that is lower than foretold means that the kernel has a cheaper way for the rest.
 #
-# **Alignment** is another thing: fp16 on tensor cores is read 8 numbers at a time, and rows that do not begin at such a place are read less well. To see it alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 lies between the edges of all usual tiles, and so does whatever follows up to 3967: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd). Now every dimension of a larger product: rows M (samples x tokens), columns N (features out), depth K (features in). And the output layer of a language model: 30522 words, or padded to 30528.
+# **Alignment** is another thing: fp16 on tensor cores is read 8 numbers at a time, and rows that do not begin at such a place are read less well. To see it alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 lies between the edges of all usual tiles, and so do the sizes after it: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd). Now every dimension of a larger product: rows M (samples x tokens), columns N (features out), depth K (features in). And the output layer of a language model: 30522 words, or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -685,7 +685,7 @@ rows = [[size, n, n and n * size, n and n * step_of[size]] for size, n in needed
 plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {target}")
 
 # %% [markdown]
-# Three columns, three winners. By *samples* the small batch: it makes the most updates of the same data. By *steps* the large one: each update is better informed. By *seconds* it depends on what a step of each costs here, and that was part 1. The curve on the right is what a batch size chooses from: to its upper left many small steps, to its lower right few large ones, and no size has the fewest of both. It bends at the noise scale.
+# Three columns, three winners. By *samples* the small batch: it makes the most updates of the same data. By *steps* the large one: each update is better informed. By *seconds* it depends on what a step of each costs here, and that was part 1. The curve on the right is what a batch size chooses from: to its upper left many small steps, to its lower right few large ones, and no size has the fewest of both. Theory puts its bend at the noise scale.
 #
 # Read the table of rates too: a large batch at the small one's rate gives its advantage away, and one scaled in proportion may not learn at all. For Adam theory says [the square root](https://arxiv.org/abs/2205.10287).
 #
