@@ -463,7 +463,7 @@ def products_of_a_layer(task):
 
 
 of_products = [lab.run(products_of_a_layer, measure=("none",)).value for _ in range(3)]
-took = Ratio.of_turns(of_products, CPU, floor)  # seconds of twice the FLOPs
+took = Ratio.of_turns([each[:3] for each in of_products], CPU, floor)  # seconds of twice the FLOPs
 claims.check(
     "backward-sizes-awkward", took / 2, note=f"so a layer's products take {took.value:.2f} x as long in backward"
 )
@@ -623,7 +623,7 @@ def is_kernel(event):
 
 
 def traced(task):
-    """Kernels of a forward and backward as (begin, end, name), in microseconds: of five tries the quickest."""
+    """Of each kernel the white before it and its bar, in microseconds (of five tries the least), and its name."""
     one_thread()
     model, found = task.build_model(attn_implementation="eager").to(DEVICE), []
     for tokens in (16, length):
@@ -633,11 +633,11 @@ def traced(task):
             with torch.profiler.profile() as profile:  # new
                 model(**batch).loss.backward()
                 _ = DEVICE == "cuda" and torch.cuda.synchronize()
-            spans = [
-                (each.time_range.start, each.time_range.end, each.name) for each in profile.events() if is_kernel(each)
-            ]
-            tries.append(sorted(spans))
-        found.append(min(tries, key=lambda spans: spans[-1][1] - spans[0][0]))
+            times = [(each.time_range, each.name) for each in profile.events() if is_kernel(each)]
+            spans = sorted((time.start, time.end, name) for time, name in times)
+            before = [spans[0][0], *(end for _, end, _ in spans)]
+            tries.append([(max(0, start - last), end - start, name) for (start, end, name), last in zip(spans, before)])
+        found.append([(min(white), min(bar), name[0]) for white, bar, name in (zip(*same) for same in zip(*tries))])
     return found
 
 
@@ -647,16 +647,17 @@ def kind(name):  # also of a GPU's kernels, which have names of their own
 
 
 figure, axes = plt.subplots(2, 1, figsize=(10.5, 3.4), layout="constrained")
-for ax, tokens, spans in zip(axes, (16, length), lab.run(traced, measure=("none",)).value):
-    begin, whole = spans[0][0], spans[-1][1] - spans[0][0]
-    for start, end, name in spans[:40]:
-        ax.barh(0, end - start, left=start - begin, color=plots.SERIES[GROUPS.index(kind(name))])
-    parts = {name: sum(end - start for start, end, each in spans if kind(each) == name) / whole for name in GROUPS}
-    each = statistics.median(end - start for start, end, _ in spans)
+for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure=("none",)).value):
+    at, whole = 0, sum(white + bar for white, bar, _ in kernels)
+    for white, bar, name in kernels[:40]:
+        ax.barh(0, bar, left=at + white, color=plots.SERIES[GROUPS.index(kind(name))])
+        at += white + bar
+    parts = {name: sum(bar for _, bar, each in kernels if kind(each) == name) / whole for name in GROUPS}
+    half = statistics.median(bar for _, bar, _ in kernels)
     said = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
-    print(f"4 x {tokens}: {len(spans)} kernels in {whole / 1e3:.3g} ms, half of them under {each:.3g} us;")
+    print(f"4 x {tokens}: {len(kernels)} kernels in {whole / 1e3:.3g} ms, half of them under {half:.3g} us;")
     print(f"    of that time: {said}, none at work {1 - sum(parts.values()):.0%}")
-    ax.set(title=f"4 x {tokens} tokens", yticks=[], xlim=(0, spans[:40][-1][1] - begin))
+    ax.set(title=f"4 x {tokens} tokens", yticks=[], xlim=(0, at))
 for i, name in enumerate(GROUPS):
     axes[0].barh(0, 0, color=plots.SERIES[i], label=name)
 axes[0].legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
