@@ -431,7 +431,7 @@ def turns_of_a_step(task):
     return interleaving.in_turns([backward, forward, backward, optimizer.step], turns=4)
 
 
-step_turns = [lab.run(turns_of_a_step, task=plain_task, measure=("none",)).value for _ in range(4)]
+step_turns = [lab.run(turns_of_a_step, task=plain_task, measure=("none",)).value for _ in range(3)]
 dropout_turns = [lab.run(turns_of_a_step, task=lab.task, measure=("none",)).value for _ in range(3)]
 floor, flops = 1.05 if DEVICE == "cpu" else 1.02, backward_to_forward(plain, "flops", group="contraction")
 took, with_dropout = (Ratio.of_turns([each[:3] for each in all], CPU, floor) for all in (step_turns, dropout_turns))
@@ -459,7 +459,7 @@ def products_of_a_layer(task):
         for x, w, gradient, of_x, of_w, _ in parts:
             torch.mm(gradient, w, out=of_x), torch.mm(gradient.T, x, out=of_w)
 
-    return interleaving.in_turns([backward, forward, backward], turns=8)
+    return interleaving.in_turns([backward, forward, backward], turns=6)
 
 
 of_products = [lab.run(products_of_a_layer, measure=("none",)).value for _ in range(3)]
@@ -623,13 +623,13 @@ def is_kernel(event):
 
 
 def traced(task):
-    """Of each kernel the white before it and its bar, in microseconds (of five tries the least), and its name."""
+    """Of each kernel the white before it and its bar, in microseconds (of three tries the least), and its name."""
     one_thread()
     model, found = task.build_model(attn_implementation="eager").to(DEVICE), []
     for tokens in (16, length):
         batch, tries = task.replace(seq_len=tokens).batch(4, DEVICE), []
         interleaving.in_turns([lambda batch=batch: model(**batch).loss.backward()], turns=1)
-        for _ in range(5):
+        for _ in range(3):
             with torch.profiler.profile() as profile:  # new
                 model(**batch).loss.backward()
                 _ = DEVICE == "cuda" and torch.cuda.synchronize()
@@ -687,7 +687,7 @@ def three_loops(task):
     large, (left, right) = torch.ones(many, device=DEVICE), torch.randn(2, side, side, device=DEVICE)
     count = (lambda: sum(range(10**5))) if DEVICE == "cpu" else (lambda: torch.cuda._sleep(10**7))
     works = [count, lambda: large.add_(1), lambda: torch.mm(left, right)]
-    taken = interleaving.in_turns(works, turns=30)
+    taken = interleaving.in_turns(works, turns=15)
     told = [max(computed / wall for wall, computed in each) for each in taken]
     return taken, told if DEVICE == "cpu" else [told_by_nvml(work) for work in works]
 

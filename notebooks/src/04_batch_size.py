@@ -119,11 +119,11 @@ def waves(rows, columns, tile, at_once):
 def some_tiles(_):
     if single_thread() == "cuda":
         left, right = (torch.randn(*shape, device="cuda").half() for shape in ((256 * counts[-1], 4096), (4096, 128)))
-        return interleaving.in_turns([lambda n=n: left[: 256 * n] @ right for n in counts], 12)
+        return interleaving.in_turns([lambda n=n: left[: 256 * n] @ right for n in counts], 8)
     block = torch.randn(384, 384)
     with ThreadPoolExecutor(cores) as pool:  # each core takes a tile, and then the next one
         works = [lambda n=n: [*pool.map(lambda _: block @ block, range(n))] for n in counts]
-        return interleaving.in_turns(works, 12)
+        return interleaving.in_turns(works, 8)
 
 
 cores = lab.machine.cpu_cores
@@ -253,7 +253,7 @@ def whole_steps(task):
 
 
 quarter, turns = max(1, fitting // 4), 3 if on_cpu else 6
-batches = sorted({1, min(4, fitting), quarter, max(1, fitting // 2), fitting})  # new
+batches = sorted({1, min(4, fitting), quarter, fitting})  # new
 taken = [lab.run(whole_steps, task=task, measure=("none",)).value for _ in range(3)]
 
 # %%
@@ -318,7 +318,7 @@ def products(shapes):
 
 
 def least_seconds(shapes):
-    found = lab.run(lambda _: interleaving.in_turns(products(shapes), 15), measure=("none",)).value
+    found = lab.run(lambda _: interleaving.in_turns(products(shapes), 10), measure=("none",)).value
     return [min(turn[CLOCK] for turn in each) / repeats(shape) for each, shape in zip(found, shapes)]
 
 
@@ -587,7 +587,7 @@ def trained(task, data, unseen, size, rate, seed, steps):
         model(**{name: values[chosen] for name, values in data.items()}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in (4, 8, 12, 16, 24, 32, 48, 64) or step == steps:
+        if step in (4, 8, 12, 16, 24, 32, 64) or step == steps:
             with torch.no_grad():
                 found = model(**unseen)
             losses.append((step, found.loss.item()))
@@ -647,7 +647,7 @@ def seconds_of_step(sizes):
 
     def measure(task):
         device = single_thread()
-        taken = interleaving.in_turns([work(size, task, device) for size in sizes], 10)
+        taken = interleaving.in_turns([work(size, task, device) for size in sizes], 6)
         return [statistics.median(turn[CLOCK] for turn in each) for each in taken]
 
     return lab.run(measure, task=learnable, measure=("none",)).value
