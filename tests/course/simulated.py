@@ -15,6 +15,7 @@ OTHER_WORK = 2500  # bytes at a cache's rate in whose time a layer does what is 
 OTHER_BYTES = 100  # that it moves meanwhile, forward
 SCORE_WORK, SCORE_BYTES = 90, 26  # the same of plain attention, for each of its scores
 CALLS = 24  # of a layer, forward
+DRAW = 3e-9  # seconds of AMD to draw whether a number is dropped
 HIDDEN = 256  # of bert-small
 CLOCK, WALL = 1.05, 1.3  # noise floors of the lab
 
@@ -124,11 +125,28 @@ def _by_parts(value: float) -> tuple[float, float]:
 
 
 def _larger_batch(cpu):
-    return within(32 * step(cpu, 1, 32, 2) / step(cpu, 32, 32, 2))
+    return within(51 * step(cpu, 1, 32, 2) / step(cpu, 51, 32, 2))
+
+
+def _by_updates(cpu):
+    saved = step(cpu, 1, 32, 2) - step(cpu, 51, 32, 2) / 51
+    return within(update(cpu, parameters(2)) * (1 - 1 / 51) / saved)
 
 
 def _to_the_limit(cpu):
-    return within(step(cpu, 32, 32, 2) / step(cpu, 8, 32, 2) / 4)
+    return within(step(cpu, 51, 32, 2) / step(cpu, 12, 32, 2) * 12 / 51)
+
+
+def _with_dropout(cpu, layers=4, rows=1024):
+    numbers = layers * (4 * 4 * 256**2 + 2 * rows * HIDDEN) + rows * HIDDEN
+    masks = DRAW * AMD.fp32 / cpu.fp32 * numbers  # one by one: as fast as a core is
+    return within(backward(cpu, 4, 256) / (sum(forward(cpu, 4, 256)) + masks), 1.08)
+
+
+def _awkward(cpu, rows=1024):
+    flops = 2 * rows * HIDDEN**2
+    of_input, of_weight = _products(cpu, flops, rows), _products(cpu, flops, HIDDEN)  # the second has a weight's rows
+    return within((of_input + of_weight) / 2 / _products(cpu, flops, rows))
 
 
 def _fewer_updates(cpu):
@@ -233,7 +251,10 @@ def _moe_faster(cpu):
 
 CLAIMS = {
     "backward-takes-twice": lambda cpu: within(backward(cpu, 4, 256) / sum(forward(cpu, 4, 256)), 1.08),
+    "backward-twice-dropout": _with_dropout,
+    "backward-sizes-awkward": _awkward,
     "larger-batch-faster": _larger_batch,
+    "larger-batch-by-updates": _by_updates,
     "memory-to-the-limit": _to_the_limit,
     "accumulation-cost": _cost,
     "accumulation-cost-grows": _fewer_updates,

@@ -37,6 +37,8 @@ def test_every_timed_claim_that_a_cpu_can_decide_is_simulated():
 @pytest.mark.parametrize("id", CLAIMS)
 def test_the_simulated_amd_gives_what_was_recorded_on_it(id):
     rows = {claim["id"]: claim for claim in load_results(RECORD)["claims"]}
+    if id not in rows:
+        pytest.skip("its claim is newer than the record")
     value, _ = simulated(id, AMD)
     assert 0.7 < value.value / rows[id]["value"] < 1.4
 
