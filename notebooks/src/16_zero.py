@@ -623,7 +623,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree has two branches: the model and a small batch fit one device, then no ZeRO; else ZeRO, with offload. Here it is as a function, with the stages in between. It takes the first that fits, for each further one sends more or waits longer. Whatever is cut up, a card needs room for its activations and for the largest layer, whole; and what is moved off the card has to lie somewhere.
 #
-# How fast are the links? That is the other question, and a model may be cut in other ways (lesson 17). `parallelism` has both. Copies and shards it follows: their bytes are the estimate's. What is cut is arithmetic on one card's bytes, and it says how far such arithmetic was from ranks that were followed. Of what fits it names the one that should take the least time by a plain model of arithmetic and links, and it cuts a layer only where that is worth 1.2 times the speed. After the function it stands for the same model on the same cards, over a fast and over a slow link.
+# How fast are the links? And a model may be cut in other ways (lesson 17). `parallelism` asks both. Copies and shards it follows: their bytes are the estimate's. What is cut is arithmetic on one card's. Of what fits it names the quickest, by a plain model of arithmetic and links, and cuts only where that is worth 1.2 times the speed. After the function: one model on the same cards, over a fast and a slow link.
 
 
 # %%
