@@ -235,6 +235,9 @@ def parallelism(
     links = link_gbits if hosts == 1 else max(2400, link_gbits), link_gbits
     planner = Planner(task, arguments, asked, cards, hosts, limit, effective_batch, links, card_tflops, sharding)
     layouts = [*planner.layouts(checkpointing=False)]
+    if not layouts:
+        wrong = f"effective_batch={effective_batch}, {planner.batch} a micro-batch"
+        raise ValueError(f"{wrong}: no number of data ranks on {cards} cards divides it")
     tries_checkpointing = (
         "gradient_checkpointing" not in arguments and task.model_class().supports_gradient_checkpointing
     )
@@ -324,8 +327,9 @@ class Planner:
         self.links, self.tflops, self.model, self.tokens = link_gbits, tflops, Model.of(task), task.length()
         known = Arguments.of(arguments)
         self.batch = known.training.get("per_device_train_batch_size", 8)
-        self.samples = effective_batch or self.batch * known.training.get("gradient_accumulation_steps", 1) * cards
-        whole_number("effective_batch", self.samples)
+        self.samples = self.batch * known.training.get("gradient_accumulation_steps", 1) * cards  # of an update
+        if effective_batch is not None:
+            self.samples = whole_number("effective_batch", effective_batch)
         self.left_out: list[str] = []  # layouts that cannot be followed, and why
         self.is_half = bool(known.training.get("bf16") or known.training.get("fp16"))
         is_narrow = known.model.get("dtype") in ("bfloat16", "float16")
@@ -362,9 +366,8 @@ class Planner:
         inside = [each for each in divisors if self.cards_a_host % each == 0]
         for tensor, pipeline in itertools.product(inside, divisors):
             data, rest = divmod(self.cards, tensor * pipeline)
-            if rest or self.model.heads % tensor or pipeline > max(self.model.blocks, 1):
-                continue
-            if self.samples % (data * (1 if pipeline > 1 else self.batch)):
+            is_whole = not (rest or self.model.heads % tensor or self.samples % (data * self.batch))
+            if not is_whole or pipeline > max(self.model.blocks, 1):
                 continue
             yield Layout(data, tensor, pipeline)
             if data > 1:

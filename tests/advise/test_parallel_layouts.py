@@ -281,6 +281,7 @@ def test_405_billion_are_shared_out_over_fast_links_and_cut_over_slow_ones():
         ({"card": "h1000"}, "Did you mean 'h100'"),
         ({"sharding": "zero"}, "choose 'fsdp' or 'deepspeed'"),
         ({"effective_batch": 0}, "effective_batch=0"),
+        ({"effective_batch": 3}, "effective_batch=3, 8 a micro-batch: no number of data ranks on 4 cards"),
         ({"fsdp": True}, "leave it out"),
         ({"per_device_batch": 4}, "per_device"),
     ],
