@@ -122,7 +122,7 @@ def measure(cases, options):
         ranks = made.data * made.tensor * made.pipeline
         device = {"device": "cuda", "compute_capability": (9, 0)}
         arguments = {"per_device_train_batch_size": BATCH, "bf16": half, "max_grad_norm": 0.0}
-        planner = Planner(task, arguments, device, cards=ranks)
+        planner = Planner(task, arguments, (9, 0), cards=ranks)
         told = planner.live_bytes(made, planner.one(checkpointing), 1)
         run = functools.partial(followed, made=made, half=half)
         options = {"processes": ranks} if made.tensor * made.data > 1 else {}

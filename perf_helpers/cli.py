@@ -85,11 +85,8 @@ def course(
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)
     if lines := to_send(data):
-        told = [
-            "This machine differs from those we know. Please send us these lines (an issue of the repository):",
-            *lines,
-        ]
-        typer.echo("\n  ".join(told), err=True)
+        head = "This machine differs from those we know. Please send us these lines (an issue of the repository):"
+        typer.echo("\n  ".join([head, *lines]), err=True)
     _print([str(out / "index.html")])
     return int(bool(worse or (problems(data) if strict else failures(data))))
 
@@ -166,11 +163,10 @@ def estimate(
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
         _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
-    where = f"{model} on {estimated.device}"
-    if card:
-        where = f"{model} {'does not fit' if estimated.is_too_large else 'fits'} on a GPU such as {card}"
-    lines = [f"{where}: peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"]
-    lines += [*_sizes(memory), f"followed in {estimated.seconds:.1f} s"]
+    fits = ("does not fit " if estimated.is_too_large else "fits ") if card else ""
+    peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
+    lines = [f"{model} {fits}on {card or estimated.device}: {peak}", *_sizes(memory)]
+    lines += [f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 
 
@@ -209,9 +205,7 @@ def rehearse(
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
         if snapshot is not None:
-            raise ValueError(
-                "--snapshot is for a model or a function; a command can call torch.cuda.memory._dump_snapshot"
-            )
+            raise ValueError("--snapshot is for a model or a function; torch.cuda.memory._dump_snapshot is a command's")
         with _rehearsing():
             return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
     given = arguments.parse(context.args).given
@@ -344,11 +338,9 @@ def advise(
         processes=processes,
     )
     with _rehearsing():
-        verification = room.verify(advice) if verify and advice.recipes else None
-    if json_output:
-        _print(advice.to_dict() | {"verification": verification and verification.to_dict()})
-    else:
-        _print([repr(advice), *([f"Verified: {verification!r}"] if verification else [])])
+        verified = room.verify(advice) if verify and advice.recipes else None
+    lines = [repr(advice), *([f"Verified: {verified!r}"] if verified else [])]
+    _print(advice.to_dict() | {"verification": verified and verified.to_dict()} if json_output else lines)
 
 
 @contextlib.contextmanager

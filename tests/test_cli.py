@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
     ("words", "hint"),
     [
         (["course", "--profile", "tpu"], "profile='tpu': choose one of auto, cpu, t4, gpu"),
-        (["course", "--timeout", "-3"], "'--timeout': -3"),
+        (["course", "--timeout", "-3"], "'--timeout'"),
         (["cours"], "Did you mean 'course'"),
         (["sweep", "no.toml"], "no.toml: cannot be read (No such file or directory)"),
         (["advise", "--model", "bert-tiny", "--memory", "1GB", "--effective-batch", "2", "--must", "optim=x"], "optim"),

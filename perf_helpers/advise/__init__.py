@@ -6,6 +6,6 @@ tree over layouts of a model on several cards. Not covered: how the memory of on
 """
 
 from perf_helpers.advise.advice import advise, verify
-from perf_helpers.advise.parallel_layouts import parallelism
+from perf_helpers.advise.decision_tree import parallelism
 
 __all__ = ["advise", "parallelism", "verify"]
