@@ -166,8 +166,8 @@ class Task(Record):
     def with_padded_vocabulary(self, multiple: int) -> "Task":
         """The same with a vocabulary of the next multiple, as `resize_token_embeddings(pad_to_multiple_of=...)` makes
         it; itself where there is nothing to pad."""
-        size = getattr(self.build_config(), "vocab_size", None) if multiple > 1 else None
-        return self.replace(config={"vocab_size": -(-size // multiple) * multiple}) if size else self
+        size = getattr(self.build_config(), "vocab_size", None) or 0
+        return self.replace(config={"vocab_size": -(-size // multiple) * multiple}) if size % multiple else self
 
     def length(self, config=None) -> int:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""

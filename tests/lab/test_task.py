@@ -102,6 +102,7 @@ def test_a_vocabulary_is_padded_as_the_library_pads_it():
     assert padded.config["vocab_size"] == model.config.vocab_size == 50304 and padded.config["n_layer"] == 1
     assert padded.parameters() == sum(weight.numel() for weight in model.parameters())
     assert task.with_padded_vocabulary(1) == task and padded.with_padded_vocabulary(8) == padded
+    assert Task("llama-3-8b").with_padded_vocabulary(64) == Task("llama-3-8b"), "128,256 is a multiple already"
     images = Task("vit-base", config={"num_hidden_layers": 1})
     assert images.with_padded_vocabulary(64) == images
 
