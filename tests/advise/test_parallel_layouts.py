@@ -230,7 +230,7 @@ WHOLE = {"bf16": True, "per_device_train_batch_size": 1}
         # The states leave 8 GB a card: torchtune's full fine-tuning of 8B on cards of 24 GB checkpoints, and shards.
         (
             "8B on 8 x 24 GB",
-            Task("llama-3-8b", seq_len=1024),
+            Task("llama-3-8b", seq_len=2048),
             {"cards": 8, "card": "4090"} | WHOLE,
             "FSDP, checkpointing",
         ),
