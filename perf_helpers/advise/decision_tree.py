@@ -9,6 +9,7 @@ from perf_helpers.advise.advice import Shown
 from perf_helpers.advise.measured_speedups import RECORDED
 from perf_helpers.advise.parallel_layouts import MOST_FOLLOWED, Layout, Planner
 from perf_helpers.cards import CONTEXT_BYTES, MARGIN, memory_of_card
+from perf_helpers.lab import optional_packages
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
 from perf_helpers.texts import bytes_text, whole_number
@@ -99,6 +100,8 @@ def parallelism(
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if sharding not in ("fsdp", "deepspeed"):
         raise ValueError(f"sharding={sharding!r}: choose 'fsdp' or 'deepspeed'")
+    if sharding == "deepspeed" and (why := optional_packages.missing("deepspeed")):
+        raise ValueError(f"sharding='deepspeed': {why}")
     if given := [name for name in arguments if name.startswith(_FORBIDDEN)]:
         raise ValueError(f"{given[0]}: what is shared out is the answer here, leave it out")
     limit, capability = memory_of_card(card, card_bytes, compute_capability, "card_bytes")

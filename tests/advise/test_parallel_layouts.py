@@ -1,8 +1,10 @@
 """The decision tree over layouts: its arithmetic beside what is followed, and what speaks for which branch."""
 
+import sys
+
 import pytest
 
-from perf_helpers import Task
+from perf_helpers import Task, optional_packages
 from perf_helpers.advise import parallel_layouts, parallelism
 from perf_helpers.advise.parallel_layouts import Model
 from perf_helpers.cards import CONTEXT_BYTES
@@ -137,11 +139,21 @@ def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
     assert half["FSDP"] == pytest.approx(plain["FSDP"] / 2, rel=0.01) and half["DDP"] == plain["DDP"]
 
 
-def test_deepspeed_sums_in_its_second_stage_after_each_pass():
+def test_deepspeed_sums_in_its_second_stage_after_each_pass(monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])  # an offered DeepSpeed would be imported in every training after this
+    monkeypatch.setattr(optional_packages, "OFFERED", [])
+    if why := optional_packages.offer("deepspeed"):
+        pytest.skip(why)
     stages, three = sent(sharding="deepspeed"), sent(sharding="deepspeed", gradient_accumulation_steps=3)
     weights = 3 / 4 * 4 * TASK.parameters()
     assert [stages[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 2, 3], rel=0.01)
     assert [three[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 4, 9], rel=0.01)
+
+
+def test_deepspeed_that_is_not_here_is_asked_for(monkeypatch):
+    monkeypatch.setattr(optional_packages, "missing", lambda package: f"needs {package} (make build/{package})")
+    with pytest.raises(ValueError, match=r"^sharding='deepspeed': needs deepspeed \(make build/deepspeed\)"):
+        sent(sharding="deepspeed")
 
 
 def test_checkpointing_sums_a_fifth_time_in_each_block():
