@@ -10,6 +10,7 @@ tensors, alone and with checkpointing. Minutes on two cores.
 
 import functools
 import sys
+from dataclasses import replace
 
 from runner import Measurement
 
@@ -34,13 +35,13 @@ def blocks_of(model):
     return model.bert.encoder.layer if hasattr(model, "bert") else model.model.layers
 
 
-def train(model, batches, half, optimizer_of):
+def train(model, batches, half, weights):
     """Two updates, each of one pass over every batch: in the order of the first stage, all forward, then backward."""
     import contextlib
 
     import torch
 
-    weights = [*optimizer_of(model)]
+    weights = [*weights]
     kinds = dict.fromkeys(type(weight.data) for weight in weights)  # DTensors and others are not updated together
     groups = [{"params": [weight for weight in weights if type(weight.data) is kind]} for kind in kinds]
     optimizer = torch.optim.AdamW(groups, fused=True)
@@ -68,7 +69,6 @@ def followed(task, made, half):
     if made.expert > 1:
         changes["num_local_experts"] = task.build_config().num_local_experts // made.expert
     model = task.replace(config=changes).build_model(device="cpu")
-    blocks = blocks_of(model)
     if made.checkpointing:
         model.gradient_checkpointing_enable()
     if made.tensor * made.data > 1:
@@ -87,23 +87,25 @@ def followed(task, made, half):
         parallelize_module(model, mesh["tensor"], plan)
     if made.sharing == "FSDP":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if half else MixedPrecisionPolicy()
-        for part in (*blocks, model):
-            experts = {weight for block in blocks for weight in block.parameters() if weight.dim() == 3}
-            fully_shard(part, mesh=mesh["data"], mp_policy=policy, ignored_params=experts if made.expert > 1 else None)
+        whole = None  # each rank has its experts to itself
+        if made.expert > 1:
+            whole = {weight for weight in model.parameters() if weight.dim() == 3}
+        for part in (*blocks_of(model), model):
+            fully_shard(part, mesh=mesh["data"], mp_policy=policy, ignored_params=whole)
     if made.pipeline > 1:  # the first stage: no head, and gradients come from the next one
         inner = model.bert if hasattr(model, "bert") else model.model
         rows = [{name: row[:1] for name, row in task.batch(1).items() if name != "labels"}] * made.pipeline
-        train(lambda batch: inner(**batch).last_hidden_state, rows, half, lambda _: inner.parameters())
+        train(lambda batch: inner(**batch).last_hidden_state, rows, half, inner.parameters())
     else:
-        rows = [{name: row for name, row in task.batch(BATCH).items()}]
-        train(lambda batch: model(**batch).loss, rows, half, lambda _: model.parameters())
+        rows = [task.batch(BATCH)]
+        train(lambda batch: model(**batch).loss, rows, half, model.parameters())
 
 
 def cases(options):
     made = {}
     for name in TASKS:
-        is_mixture, heads = name == "mixtral", 8
-        ways = [Layout(1, tensor=ways) for ways in (2, 4, 8) if heads % ways == 0 and not is_mixture]
+        is_mixture = name == "mixtral"
+        ways = [Layout(1, tensor=ways) for ways in (2, 4, 8)] * (not is_mixture)
         ways += [Layout(4, tensor=2, sharing="FSDP")] * (not is_mixture)
         ways += [Layout(1, pipeline=stages) for stages in (2, 4)]
         ways += [Layout(ways, expert=ways, sharing="FSDP") for ways in (2, 4)] * is_mixture
@@ -115,8 +117,6 @@ def cases(options):
 
 
 def measure(cases, options):
-    from dataclasses import replace
-
     for name, (task, layout, half, checkpointing) in cases.items():
         made, task = replace(layout, checkpointing=checkpointing), TASKS[task]
         ranks = made.data * made.tensor * made.pipeline

@@ -60,10 +60,10 @@ def card(
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError(f"name a card ({', '.join(CARDS)}), or a compute capability and a memory")
     known = None if name is None else named(name)
-    capability = tuple(compute_capability or known.capability)
+    memory_bytes, its_capability = memory_of_card(name, device_memory, compute_capability)
+    capability = tuple(its_capability)
     if not (7, 0) <= capability < (13, 0):
         raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
-    memory_bytes = known.memory_bytes if device_memory is None else parse_bytes(device_memory)
     if whole_number("devices", devices) > 16:
         raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)

@@ -234,10 +234,8 @@ def advise(
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
     capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
     if kind == "cuda" and not (named_capability or here):
-        which = (
-            "a GPU" if device else f"a GPU, for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
-        )
-        assumed = (f"Assumed: {which}; compute capability 9.0, an H100's. card= names another.",)
+        sold = "" if device else f", for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
+        assumed = (f"Assumed: a GPU{sold}; compute capability 9.0, an H100's. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
     choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
     if runs is None:

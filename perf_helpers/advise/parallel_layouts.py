@@ -270,10 +270,9 @@ class Planner:
         spared = 0
         # FSDP2 cuts along the first dimension: stacked experts into as many shards as there are experts, and no more.
         if followed < ranks and (not self.model.of_experts or ranks <= self.model.experts):
-            # At the peak smaller shards take so much off.
             parts = estimate(self.task, **self.asked, **options).memory.breakdown
-            stages = [name for name, stage in _STATES.items() if _STAGES[made.sharing] >= stage]
-            spared = round(sum(parts[name] for name in stages) * (1 - followed / ranks))
+            shared = sum(parts[name] for name, stage in _STATES.items() if _STAGES[made.sharing] >= stage)
+            spared = round(shared * (1 - followed / ranks))
         # A card that has so much more room decides alike.
         options["device_memory"] = max(0, round(self.room) - CONTEXT_BYTES + spared)
         return estimate(self.task, **self.asked, **options).needed_bytes(CONTEXT_BYTES) - spared
@@ -295,7 +294,7 @@ class Planner:
         of_blocks = np.minimum(activations, activations[in_blocks & (phase == "forward")].max(initial=0))
         share = _KEPT_WHOLE_IN_AUTOCAST if self.is_half and made.sharing != "FSDP" else _KEPT_WHOLE
         whole = share * of_blocks
-        if made.checkpointing or self.checkpoints:  # the blocks' inputs, which stay whole; then one block at a time
+        if self._recomputes(made):  # the blocks' inputs, which stay whole; then one block at a time
             inputs = self.model.blocks * self.batch * self.tokens * self.model.width * self.input_bytes
             whole += (1 - share) * np.minimum(of_blocks, inputs)
         of_blocks, outside = whole + (of_blocks - whole) / made.tensor, activations - of_blocks
@@ -366,7 +365,7 @@ class Planner:
         tokens = self.batch * passes * self.tokens * self.model.width * self.activation_bytes
         sent["pipeline"] = 0 if made.pipeline == 1 else tokens * (2 if made.pipeline > 2 else 1)  # forward and back
         blocks = math.ceil(self.model.blocks / made.pipeline)
-        again = made.checkpointing or self.checkpoints  # the first sum of a block is made once more
+        again = self._recomputes(made)  # the first sum of a block is made once more
         sent["tensor"] = (5 if again else 4) * blocks * tokens * 2 * (made.tensor - 1) / made.tensor
         exchanges = 6 if again else 4  # to the experts and back, forward and backward
         sent["expert"] = exchanges * blocks * tokens * self.model.chosen * (made.expert - 1) / made.expert
@@ -384,7 +383,8 @@ class Planner:
     def _seconds(self, made: Layout, sent: dict[str, float], crossing: set[str], passes: int) -> tuple[float, float]:
         """Of an update by the model, and the bytes that leave the host."""
         samples = self.batch * passes
-        busy = self._arithmetic_seconds(made) * samples / (made.tensor * made.pipeline)
+        operations = self._operations(made) * self.model.active * self.tokens * samples
+        busy = operations / (1e12 * self.tflops) / (made.tensor * made.pipeline)
         inside, between = (gbits * 1e9 / 8 for gbits in self.links)
         travelling = {name: size / (between if name in crossing else inside) for name, size in sent.items()}
         # Gathered weights travel behind all arithmetic, gradients behind the backward of the pass that sends them.
@@ -395,10 +395,13 @@ class Planner:
         with_bubble = busy * (samples + made.pipeline - 1) / samples
         return with_bubble + waiting, sum(sent[name] for name in crossing)
 
-    def _arithmetic_seconds(self, made: Layout) -> float:
-        """Of a sample on one card: 6 operations a weight and token, 8 where the forward runs twice."""
-        operations = 8 if made.checkpointing or self.checkpoints else 6
-        return operations * self.model.active * self.tokens / (1e12 * self.tflops)
+    def _recomputes(self, made: Layout) -> bool:
+        """Whether the forward of blocks runs twice: as tried here, or as it was asked for."""
+        return made.checkpointing or self.checkpoints
+
+    def _operations(self, made: Layout) -> int:
+        """Of a weight and token: two in forward and four in backward; two more where the forward runs twice."""
+        return 8 if self._recomputes(made) else 6
 
     def of_seconds(self) -> str:
         """What the figures of speed stand for."""
@@ -416,6 +419,6 @@ class Planner:
         """Where the weights that FSDP gathers take longer than what is computed with them, by the same model."""
         if chosen.sharing == "FSDP":
             gathered = 2 * self.activation_bytes / (self.links[1] * 1e9 / 8)  # seconds a weight and pass
-            least = gathered * 1e12 * self.tflops / (8 if chosen.checkpointing or self.checkpoints else 6)
+            least = gathered * 1e12 * self.tflops / self._operations(chosen)
             text = f"FSDP waits for its link below {math.ceil(least):,} tokens a card and pass"
             yield f"{text}; this has {self.batch * self.tokens:,}."
