@@ -27,6 +27,7 @@ import torch
 import transformers
 from IPython.display import display
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 
 from perf_helpers import Lab, claims, exercises, plots, widgets
 
@@ -58,7 +59,7 @@ widgets.predict(lab, "usual way", asked, "x", 0, 5)
 # %% [markdown]
 # ## A model on disk
 #
-# A Llama of 12 layers with random weights, in a temporary folder, three times over: as `torch.save` writes it, in one safetensors file, and in shards of one layer each. Nothing here asks what the model says.
+# A Llama of 12 layers with random weights, in a temporary folder: as `torch.save` writes it, in one safetensors file, and in shards of one layer each. Nothing here asks what the model says. A tiny one comes along.
 
 # %%
 SIZES = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
@@ -66,15 +67,19 @@ temporary = tempfile.TemporaryDirectory()
 home = Path(temporary.name)
 
 
-def build(**sizes):
-    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
+def saved(name, sizes, **options):
+    """A model with random weights in a folder of that name, in two formats."""
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.save_pretrained(home / name, **options)
+    torch.save(model.state_dict(), home / name / "model.bin")
+    return model
 
 
-model = build()
+saved("tiny", SIZES | {"hidden_size": 64, "intermediate_size": 64})
+saved("shards", SIZES, max_shard_size="14MB")
+model = saved("one", SIZES)
 WEIGHTS = sum(weight.nbytes for weight in model.parameters())
-torch.save(model.state_dict(), home / "model.bin")
-model.save_pretrained(home / "one")
-model.save_pretrained(home / "shards", max_shard_size="14MB")
+LAYER = sum(weight.nbytes for weight in model.model.layers[0].parameters())
 files = list((home / "shards").glob("*.safetensors"))
 largest = max(file.stat().st_size for file in files)
 print(f"{plots.bytes_text(WEIGHTS)} of weights; {len(files)} shards, the largest {plots.bytes_text(largest)}")
@@ -83,7 +88,7 @@ del model
 # %% [markdown]
 # ## How we measure
 #
-# Each way of loading gets a clean process. A thread looks at the process every millisecond. Before the clock starts a tiny model runs once, so that what libraries load themselves is not counted. After loading, **the model must answer**: a file that was mapped and never read takes no memory, and proves nothing.
+# Each way of loading gets a clean process. A thread looks at the process every millisecond. Before we begin, the tiny model is loaded in the same way and answers once: what libraries take for themselves is not counted. After loading, **the model must answer**: a file that was mapped and never read takes no memory, and proves nothing.
 
 
 # %%
@@ -99,9 +104,9 @@ def answer_of(model):
 
 
 # %%
-def watched(load, _):
+def watched(way, folder, _):
     torch.set_num_threads(1)
-    answer_of(build(hidden_size=64, intermediate_size=64, num_hidden_layers=1))
+    answer_of(way(home / "tiny"))
     seen, ended, start = [], threading.Event(), held_now()
 
     def look():
@@ -109,7 +114,7 @@ def watched(load, _):
             seen.append(held_now())
 
     (thread := threading.Thread(target=look, daemon=True)).start()
-    model = load()
+    model = way(folder)
     seen.append(loaded := held_now())
     logits = answer_of(model)
     seen.append(held := held_now())
@@ -120,11 +125,11 @@ def watched(load, _):
 
 
 # %%
-def measured(name, load):
+def measured(name, way, folder="one"):
     """Bytes (private, mapped) at the peak, after loading, after an answer; {} where this machine cannot tell."""
     if missing:
         return {}
-    run = lab.run(partial(watched, load), name, measure=("none",), use_cpu=True)
+    run = lab.run(partial(watched, way, home / folder), name, measure=("none",), use_cpu=True)
     if not run.ok:
         print(f"{name}: {run.message}")
     return run.value if run.ok else {"failed": run.message}
@@ -137,26 +142,28 @@ def share(found, when, *kinds):  # of the weights' bytes: kind 0 is private, kin
 # %% [markdown]
 # ## By hand: the usual way, and without a second copy
 #
-# `build` allocates every weight and fills it with random numbers, only to be overwritten. Instead, build on the **meta** device, where a tensor has a shape and no bytes. Then let `load_state_dict` *assign* the tensors of the file rather than copy them, and let `torch.load` map the file rather than read it.
+# `LlamaForCausalLM(config)` allocates every weight and fills it with random numbers, only to be overwritten. Instead, build on the **meta** device, where a tensor has a shape and no bytes. Then let `load_state_dict` *assign* the tensors of the file rather than copy them, and let `torch.load` map the file rather than read it.
 
 
 # %%
-def usual():
-    model = build()
-    model.load_state_dict(torch.load(home / "model.bin"))
+def build(folder):
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+
+
+def usual(folder):
+    model = build(folder)
+    model.load_state_dict(torch.load(folder / "model.bin"))
     return model
 
 
-def on_meta(file, **sizes):
+def on_meta(folder):
     with torch.device("meta"):  # new
-        model = build(**sizes)
-    model.load_state_dict(torch.load(file, mmap=True), assign=True)  # new
+        model = build(folder)
+    model.load_state_dict(torch.load(folder / "model.bin", mmap=True), assign=True)  # new
     return model
 
 
-tiny = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-torch.save(build(**tiny).state_dict(), home / "tiny.bin")
-half_made = on_meta(home / "tiny.bin", **tiny)
+half_made = on_meta(home / "tiny")
 print("still without bytes:", [name for name, buffer in half_made.named_buffers() if buffer.is_meta])
 try:
     answer_of(half_made)
@@ -168,15 +175,15 @@ except NotImplementedError as error:
 
 
 # %%
-def mapped():
-    model = on_meta(home / "model.bin")
+def mapped(folder):
+    model = on_meta(folder)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(model.config)  # new: on the CPU
     return model
 
 
 ways = {"torch.load, load_state_dict": usual, "meta, assign, mmap": mapped}
-found = {name: measured(name, load) for name, load in ways.items()}
+found = {name: measured(name, way) for name, way in ways.items()}
 for name, sizes in found.items():
     print(f"{name}: {share(sizes, 'peak'):.2f} of the weights at the peak, {share(sizes, 'held'):.2f} after an answer")
 twice = share(found["torch.load, load_state_dict"], "peak")
@@ -189,20 +196,19 @@ widgets.revealed(lab, "usual way", None if missing else twice)
 
 # %%
 load = LlamaForCausalLM.from_pretrained
-one = home / "one"
 four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-ways |= {
-    "from_pretrained": lambda: load(one),
-    "from_pretrained, shards": lambda: load(home / "shards"),
-    "low_cpu_mem_usage=True": lambda: load(one, low_cpu_mem_usage=True),
-    "low_cpu_mem_usage=False": lambda: load(one, low_cpu_mem_usage=False),
-    "dtype=torch.bfloat16": lambda: load(one, dtype=torch.bfloat16),
-    "load_in_4bit": lambda: load(one, quantization_config=four_bits, device_map="cpu"),
+found["from_pretrained, shards"] = measured("from_pretrained, shards", load, "shards")
+ways = {
+    "from_pretrained": load,
+    "low_cpu_mem_usage=True": partial(load, low_cpu_mem_usage=True),
+    "low_cpu_mem_usage=False": partial(load, low_cpu_mem_usage=False),
+    "dtype=torch.bfloat16": partial(load, dtype=torch.bfloat16),
+    "load_in_4bit": partial(load, quantization_config=four_bits, device_map="cpu"),
 }
 no_bnb = None if importlib.util.find_spec("bitsandbytes") else "needs bitsandbytes"
 if no_bnb:
     del ways["load_in_4bit"]
-found |= {name: measured(name, load) for name, load in ways.items() if name not in found}
+found |= {name: measured(name, way) for name, way in ways.items()}
 just_loaded = found["from_pretrained"]
 print(f"from_pretrained: {share(just_loaded, 'loaded'):.2f} of the weights when it returns,", end=" ")
 print(
@@ -245,10 +251,10 @@ def fetching(layer, prefix, file):
     layer.register_forward_hook(lambda layer, *_: layer.to("meta") and None)  # drops what was fetched
 
 
-def hooked():
-    model = load(one)
+def hooked(folder):
+    model = load(folder)
     for number in range(4, 12):
-        fetching(model.model.layers[number], f"model.layers.{number}.", one / "model.safetensors")
+        fetching(model.model.layers[number], f"model.layers.{number}.", folder / "model.safetensors")
     return model
 
 
@@ -260,12 +266,12 @@ def places(layers, kept):
     return dict.fromkeys(rest, "cpu") | on_disk
 
 
-def offloaded():
-    return load(one, device_map=places(12, 4), offload_folder=home / "offload")  # new
+def offloaded(folder):
+    return load(folder, device_map=places(12, 4), offload_folder=home / "offload")  # new
 
 
 ways = {"8 of 12 layers on disk, by hand": hooked, "8 of 12 layers on disk": offloaded}
-found |= {name: measured(name, load) for name, load in ways.items()}
+found |= {name: measured(name, way) for name, way in ways.items()}
 
 # %%
 names = [name for name in found if "peak" in found[name]]
@@ -308,15 +314,14 @@ if not missing:
     print(f"largest difference of 1,000 outputs: {apart} with the library, {by_hand} by hand")
 folder = home / "offload"
 stored = sum(file.stat().st_size for file in folder.rglob("*")) if folder.exists() else 0
-layer = sum(math.prod(weight.shape) * 4 for name, weight in build().named_parameters() if ".layers.0." in name)
-print(f"in offload_folder: {stored} bytes, for {plots.bytes_text(8 * layer)} of weights on disk")
+print(f"in offload_folder: {stored} bytes, for {plots.bytes_text(8 * LAYER)} of weights on disk")
 
 # %% [markdown]
 # The folder is empty. Since [transformers PR 20321](https://github.com/huggingface/transformers/pull/20321) layers on disk are read from the checkpoint itself, if it is in safetensors: no second copy on disk. But then the checkpoint must stay where it is.
 #
 # ## It runs. Does it train?
 #
-# The guide says of such a model that it "can still be used as a regular PyTorch model". A warning below adds that only inference is supported. The Trainer takes it anyway. So: a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one that follows it. What changed is read from the checkpoint that the Trainer saves.
+# The guide says of such a model that it "can still be used as a regular PyTorch model". A warning below adds that only inference is supported, since most of it happens under `torch.no_grad`. The Trainer takes such a model anyway. So: a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one that follows it. What changed is read from the checkpoint that the Trainer saves.
 
 
 # %%
@@ -342,6 +347,7 @@ def training(source, kept, steps, _, callbacks=(), freeze=False):
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, max_steps=steps, learning_rate=3e-3, weight_decay=0.0, **common)
         trainer = Trainer(model, arguments, train_dataset=sentences(), callbacks=list(callbacks))
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.save_model(folder)
         before, after = (load(path).state_dict() for path in (source, folder))
@@ -353,15 +359,13 @@ def training(source, kept, steps, _, callbacks=(), freeze=False):
 
 
 # %%
-small = home / "small"
-build(**SMALL).save_pretrained(small)
+saved("small", SMALL)
 
 
 def trained(name, *what, **options):
     if lab.machine.rehearsed:
         return None
-    run = lab.run(partial(training, small, *what, **options), name, measure=("none",), use_cpu=True)
-    print(f"{name}: {run.message}" if not run.ok else "", end="\n" if not run.ok else "")
+    run = lab.run(partial(training, home / "small", *what, **options), name, measure=("none",), use_cpu=True)
     return run
 
 
@@ -373,7 +377,7 @@ for name, run in runs.items():
         print(f"; layers {', '.join(untouched)} are as they were" if untouched else "")
 
 # %% [markdown]
-# No error, no word about it, a loss that falls. (The two lines that the libraries print are about *places*: parameters on the meta device, and a move that is skipped.) Half of the model learnt around the other half.
+# No error, no word about it, a loss that falls. (In a terminal two lines appear, about *places*: parameters on the meta device, and a move that is skipped.) Half of the model learnt around the other half.
 #
 # ## Why
 #
@@ -382,7 +386,7 @@ for name, run in runs.items():
 
 # %%
 def who_gets_the_gradient():
-    model, used, linear = load(small, device_map=places(8, 4)), [], torch.nn.functional.linear
+    model, used, linear = load(home / "small", device_map=places(8, 4)), [], torch.nn.functional.linear
     given = {number: model.model.layers[number].self_attn.q_proj.weight for number in (0, 7)}  # to an optimizer
 
     def noting(x, weight, bias=None):
@@ -407,7 +411,7 @@ heads = [
 plots.Table(heads, list(who_gets_the_gradient()), "Before the forward pass, in it, and after the backward pass")
 
 # %% [markdown]
-# A weight without a gradient is skipped by every optimizer: that is how frozen weights work, so nobody complains. Two libraries share in it. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
+# A weight without a gradient is skipped by every optimizer: that is how frozen weights work, so nobody complains. And nothing ran under `no_grad`: the gradient is there, on a tensor that nobody keeps. Two libraries share in it. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
 #
 # It is known for accelerate's `cpu_offload` ([issue 3770](https://github.com/huggingface/accelerate/issues/3770), closed). So layers that lie on the CPU for a GPU to use are in danger too; that we did not measure.
 #
@@ -471,7 +475,7 @@ claims.check("low-cpu-mem-usage", flag, missing=missing)
 
 # %% tags=["claim"]
 display(claims.check("offload-same", None if missing else apart, missing=missing))
-display(claims.check("offload-copies", None if missing else stored / (8 * layer), missing=missing))
+display(claims.check("offload-copies", None if missing else stored / (8 * LAYER), missing=missing))
 four = None if missing or no_bnb else against("load_in_4bit", checkpoint)
 note = "" if four is None else f"private alone {share(found['load_in_4bit'], 'peak', 0):.2f} of the weights"
 display(claims.check("four-bit-load", four, missing=missing or no_bnb, note=note))
@@ -512,7 +516,7 @@ _ = widgets.explore(draw, billions=[7, 1, 3, 13, 70], bytes_a_parameter=[2, 4])
 display(
     exercises.hint(
         "Which ways in the table are below 0.5, at the peak and not only afterwards?",
-        "How many layers may stay? A layer is a thirteenth of the weights; and one more comes and goes.",
+        "How many layers may stay? A layer is about a twelfth of the weights; and one more comes and goes.",
         "`places(12, kept)` makes a `device_map`.",
     )
 )
@@ -525,7 +529,7 @@ def check(answer):
         return exercises.not_attempted()
     if missing:
         return exercises.not_measured(missing)
-    sizes = measured("exercise", lambda: load(one, **answer))
+    sizes = measured("exercise", partial(load, **answer))
     if "peak" not in sizes:
         return exercises.wrong(sizes["failed"])
     wrong_by = max(abs(a - b) for a, b in zip(sizes["logits"], plain["logits"]))
