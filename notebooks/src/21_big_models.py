@@ -14,6 +14,7 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import ctypes
 import importlib.util
 import math
 import tempfile
@@ -98,6 +99,12 @@ def held_now():
     return sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"]  # private, mapped
 
 
+def trimmed():
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc: give back what is free already
+        trim(0)
+    return held_now()
+
+
 def answer_of(model):
     with torch.no_grad():
         return model(input_ids=torch.arange(64)[None]).logits
@@ -107,7 +114,7 @@ def answer_of(model):
 def watched(way, folder, _):
     torch.set_num_threads(1)
     answer_of(way(home / "tiny"))
-    seen, ended, start = [], threading.Event(), held_now()
+    seen, ended, start = [], threading.Event(), trimmed()
 
     def look():
         while not ended.wait(0.001):
@@ -119,7 +126,7 @@ def watched(way, folder, _):
     logits = answer_of(model)
     seen.append(held := held_now())
     ended.set(), thread.join()
-    above = {"peak": max(seen, key=sum), "loaded": loaded, "held": held}
+    above = {"peak": max(seen, key=sum), "loaded": loaded, "held": held, "trimmed": trimmed()}
     above = {when: [now - before for now, before in zip(sizes, start)] for when, sizes in above.items()}
     return above | {"logits": logits[0, -1].tolist()}
 
@@ -294,14 +301,14 @@ plt.show()
 rows = []
 for name in names:
     cells = [share(found[name], when, kind) for when in ("peak", "held") for kind in (0, 1)]
-    rows.append([name, *(f"{cell:.2f}" for cell in cells)])
-head = ["way", "private at the peak", "mapped at the peak", "private, after an answer", "mapped, after an answer"]
+    rows.append([name, *(f"{cell:.2f}" for cell in [*cells, share(found[name], "trimmed", 0)])])
+head = ["way", "private at the peak", "mapped", "private after an answer", "mapped", "private, trimmed"]
 plots.Table(head, rows, "Shares of the weights' bytes in fp32")
 
 # %% [markdown]
 # Read the picture from above. The usual way holds two copies, both private. Then the weights are there once, in pages that the system may take back.
 #
-# Shards and the flag change nothing: where a file is mapped, no second copy is left to cap. `dtype=` and four bits do change something, in the other direction: new bytes are made, privately, while the file's pages are mapped. A checkpoint that was *saved* in the type you want has no such peak.
+# Shards and the flag change nothing: where a file is mapped, no second copy is left to cap. `dtype=` and four bits do change something, in the other direction: new bytes are made, privately, while the file's pages are mapped. Some of the private bytes are free already, and glibc's allocator keeps them for later: the last column is what is left when it is asked to give them back. A checkpoint that was *saved* in the type you want has no such peak.
 #
 # With layers on disk the pages go as soon as a layer has computed. Are the answers the same? And what did the library put into `offload_folder`?
 
