@@ -232,6 +232,7 @@ def job(kind):
                 preprocess_logits_for_metrics=small,
             )
             args = TrainingArguments(folder, **options, **quiet)
+            args._n_gpu = min(1, args.n_gpu)
             trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, **hooks)
             trainer.train() if kind == "train" else trainer.evaluate()
         return seen[0] if seen else None
