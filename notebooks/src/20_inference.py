@@ -14,6 +14,7 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import logging
 import tempfile
 
 import matplotlib.pyplot as plt
@@ -23,6 +24,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trai
 from perf_helpers import Lab, claims, exercises, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="20_inference")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at each product
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
 # %% [markdown]
@@ -243,7 +245,7 @@ def job(kind):
 # %%
 kinds = {"train": "training", "logits": "evaluation, logits kept", "argmax": "evaluation, argmax first"}
 runs = {kind: lab.run(job(kind), name, measure=("memory",), use_cpu=True) for kind, name in kinds.items()}
-rows = [[kinds[kind], plots.bytes_text(run.peak_bytes), plots.bytes_text(run.value)] for kind, run in runs.items()]
+rows = [[kinds[kind], plots.bytes_text(run.peak_bytes), plots.bytes_text(run.value or 0)] for kind, run in runs.items()]
 print(f"logits by arithmetic: {SAMPLES * LENGTH * config.vocab_size * 4:,} bytes; given: {runs['logits'].value}")
 plots.Table(["what", "peak", "given to compute_metrics"], rows)
 
