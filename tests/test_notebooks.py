@@ -42,7 +42,9 @@ def test_a_lesson_is_up_to_date_and_in_shape(path):
 
 
 def test_what_recorded_runs_measured_stands_before_the_last_cell():
-    for path in SOURCES:
+    recorded = [path for path in SOURCES if build.recorded_text(path.stem)]  # a new lesson waits for the next whole run
+    assert len(recorded) >= 20
+    for path in recorded:
         cells = nbformat.read(path.parents[1] / f"{path.stem}.ipynb", as_version=4).cells
         assert build.tags(cells[-2]) == [build.RECORDED]
         assert "transformers" in cells[-2].source and "20" in cells[-2].source  # versions and date

@@ -1,12 +1,15 @@
 """The search for what fits: the recipes that may be combined, their order, and the largest micro-batch of each.
 
-Every look costs an estimate, and what is proposed was always estimated itself. Where nothing fits: what would help.
+Every look costs an estimate, and what is proposed was always estimated itself: other cores begin what is looked at
+next. Where nothing fits: what would help.
 """
 
+import contextvars
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ _PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
 _SHARDED = ("weights", "gradients", "optimizer_states")
 _STEP = 8  # tokens: lengths are tried in multiples of it
+_MOST_AT_ONCE = 4  # estimates; each takes a core and, for a large model, 1 to 2 GB
 
 
 class Candidate(NamedTuple):
@@ -192,6 +196,8 @@ class RecipeSearch:
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
+    at_once: int = 1  # estimates that may be made at the same time
+    _begun: dict[Candidate, Future] = field(default_factory=dict)  # by other threads, for what is looked at next
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
@@ -207,6 +213,7 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
+        pool = ThreadPoolExecutor(min(self.at_once, _MOST_AT_ONCE))
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
@@ -219,6 +226,8 @@ class RecipeSearch:
             if not sizes:
                 continue
             alike = candidate.without_optimizer
+            if self.at_once > 1 and self.estimates:  # the first one learns what all others need
+                self._look_ahead(pool, ranked[index : index + min(self.at_once + 1, most - len(fitting))], found)
             try:
                 size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
             except ValueError as error:
@@ -226,8 +235,10 @@ class RecipeSearch:
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
             else:
-                found[alike] = size or above
-                fitting += [candidate._replace(micro_batch=size)] if size else []
+                if size:  # else another optimizer's states may leave more room
+                    found[alike] = size
+                    fitting.append(candidate._replace(micro_batch=size))
+        pool.shutdown(wait=False, cancel_futures=True)
         if not self.estimates:
             raise failures[0]
         return sorted(fitting, key=self.ranking.key)
@@ -250,9 +261,21 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
+    def _look_ahead(self, pool: ThreadPoolExecutor, ranked: Sequence[Candidate], found: Mapping) -> None:
+        """Begin the estimates that are asked for first of the recipes that are next, in processes beside this one's."""
+        for candidate in ranked:
+            first = candidate._replace(micro_batch=found.get(candidate.without_optimizer, candidate.micro_batch))
+            states = self._states.get(_of_states(first), -math.inf) + self.context
+            if first not in self.estimates and first not in self._begun and states <= self.limit:
+                job = self.predict, self.task
+                arguments = self.choices.arguments(first)
+                self._begun[first] = pool.submit(contextvars.copy_context().run, *job, **arguments)
+
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
         if candidate not in self.estimates:
-            found = self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
+            found = self.estimates[candidate] = self.estimate(
+                self.choices.arguments(candidate), self._begun.pop(candidate, None)
+            )
             ends = (found.memory.phase_breakdowns or {}).values()
             states = (sum(parts.get(name, 0) for name in _SHARDED) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
@@ -263,10 +286,12 @@ class RecipeSearch:
         More than the limit just where the estimate says that it is too large for the card."""
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
-    def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
-        """A new estimate for training arguments, of the task with these changes."""
+    def estimate(
+        self, arguments: Mapping[str, Any], begun: Future[MemoryEstimate] | None = None, **changes: Any
+    ) -> MemoryEstimate:
+        """A new estimate for training arguments, of the task with these changes; it may have been begun already."""
         self.count += 1
-        estimated = self.predict(self.task.replace(**changes), **arguments)
+        estimated = begun.result() if begun else self.predict(self.task.replace(**changes), **arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
         self.on_estimate()
         return estimated
@@ -293,9 +318,11 @@ def _of_states(candidate: Candidate) -> frozenset[Technique]:
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
     """The largest of ascending sizes that fits, by bisection; 0: none. `first`, and the one above it, are looked at
-    before others: it is what fitted in a similar case, or a guess."""
+    before others: it is what fitted in a similar case, or a guess. Where it is the largest, the smallest is next: often
+    none fits."""
     low, high = 0, len(sizes)  # so many are small enough; from that index on they are too large
-    likely = [bisect_left(sizes, first) + 1, bisect_left(sizes, first)]
+    index = bisect_left(sizes, first)
+    likely = [0, index] if index >= high - 1 else [index + 1, index]
     while low < high:
         middle = likely.pop() if likely else (low + high) // 2
         if middle not in range(low, high):

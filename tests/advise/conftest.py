@@ -62,6 +62,7 @@ def followed(monkeypatch):
         return synthetic(task, **options)
 
     monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
+    monkeypatch.setattr("perf_helpers.advise.advice.hardware.this_machine", lambda: hardware.Machine("", "cpu"))
     monkeypatch.setattr(measured_speedups, "RECORDED", Path("nowhere"))
     return asked
 

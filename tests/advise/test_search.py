@@ -2,11 +2,12 @@
 
 import math
 import random
+import threading
 
 import pytest
 
 from perf_helpers import Task, hardware
-from perf_helpers.advise import search
+from perf_helpers.advise import advice, search
 from perf_helpers.estimate import allocator_replay
 from perf_helpers.estimate.trace_records import Label, Log
 
@@ -30,6 +31,21 @@ def test_one_micro_batch_may_fit_where_several_do_not(ask):
     """Their gradients, 100 MB, wait during the next forward, whose activations take 8 MB a sample."""
     advice = ask(memory=404 * MB, effective_batch=4, must={"optim": "adamw_torch_fused"}, avoid=["checkpointing"])
     assert [recipe.arguments["gradient_accumulation_steps"] for recipe in advice.recipes] == [1]
+
+
+@pytest.mark.parametrize("memory", [400, 700])
+def test_many_cores_look_ahead_and_find_the_same(ask, followed, monkeypatch, memory):
+    alone = ask(memory=memory * MB)
+    threads, by_formula = set(), advice.estimate
+
+    def estimate(task, **options):
+        threads.add(threading.current_thread())
+        return by_formula(task, **options)
+
+    monkeypatch.setattr(advice, "estimate", estimate)
+    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.Machine("", "cpu", cpu_cores=4))
+    assert ask(memory=memory * MB) == alone
+    assert len(threads) > 1
 
 
 def looked_for(sizes, limit, first):

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from perf_helpers.lab import outcomes, stack_dumps
+from perf_helpers.lab import outcomes, stack_dumps, worker
 
 
 def alive(pid):
@@ -203,3 +203,43 @@ def test_a_rank_that_gives_no_answer_is_left_out_and_no_other_process_is_signall
 def test_an_outcome_that_gloo_did_not_end_keeps_its_message():
     outcome = outcomes.died(-6)
     assert outcomes.explained(outcome, "something else") == outcome
+
+
+def test_ranks_that_never_met_are_launched_once_more(lab, tmp_path):
+    def meet(task):
+        rank = os.environ["RANK"]
+        is_second = (tmp_path / rank).exists()
+        (tmp_path / rank).touch()
+        if rank == "1" and not is_second:
+            raise RuntimeError(worker._NEVER_MET)
+        if not is_second:
+            time.sleep(60)  # as one that waits for the other
+        return os.environ["RANK"]
+
+    run = lab.run(meet, measure=("none",), processes=2)
+    assert [rank["value"] for rank in run.ranks] == ["0", "1"], run.message
+
+
+def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_send(lab):
+    def alone(task):
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from perf_helpers.lab import worker
+
+        worker._TO_MEET = timedelta(seconds=1)
+        worker._meet_or_fail()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        dist.destroy_process_group()
+        began = time.monotonic()
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
+        except RuntimeError as error:
+            return [patience, worker._NEVER_MET in str(error), time.monotonic() - began < 20]
+
+    import torch
+
+    run = lab.run(alone, measure=("none",), timeout=60)
+    assert run.value == [1800, True, True], run.message

@@ -1,0 +1,28 @@
+"""What lesson 20 found in libraries: these turn red the day a release mends or moves it."""
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8, vocab_size=64)
+
+
+@pytest.fixture
+def model():
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def test_the_memory_footprint_leaves_the_scales_of_four_bit_weights_out(model, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model.save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    four = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map="cpu")
+    tensors = sum(tensor.nbytes for tensor in (*four.parameters(), *four.buffers()))
+    scales = sum(part.weight.quant_state.absmax.nbytes for part in four.modules() if hasattr(part, "quant_state"))
+    assert scales > 0
+    assert four.get_memory_footprint() == tensors
+
+
+def test_beam_search_refuses_the_option_that_saves_memory(model):
+    with pytest.raises(ValueError, match="low_memory=True"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, num_beams=4, low_memory=True)
