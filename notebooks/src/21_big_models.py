@@ -247,11 +247,8 @@ exercises.question(
 # %%
 def fetching(layer, prefix, file):
     def fetch(layer, _):
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as weights:
-            state = {name: weights.get_tensor(prefix + name) for name in layer.state_dict()}
-        layer.load_state_dict(state, assign=True)
+        weights = torch.load(file, mmap=True)
+        layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()}, assign=True)
 
     layer.to("meta")
     layer.register_forward_pre_hook(fetch)
@@ -261,7 +258,7 @@ def fetching(layer, prefix, file):
 def hooked(folder):
     model = load(folder)
     for number in range(4, 12):
-        fetching(model.model.layers[number], f"model.layers.{number}.", folder / "model.safetensors")
+        fetching(model.model.layers[number], f"model.layers.{number}.", folder / "model.bin")
     return model
 
 
@@ -353,6 +350,7 @@ def training(source, kept, steps, _, callbacks=(), freeze=False):
     common = dict(use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, max_steps=steps, learning_rate=3e-3, weight_decay=0.0, **common)
+        arguments._n_gpu = min(1, arguments.n_gpu)
         trainer = Trainer(model, arguments, train_dataset=sentences(), callbacks=list(callbacks))
         trainer.remove_callback(PrinterCallback)
         trainer.train()
