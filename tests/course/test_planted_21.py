@@ -109,7 +109,7 @@ class TestLayersOnDisk:
 
     def test_another_layers_weights_are_noticed(self, lesson):
         model = lesson.load(lesson.one)
-        lesson.fetching(model.model.layers[5], "model.layers.4.", lesson.one / "model.safetensors")
+        lesson.fetching(model.model.layers[5], "model.layers.4.", lesson.one / "model.bin")
         assert verdict("offload-same", self.apart(lesson, model)) is REFUTED
 
     def test_a_checkpoint_in_another_format_is_written_into_the_folder(self, lesson, tmp_path):
