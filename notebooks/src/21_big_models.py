@@ -343,6 +343,7 @@ def training(source, kept, steps, _, callbacks=(), freeze=False):
     common = dict(use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, max_steps=steps, learning_rate=3e-3, weight_decay=0.0, **common)
+        arguments._n_gpu = min(1, arguments.n_gpu)
         trainer = Trainer(model, arguments, train_dataset=sentences(), callbacks=list(callbacks))
         trainer.remove_callback(PrinterCallback)
         trainer.train()
