@@ -248,7 +248,6 @@ def advise(
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
         search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, on_estimate=bar.update)
-        search.at_once = hardware.this_machine().cpu_cores or 1
         fitting = search.find(most)
         smallest = None if fitting else search.smallest()
         changes = helpful_changes(search, smallest) if smallest else ()

@@ -196,7 +196,7 @@ class RecipeSearch:
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
-    at_once: int = 1  # estimates that may be made at the same time
+    at_once: int = field(default_factory=lambda: hardware.this_machine().cpu_cores or 1)  # at the same time
     _begun: dict[Candidate, Future] = field(default_factory=dict)  # by other threads, for what is looked at next
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
@@ -239,6 +239,7 @@ class RecipeSearch:
                     found[alike] = size
                     fitting.append(candidate._replace(micro_batch=size))
         pool.shutdown(wait=False, cancel_futures=True)
+        self._begun.clear()  # what was cancelled has no result: whoever asks for it later asks anew
         if not self.estimates:
             raise failures[0]
         return sorted(fitting, key=self.ranking.key)
@@ -254,7 +255,7 @@ class RecipeSearch:
 
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
-        states = self._states.get(_of_states(candidate), -math.inf) + self.context
+        states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
         needed = self.needed_by(self._estimated(candidate)) if is_open else states
         if needed > self.limit:
@@ -265,17 +266,18 @@ class RecipeSearch:
         """Begin the estimates that are asked for first of the recipes that are next, in processes beside this one's."""
         for candidate in ranked:
             first = candidate._replace(micro_batch=found.get(candidate.without_optimizer, candidate.micro_batch))
-            states = self._states.get(_of_states(first), -math.inf) + self.context
-            if first not in self.estimates and first not in self._begun and states <= self.limit:
-                job = self.predict, self.task
+            if not (first in self.estimates or first in self._begun or self._known_states(first) > self.limit):
                 arguments = self.choices.arguments(first)
-                self._begun[first] = pool.submit(contextvars.copy_context().run, *job, **arguments)
+                self._begun[first] = pool.submit(contextvars.copy_context().run, self.predict, self.task, **arguments)
+
+    def _known_states(self, candidate: Candidate) -> float:
+        """The bytes that its states and the context take at least; negative where none like it was estimated."""
+        return self._states.get(_of_states(candidate), -math.inf) + self.context
 
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
         if candidate not in self.estimates:
-            found = self.estimates[candidate] = self.estimate(
-                self.choices.arguments(candidate), self._begun.pop(candidate, None)
-            )
+            begun, arguments = self._begun.pop(candidate, None), self.choices.arguments(candidate)
+            found = self.estimates[candidate] = self._noted(begun.result) if begun else self.estimate(arguments)
             ends = (found.memory.phase_breakdowns or {}).values()
             states = (sum(parts.get(name, 0) for name in _SHARDED) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
@@ -286,12 +288,14 @@ class RecipeSearch:
         More than the limit just where the estimate says that it is too large for the card."""
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
-    def estimate(
-        self, arguments: Mapping[str, Any], begun: Future[MemoryEstimate] | None = None, **changes: Any
-    ) -> MemoryEstimate:
-        """A new estimate for training arguments, of the task with these changes; it may have been begun already."""
+    def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
+        """A new estimate for training arguments, of the task with these changes."""
+        return self._noted(lambda: self.predict(self.task.replace(**changes), **arguments))
+
+    def _noted(self, made: Callable[[], MemoryEstimate]) -> MemoryEstimate:
+        """An estimate that is counted, and whose assumptions are kept."""
         self.count += 1
-        estimated = begun.result() if begun else self.predict(self.task.replace(**changes), **arguments)
+        estimated = made()
         self.assumptions |= dict.fromkeys(estimated.assumptions)
         self.on_estimate()
         return estimated
@@ -318,8 +322,7 @@ def _of_states(candidate: Candidate) -> frozenset[Technique]:
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
     """The largest of ascending sizes that fits, by bisection; 0: none. `first`, and the one above it, are looked at
-    before others: it is what fitted in a similar case, or a guess. Where it is the largest, the smallest is next: often
-    none fits."""
+    first: what fitted in a similar case, or a guess. After the largest the smallest is next: often none does."""
     low, high = 0, len(sizes)  # so many are small enough; from that index on they are too large
     index = bisect_left(sizes, first)
     likely = [0, index] if index >= high - 1 else [index + 1, index]

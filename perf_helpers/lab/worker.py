@@ -156,8 +156,7 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform the experiment on `processes` ranks; rank 0 speaks for all. Ranks that never met are launched once more:
-    nothing was measured by then."""
+    """Perform the experiment on its ranks; rank 0 speaks for all. Ranks that never met are launched once more."""
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
@@ -275,7 +274,6 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
 def _meet_or_fail() -> None:
     """Give ranks a minute to connect for a new group, instead of the half hour that they have for what they send.
-
     gloo connects each rank with each other. Seldom (seen once, of eight ranks on two cores; not in 450 more launches)
     that does not come about, and all of them wait without a word.
     """
@@ -293,5 +291,5 @@ def _meet_or_fail() -> None:
 
 
 _TO_MEET = timedelta(seconds=60)
-_NEVER_MET = "the ranks did not meet"
+_NEVER_MET = "the ranks did not meet"  # nothing was measured by then
 _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")

@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -222,11 +223,8 @@ def test_ranks_that_never_met_are_launched_once_more(lab, tmp_path):
 
 def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_send(lab):
     def alone(task):
-        from datetime import timedelta
-
+        import torch
         import torch.distributed as dist
-
-        from perf_helpers.lab import worker
 
         worker._TO_MEET = timedelta(seconds=1)
         worker._meet_or_fail()
@@ -238,8 +236,6 @@ def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_se
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
         except RuntimeError as error:
             return [patience, worker._NEVER_MET in str(error), time.monotonic() - began < 20]
-
-    import torch
 
     run = lab.run(alone, measure=("none",), timeout=60)
     assert run.value == [1800, True, True], run.message
