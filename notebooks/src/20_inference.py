@@ -1,11 +1,12 @@
 # %% [markdown]
-# # One answer or many: where does the memory of inference go?
+# # One answer or many: where do memory and time of inference go?
 #
-# No gradients, no optimizer states: inference should be the easy part. Yet it runs out of memory too, in places that training does not have.
+# No gradients, no optimizer states: inference should be the easy part. Yet it runs out of memory too, in places that training does not have. And one answer at a time leaves most of a machine unused.
 #
 # **You will see**
 # - what the keys and values of past tokens take, to the byte, and that a cache changes no answer
-# - what four bits a weight really are, and which number about them is wrong
+# - what four bits a weight really are, which number about them is wrong, and whether they are faster
+# - why sixteen answers cost little more than one
 # - how an evaluation comes to take more memory than the training, and how padding changes answers
 
 # %% tags=["parameters"]
@@ -14,14 +15,23 @@ strict = False
 out = ""
 
 # %% tags=["setup"]
+import copy
 import logging
+import math
 import tempfile
+import time
+from functools import partial
+from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from IPython.display import display
+from torch._dynamo.utils import counters
+from transformers import BitsAndBytesConfig, CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from perf_helpers import Lab, claims, exercises, plots, widgets
+from perf_helpers.lab import interleaving, roofline
+from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="20_inference")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at each product
@@ -32,7 +42,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # A language model writes one token at a time. For each new token, attention looks at the **keys** and **values** of all tokens before it. They do not change once computed, so they are kept: this is the **KV cache**. It grows with every token and every answer that is written at the same time.
 #
-# Everything here runs on the CPU, with a GPU too: bytes are counted, and answers are compared.
+# Everything here runs on the CPU, with a GPU too: bytes are counted, answers are compared, and what is timed is one thread's seconds of computing.
 #
 # ## Predict
 #
@@ -158,6 +168,27 @@ exercises.question(
 # %% [markdown]
 # Static and dynamic take the same when all tokens are out. The library's table calls the memory of a static cache high and that of a dynamic one medium. It is high *earlier*, and it stays higher only where room was asked for that no token used. Ask for what you need.
 #
+# What is it good for? The same page says that it turns on **compilation** (lesson 11) by itself. We count the graphs that are captured.
+
+# %%
+everywhere = CompileConfig(backend="eager")  # captures only, so that no C++ compiler is needed
+everywhere._compile_all_devices = True  # new
+
+
+def graphs(**options):
+    torch._dynamo.reset()
+    counters.clear()
+    write(copy.deepcopy(model), prompt, new=4, **options)  # the copy keeps what is compiled
+    return counters["stats"]["unique_graphs"]
+
+
+compiled = graphs(cache_implementation="static")
+allowed = graphs(cache_implementation="static", compile_config=everywhere)
+print(f"graphs with a static cache: {compiled}; where all devices are allowed: {allowed}")
+
+# %% [markdown]
+# On a CPU nothing is compiled, and nothing is said. `GenerationMixin._valid_auto_compile_criteria` (`generation/utils.py`) has a list of devices: cuda, xpu, neuron and tpu. The second number shows that the rest works; the switch is private. On a CPU call `torch.compile` on the model yourself.
+#
 # ## Four bits a weight
 #
 # By hand: 64 weights at a time share one scale, their largest absolute value in fp32. That is 32 bits for 64 weights, half a bit each. bitsandbytes does the same, and works on a CPU.
@@ -200,15 +231,133 @@ print(f"of the whole fp32 model {held / whole:.0%} stay: embeddings and head are
 # %% [markdown]
 # `get_memory_footprint` adds up parameters and buffers. The scales are neither: they hang on the weight as an attribute. The remedy is in the cell above: add them.
 #
-# Does the model still know its language? The loss on text that it has not seen:
+# Does the model still know its language? The loss on text that it has not seen, sentence by sentence. Each sentence is compared with itself, so that easy and hard ones do not matter. Two bits, made by hand, are there to show that the measure can see harm.
+
 
 # %%
-unseen = text(64, 32, seed=10**6)
-losses = {}
-for name, one in {"fp32": model, "int8": int8, "nf4": nf4}.items():
+def two_bits(model, width=64):  # four values for each block of weights
+    coarse = copy.deepcopy(model)
+    for name, weight in coarse.named_parameters():
+        if "proj" in name:
+            blocks = weight.data.view(-1, width)
+            scale = blocks.abs().amax(1, keepdim=True) / 1.5
+            blocks.copy_(((blocks / scale + 0.5).round().clamp(-1, 2) - 0.5) * scale)
+    return coarse
+
+
+def sentence_losses(model, rows):
     with torch.no_grad():
-        losses[name] = one(input_ids=unseen, labels=unseen).loss.item()
-plots.Table(["weights", "loss"], [[name, f"{loss:.3f}"] for name, loss in losses.items()])
+        logits = model(input_ids=rows).logits.float()
+    words = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
+    return words.mean(1).double()
+
+
+def lost(whole, other):
+    """Which share of what the model has learnt is gone, with its interval for 95 % of such texts."""
+    off = (other - whole) / (math.log(480) - whole.mean())
+    middle, error = off.mean().item(), 1.96 * off.std().item() / len(off) ** 0.5
+    return Ratio(middle, middle - error, middle + error)
+
+
+# %%
+unseen = text(128, 32, seed=10**6)
+forms = {"fp32": model, "bf16": copy.deepcopy(model).bfloat16(), "int8": int8, "nf4": nf4, "2 bits": two_bits(model)}
+losses = {name: sentence_losses(form, unseen) for name, form in forms.items()}
+gone = {name: lost(losses["fp32"], each) for name, each in losses.items() if name != "fp32"}
+cells = {name: f"{100 * part.low:.2f} to {100 * part.high:.2f} %" for name, part in gone.items()}
+rows = [[name, f"{each.mean().item():.4f}", cells.get(name, "")] for name, each in losses.items()]
+plots.Table(["weights", "loss", "of what was learnt, gone"], rows)
+
+# %% [markdown]
+# bf16, int8 and nf4 lose nothing that this text could show. That is a small model with a simple language, and its embeddings and head are not quantized. For your model, do the same with your text: it is two cells.
+#
+# ## Time: one row reads all weights
+#
+# A model that answers reads *all* its weights for each token. With one answer each weight is used once. With 16 it is read once and used 16 times. By the two ceilings of lesson 02:
+
+
+# %%
+WIDE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2)
+
+
+def answering(folder):  # random weights: nothing here asks what the model says
+    LlamaForCausalLM(LlamaConfig(**WIDE, **special)).save_pretrained(folder)
+    load, half = partial(LlamaForCausalLM.from_pretrained, folder, device_map="cpu"), torch.bfloat16
+    in_four = BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=half)
+    in_eight = BitsAndBytesConfig(load_in_8bit=True)
+    quick = {"nf4": in_four, "int8": in_eight}
+    models = {name: load(dtype=half, quantization_config=how) for name, how in quick.items()}
+    return {"fp32": load(dtype=torch.float32), "bf16": load(dtype=half)} | models
+
+
+def matrices(model):
+    """One row through each matrix of the layers, one after another, as a token goes."""
+    parts = [part for name, part in model.named_modules() if name.endswith("_proj")]
+    rows = [torch.randn(1, 1, part.in_features, dtype=model.dtype) for part in parts]
+    return lambda: [torch.no_grad()(part)(row) for part, row in zip(parts, rows)]
+
+
+# %%
+NEW = 6  # tokens of an answer
+
+
+def seconds(_):
+    torch.set_num_threads(1)
+    ceilings = roofline.ceilings("float32", "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        models, start = answering(folder), torch.full((16, 1), 40)
+        size = sum(weight.nbytes for weight in models["fp32"].model.layers.parameters())
+        works = {
+            f"{name}, {count}": partial(write, form.eval(), start[:count], NEW)
+            for name, form in models.items()
+            for count in (1, 4, 16)
+        }
+        works |= {f"{name}, again": works[f"{name}, 1"] for name in ("fp32", "bf16")}
+        works |= {f"read {count}": partial(models["fp32"], start[:count].expand(-1, 64)) for count in (1, 16)}
+        taken = dict(zip(works, interleaving.in_turns([torch.no_grad()(work) for work in works.values()], 4)))
+        parts = interleaving.in_turns([matrices(form) for form in models.values()], 6)
+        taken |= {f"{name}, matrices": each for name, each in zip(models, parts)}
+        return taken, size, ceilings.bytes_per_second, ceilings.flops_per_second
+
+
+# %%
+taken, size, bytes_a_second, flops_a_second = lab.run(seconds, "answers", measure=("none",), use_cpu=True).value
+step = {name: 1e3 * median(turn[CPU] for turn in turns) / NEW for name, turns in taken.items()}
+read = 1e3 * size / bytes_a_second
+print(f"a token reads {size / 1e6:.0f} MB: {read:.1f} ms at least; its arithmetic", end=" ")
+print(f"takes {1e3 * size / 2 / flops_a_second:.2f} ms for one answer, 16 times that for 16")
+tokens = {
+    name: [count / step[f"{name}, {count}"] * 1e3 for count in (1, 4, 16)] for name in ("fp32", "bf16", "nf4", "int8")
+}
+plots.lines([1, 4, 16], tokens, "answers at once", "tokens a CPU second", title="The same weights, read once")
+table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] for name in tokens]
+plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
+
+# %% [markdown]
+# Up to some number of answers, more of them cost little: the weights are read anyway. Each *answer* waits longer, though: that is **latency**, the table. The library's page on pipelines advises against batches on a CPU, and for a good reason elsewhere: where many rows are there already, as in reading a long prompt, sharing the weights saves nothing. Below, both.
+#
+# And fewer bits are fewer bytes to read. But somebody has to unpack them before each product. Which of the two wins, the processor and the library's kernels for it decide: bitsandbytes has one for 4 bits where a CPU has AVX512-BF16 (`backends/cpu/ops.py`), and else unpacks a whole matrix first. So we predict before we decide: a token's seconds, with the matrices' own seconds exchanged.
+
+
+# %%
+FLOOR = 1.1  # two processes of the same code differ by so much
+matrix = {name: 1e3 * median(turn[CPU] for turn in taken[f"{name}, matrices"]) for name in tokens}
+rest = max(0, step["bf16, 1"] - matrix["bf16"])
+
+
+def faster(first, second, again, share=1):
+    return Ratio.of_turns([[taken[name] for name in (first, second, again)]], CPU, FLOOR, share)
+
+
+def foreseen(name):  # from the matrices alone, one by one
+    ratio = step["bf16, 1"] / (rest + matrix[name])
+    return ratio / 1.3, ratio * 1.3
+
+
+reading = 16 * step["read 1"] / step["read 16"]
+print(f"16 prompts of 64 tokens read together: {reading:.2f} times the throughput of one")
+rows = [[name, f"{matrix[name]:.2f}", f"{step[f'{name}, 1']:.2f}"] for name in tokens]
+plots.Table(["weights", "ms of the matrices", "ms of a token"], rows)
 
 # %% [markdown]
 # ## An evaluation that keeps everything
@@ -283,16 +432,26 @@ print(f"answers of 20 that differ from those alone: {apart}")
 # ## What held
 
 # %% tags=["claim"]
-claims.check("cache-bytes", counted / formula)
+display(claims.check("cache-bytes", counted / formula))
+display(claims.check("static-cache-high", fixed / counted, note="the same tokens, and no room left unused"))
+claims.check("static-cache-compiles", compiled, note=f"where all devices are allowed: {allowed}")
 
 # %% tags=["claim"]
-claims.check("static-cache-high", fixed / counted, note="the same tokens, and no room left unused")
-
-# %% tags=["claim"]
-claims.check("nf4-bits", share, note=f"bits a weight: {bits['nf4']:.3f}, or {bits['nf4, scales quantized']:.3f}")
-
-# %% tags=["claim"]
+note = f"bits a weight: {bits['nf4']:.3f}, or {bits['nf4, scales quantized']:.3f}"
+display(claims.check("nf4-bits", share, note=note))
 claims.check("footprint-tells", said / held)
+
+# %% tags=["claim"]
+note = f"the measure sees harm: two bits lose {cells['2 bits']}"
+display(claims.check("quantized-error", gone["int8"], note=note))
+claims.check("nf4-error", gone["nf4"], note=note)
+
+# %% tags=["claim"]
+together = faster("fp32, 1", "fp32, 16", "fp32, again", 16)
+note = f"latency: {step['fp32, 16'] / step['fp32, 1']:.1f} times; prompts of 64 tokens read together: {reading:.2f}"
+display(claims.check("batching-throughput", together, note=note))
+for id, name in {"quantized-faster": "nf4", "int8-faster": "int8"}.items():
+    display(claims.check(id, faster("bf16, 1", f"{name}, 1", "bf16, again"), predicted=foreseen(name)))
 
 # %% tags=["claim"]
 peaks = {kind: run.peak_bytes for kind, run in runs.items()}
@@ -318,50 +477,93 @@ def draw(heads, answers):
 _ = widgets.explore(draw, heads=[4, 8, 32], answers=[1, 8, 64])
 
 # %% [markdown]
-# ## Exercise: reckon a cache
+# ## Exercise: serve 64 requests
 #
-# Write a function: from `(batch, tokens)` to the bytes that our model's cache takes. The check measures.
+# Their lengths are as in life: many short, some long. The answers must be those that each request gets alone. You decide which of them share a batch, on which side padding goes, and the type of the weights. Two bad ways set the limits: one by one is slow, all at once is large.
+
 
 # %%
-exercises.hint("Which tensors are kept, how many of them, and who shares them? Queries are not kept.")
+lengths = (4 + 124 * torch.rand(64, generator=torch.Generator().manual_seed(1)) ** 3).long().tolist()
+requests = [text(1, length, 3000 + number)[0] for number, length in enumerate(lengths)]
+
+
+def serve(plan, side="left", dtype=torch.float32):
+    """`plan` makes batches, lists of the requests' numbers, from their lengths; an answer has 8 tokens."""
+    form, answers = copy.deepcopy(model).to(dtype), {}
+    for numbers in plan(lengths):
+        ids, mask = padded([requests[number] for number in numbers], side)
+        made = form.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        answers |= dict(zip(numbers, made[:, ids.shape[1] :].tolist()))
+    return [answers.get(number) for number in range(64)]
+
+
+def timed(**how):
+    begin = time.process_time()
+    return serve(**how), time.process_time() - begin
+
+
+# %%
+def peak(**how):
+    run = lab.run(lambda _: bool(serve(**how)), "served", measure=("memory",), use_cpu=True)
+    return run.peak_bytes or None
+
+
+alone, slow = timed(plan=lambda lengths: [[number] for number in range(64)])
+large = peak(plan=lambda lengths: [range(64)])
+bytes_limit, seconds_limit = large and large / 3, slow / 4
+if large:
+    print(f"one by one {slow:.2f} s of computing; all at once {plots.bytes_text(large)}")
+    print(f"your limits: {seconds_limit:.2f} s and {plots.bytes_text(bytes_limit)}")
 
 # %% tags=["exercise"]
-answer = None  # lambda batch, tokens: ...
+display(
+    exercises.hint(
+        "What does a batch of one long and fifteen short requests compute for the short ones?",
+        "The peak is that of the batch with the most tokens, padding included.",
+        "Sort the numbers by length, then cut the list: `order[first : first + 8]`, and so on.",
+    )
+)
+answer = None  # dict(plan=lambda lengths: [[0, 1], [2, 3], ...], side=..., dtype=...)
 
 
 # %% tags=["check"]
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
-    for batch, tokens in ((1, 20), (3, 33)):
-        kept = cache_bytes(write(model, text(batch, 10, 5), new=tokens - 9).past_key_values)
-        if answer(batch, tokens) != kept:
-            return exercises.wrong(f"{batch} x {tokens}: {kept:,} bytes are kept, you say {answer(batch, tokens):,}")
-    return exercises.right("two tensors a layer, for the heads that are kept")
+    (answers, first), (_, again) = timed(**answer), timed(**answer)
+    if different := sum(one != other for one, other in zip(answers, alone)):
+        return exercises.wrong(f"{different} of 64 answers are others")
+    if (took := min(first, again)) > seconds_limit:
+        return exercises.wrong(f"{took:.2f} s of computing, more than {seconds_limit:.2f}")
+    if (most := peak(**answer)) is None or bytes_limit is None:
+        return exercises.not_measured("memory was not measured here")
+    said = f"{took:.2f} s of computing, {plots.bytes_text(most)}"
+    return exercises.right(said) if most <= bytes_limit else exercises.wrong(f"{said}: too much memory")
 
 
-exercises.check(lab, "cache", check, answer)
+exercises.check(lab, "serve", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-exercises.prove(
-    check,
-    solution=lambda batch, tokens: 2 * 4 * 2 * 16 * 4 * batch * tokens,
-    mistake=lambda batch, tokens: 2 * 4 * 8 * 16 * 4 * batch * tokens,  # all heads, as if each kept its own
-)
+by_length = sorted(range(64), key=lambda number: lengths[number])
+batches = [by_length[first : first + 16] for first in range(0, 64, 16)]
+exercises.prove(check, solution=dict(plan=lambda _: batches), mistake=dict(plan=lambda _: batches, side="right"))
 
 # %% [markdown]
-# **A challenge.** Answer the 20 prompts in batches of at most 5, without a changed answer and with as little padding as you can. What order do you take them in?
+# **A challenge.** The same within a *sixth* of the memory, in no more seconds. What does bf16 change, and which answers? How long may a batch be if its number of tokens is fixed, and not its number of requests?
 #
 # ## Mistakes that strangers make
 #
 # - *Padding on the right.* The library warns, and goes on; above you see what the answers are worth.
-# - *Metrics on a language model without `preprocess_logits_for_metrics`.* Memory grows with the data set.
+# - *Metrics on a language model without `preprocess_logits_for_metrics`.* Memory grows with the data set. `eval_accumulation_steps` is no cure: it moves the logits to the host, and keeps them all.
+# - *4 bits for speed.* They are for memory. Whether they are faster too, your processor decides.
+# - *`device_map="auto"` for speed.* It puts layers one after another onto several devices: one of them works at a time (lesson 17).
 # - *`low_memory=True` for beam search.* Older pages name it as the remedy; the library now refuses it.
 #
 # ## Recap
 #
 # - The cache took what the formula says: layers, heads of keys, head size, tokens, answers. It changed no answer.
-# - Four bits are four and a half with the scales, and the library's own number leaves these out.
+# - Four bits are four and a half with the scales, and the library's own number leaves these out. They lost nothing that we could see; whether they were faster followed from the matrices' seconds.
+# - Sixteen answers shared one reading of the weights: more throughput, more latency.
 # - Evaluation's peak is the logits, unless they are made small first. Pad on the left.
 
 # %% tags=["finish"]
