@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
-from perf_helpers.lab.tracker import Block, name_of
+from perf_helpers.lab.tracker import name_of
+from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
 
 # Functions of torch that make a tensor of no other: on the host, unless they are told where.
