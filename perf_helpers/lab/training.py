@@ -118,7 +118,7 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
 
     settings, generation = experiment.arguments.training, experiment.arguments.generation
     size = settings.get("per_device_eval_batch_size", 8)
-    device = "cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu")
     try:
         model = experiment.task.build_model(**experiment.arguments.model).to(device).eval()
         batch = experiment.task.batch(size, device)
@@ -130,7 +130,7 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
     if model.config.is_encoder_decoder and not generation:
         batch["decoder_input_ids"] = labels
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else None
-    with torch.no_grad(), torch.autocast(device, half, enabled=half is not None):
+    with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
         for _ in range(passes):
             if generation:
                 _write(model, batch["input_ids"], **generation)
@@ -156,7 +156,7 @@ def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     followed on tensors without any. A static cache is not compiled for."""
     tokens = iter(range(max_new_tokens))
     model._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.config.pad_token_id = None  # neither is looked for
     mask = prompts.new_ones(prompts.shape)
     options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
     model.generate(prompts, attention_mask=mask, **options)
