@@ -43,7 +43,7 @@ class DeviceTracker(FakeTracker):
     def __init__(self, capability: tuple[int, int], is_function: bool = False, cache: OperationCache | None = None):
         super().__init__(cache)
         self._is_function = is_function
-        self._kernels = kernels.Kernels(capability)
+        self._kernels = kernels.Kernels(capability, self.lies_on_device)
         self.is_there = is_function  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does

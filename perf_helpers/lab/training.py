@@ -154,8 +154,9 @@ def _check_room(task: Task, model, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """`generate` with greedy or beam search, to the last token: no value that was computed ends it, so it can be
     followed on tensors without any. A static cache is not compiled for."""
-    tokens = iter(range(max_new_tokens))
+    tokens, ask_beams = iter(range(max_new_tokens)), type(model)._beam_search_has_unfinished_sequences
     model._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
+    model._beam_search_has_unfinished_sequences = lambda *beams: ask_beams(*beams) is not None
     model.generation_config.eos_token_id = model.config.pad_token_id = None  # neither is looked for
     mask = prompts.new_ones(prompts.shape)
     options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
