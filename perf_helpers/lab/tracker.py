@@ -330,8 +330,8 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
         def keep(cache, *args, **options):  # `update` is given keys, values and the layer's number
             kept = plain(cache, *args, **options)
             if not torch.is_grad_enabled():
-                layers = cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers
-                tracker.tag([(layer.keys, layer.values) for layer in layers], Category.KEY_VALUE_CACHE)
+                for layer in cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers:
+                    tracker.tag([getattr(layer, name, None) for name in ("keys", "values")], Category.KEY_VALUE_CACHE)
             return kept
 
         return keep

@@ -157,7 +157,9 @@ def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     tokens, ask_beams = iter(range(max_new_tokens)), type(model)._beam_search_has_unfinished_sequences
     model._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
     model._beam_search_has_unfinished_sequences = lambda *beams: ask_beams(*beams) is not None
-    model.generation_config.eos_token_id = model.config.pad_token_id = None  # neither is looked for
+    model.generation_config.eos_token_id = None
+    if not model.config.is_encoder_decoder:
+        model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it
     mask = prompts.new_ones(prompts.shape)
     options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
     model.generate(prompts, attention_mask=mask, **options)
