@@ -9,7 +9,7 @@ from perf_helpers.unknown import Unknown
 
 SERIES = {"phase": ["forward", "backward", "step"], "operation": ["mm", "", "add"], "module": ["layer.1", "", ""]}
 SERIES |= {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}
-MEMORY = Memory(27 * 10**6, "counted", "backward", breakdown=dict.fromkeys(CATEGORIES, 3 * 10**6), timeline=SERIES)
+MEMORY = Memory(24 * 10**6, "counted", "backward", breakdown=dict.fromkeys(CATEGORIES, 3 * 10**6), timeline=SERIES)
 RUN = Run("vanilla", "ok", memory=MEMORY, timing=Timing(0.5, 0.1, 2, 1, 8.0))
 COMPARISON = Comparison(RUN, RUN, 1.0, Ratio(1.2, 0.9, 1.5, (1.1, 1.2, 1.3)))
 FAILED = Comparison(RUN, RUN, Unknown("gone"), Ratio.unknown("gone"))
