@@ -99,7 +99,7 @@ else:
 # %% [markdown]
 # ## Two cards, two ceilings
 #
-# Data sheets name the ceilings: products in 16 bits **without sparsity** (the number in large print is often the one with, which is twice as high and which a training does not get), and bytes.
+# Data sheets name the ceilings: products in 16 bits, and bytes. Take the number **without sparsity**. The one in large print is often that with it, twice as high: it holds where half of the weights are zero, which a training does not have.
 #
 # - Training computes 6 FLOPs a parameter and token (forward and backward), in large products: arithmetic decides.
 # - Answering one question reads all weights, 2 bytes a parameter in 16 bits, for a single token: bandwidth decides. A batch of answers shares that reading.
@@ -266,11 +266,11 @@ print(json.dumps(found))
 
 # %%
 def searched():
-    """Whether torch is ready to build a CUDA extension where only Python's own folder is on the path, and why not."""
+    """Whether torch is ready to build a CUDA extension where no program is on the path, and what it found."""
     hidden = ("CUDA_HOME", "CUDA_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment["PATH"] = str(Path(sys.executable).parent)
     with tempfile.TemporaryDirectory() as folder:
+        environment["PATH"] = folder
         compiler = Path(folder, "nvidia", "cu13", "bin", "nvcc")
         compiler.parent.mkdir(parents=True)
         compiler.touch(mode=0o755)
@@ -312,7 +312,7 @@ def graphs(lengths, limit=None, **options):
         made.append(graph)
         return graph.forward  # as it is, so that only the capturing takes time
 
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # what was compiled before is forgotten
     with torch._dynamo.config.patch(recompile_limit=limit or torch._dynamo.config.recompile_limit):
         compiled = torch.compile(network, backend=backend, **options)
         for length in lengths:
@@ -320,6 +320,7 @@ def graphs(lengths, limit=None, **options):
     return len(made)
 
 
+# %%
 lengths = range(1, 65) if lab.profile.name != "tiny" else range(1, 9)
 to_32 = [-(-length // 32) * 32 for length in lengths]
 fixed = {"each length": graphs(lengths, 65, dynamic=False), "padded to 32": graphs(to_32, 65, dynamic=False)}
@@ -416,7 +417,7 @@ exercises.hint(
 answer = None  # "small", "middle" or "large"
 
 
-# %% tags=["check"]
+# %%
 on_card = dict(device="cuda", compute_capability=(8, 0))
 said = lab.foresee(estimate, mine, **on_card, **recipe)
 flops = lab.foresee(roofline.model_flops, mine, 1)
@@ -430,6 +431,7 @@ def fits(offer):
     return said.peak_bytes + cards.CONTEXT_BYTES <= (1 - cards.MARGIN) * offer.gigabytes * 2**30
 
 
+# %% tags=["check"]
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
