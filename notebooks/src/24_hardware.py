@@ -48,7 +48,7 @@ logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it tells of limits
 #
 # ## Predict
 #
-# Part of this lesson is about compilers, because a TPU has nothing else. A model gets texts of every length from 1 to 64.
+# Part of this lesson is about compilers, because a TPU runs nothing that was not compiled. A model gets texts of every length from 1 to 64.
 
 # %%
 asked = "How many times does `torch.compile`, as it comes, compile the model?"
@@ -122,9 +122,9 @@ sheet = {"T4": Card(65, 320), "A100 40 GB": Card(312, 1555), "H100 SXM": Card(98
 rows = []
 for name, card in sheet.items():
     a100 = sheet["A100 40 GB"]
-    ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 64)]
+    ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 1024)]
     rows.append([name, card.tflops, card.gigabytes_per_second, *(f"{ratio:.2f} x" for ratio in ratios)])
-heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "64 at once"]
+heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
 plots.Table(heads, rows, "Worth so many times the price of an A100, by the ceilings")
 
 # %% [markdown]
@@ -140,6 +140,9 @@ for name, (one, other) in pairs.items():
 ax = plots.lines(batches, lines, "answers at once", "break-even price ratio", title="From bandwidth to arithmetic")
 ax.set_xscale("log", base=2)
 
+# %% [markdown]
+# Read the blue line. With few answers at once the H100 is worth what its bandwidth is worth; with hundreds, what its arithmetic is. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (Keys and values of lesson 20 have to be read as well. They are left out here.)
+
 # %%
 answers = ["the card with the lower price an hour", "the card with the higher peak TFLOP/s", "neither number says it"]
 exercises.question(
@@ -148,9 +151,7 @@ exercises.question(
     "Two cards hold your training. Which one makes it cheaper?",
     {
         answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
-        answers[
-            1
-        ]: "At more than that many times the price it loses. And the peak may be one with sparsity, or in 8 bits.",
+        answers[1]: "It may cost more than it is faster. And the peak may be one with sparsity, or in 8 bits.",
         answers[2]: "It is the ratio of prices against the ratio of speeds, for this work, at the share of the ceiling "
         "that you reach on each of them.",
     },
@@ -377,21 +378,24 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# Your price, your share of the ceiling: what does a billion tokens of training cost for a model of 1B parameters?
+# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, against the A100's? A faster card is harder to keep busy. Below 100 % the H100 is cheaper a token.
 
 
 # %% tags=["widget"]
-def draw(price, share):
-    shares = [10, 20, 30, 40, 50, 60]
-    cost = {
-        name: [1e3 * price_of_million(price, card.tokens_per_second(1e9) * s / 100) for s in shares]
-        for name, card in sheet.items()
-    }
-    here = {name: f"{values[shares.index(share)]:.2f}" for name, values in cost.items()}
-    return plots.lines(shares, cost, "share of the ceiling that is used (%)", "price", title=f"At {share} %: {here}")
+def draw(price, used):
+    h100, a100 = sheet["H100 SXM"], sheet["A100 40 GB"]
+    bills = []
+    for size in (None, *batches):
+        faster = h100.tokens_per_second(1e9, size) / a100.tokens_per_second(1e9, size) * used / 100
+        bills.append(100 * price / faster)
+    title = f"H100 at {price} times the price, {used} % of the use: a training costs {bills[0]:.0f} %"
+    lines = {"answers": bills[1:], "as dear": [100] * len(batches)}
+    ax = plots.lines(batches, lines, "answers at once", "price of a token, % of the A100's", title=title)
+    ax.set_xscale("log", base=2)
+    return ax
 
 
-_ = widgets.explore(draw, price=[1, 2, 3, 5, 10], share=[30, 10, 20, 40, 50, 60])
+_ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 
 # %% [markdown]
 # ## Exercise: the cheapest card that makes it in a day
