@@ -220,8 +220,9 @@ def throttling(rows):
     told = [row for row in rows if row[-1] is not None]
     hot = [row[1] for row in told if row[-1] & THERMAL]
     cool = [row[1] for row in told if not row[-1] & THERMAL]
-    if not hot or not cool:
-        return None, "the driver told no slowdown for heat" if told else "the driver tells no reasons for its clocks"
+    if len(hot) < 3 or not cool:  # an interval needs three
+        few = f"the driver told of a slowdown for heat in {len(hot)} of {len(told)} readings"
+        return None, few if told else "the driver tells no reasons for its clocks"
     return [rate / median(cool) for rate in hot], None
 
 

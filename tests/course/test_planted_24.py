@@ -8,8 +8,9 @@ import torch
 from lesson_24 import functions
 
 from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.records import Ratio
 
-HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED
+HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
 LENGTHS = range(2, 14)
 
 
@@ -57,20 +58,27 @@ def test_a_lower_margin_is_a_higher_temperature(as_degrees, expected):
     assert verdict("shutdown-temperature", lesson.above_slowdown(known)) is expected
 
 
-COLD, POWER, HOT = [0, 1e14, 60, 1900, 0], [1, 1e14, 70, 1800, 4], [2, 7e13, 88, 1300, 0x20]
+COLD, POWER = [0, 1e14, 60, 1900, 0], [1, 9e13, 70, 1700, 4]
+HOT, ALIKE = [2, 7e13, 88, 1300, 0x20], [2, 1e14, 88, 1900, 0x20]
 
 
-@pytest.mark.parametrize(("reasons", "expected"), [(0x60, HOLDS), (0x04, REFUTED)])
-def test_a_limit_of_power_is_no_slowdown_for_heat(reasons, expected):
+@pytest.mark.parametrize(("rows", "expected"), [([COLD, *[HOT] * 3], HOLDS), ([COLD, *[ALIKE] * 3], TOO_SMALL)])
+def test_a_slowdown_for_heat_is_one_where_it_costs_speed(rows, expected):
+    ratio = Ratio.of_pairs(functions().throttling(rows)[0], 1.02)
+    assert verdict("throttled", (ratio.low, ratio.high)) is expected
+
+
+def test_a_limit_of_power_taken_for_heat_would_decide_the_claim():
     lesson = functions()
-    lesson.scope["THERMAL"] = reasons
-    found, _ = lesson.throttling([COLD, COLD, POWER] + [HOT] * (reasons == 0x60))
-    assert verdict("throttled", min(found)) is expected
+    assert lesson.throttling([COLD, *[POWER] * 3])[0] is None
+    lesson.scope["THERMAL"] |= 4
+    assert verdict("throttled", max(lesson.throttling([COLD, *[POWER] * 3])[0])) is HOLDS
 
 
 def test_a_card_that_stays_cool_decides_nothing_and_neither_does_a_driver_that_is_silent():
     throttling = functions().throttling
-    assert throttling([COLD, POWER]) == (None, "the driver told no slowdown for heat")
+    assert throttling([COLD, POWER]) == (None, "the driver told of a slowdown for heat in 0 of 2 readings")
+    assert throttling([COLD, HOT, HOT]) == (None, "the driver told of a slowdown for heat in 2 of 3 readings")
     assert throttling([[*COLD[:-1], None]]) == (None, "the driver tells no reasons for its clocks")
     assert throttling([HOT])[0] is None
 
