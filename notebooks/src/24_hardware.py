@@ -161,14 +161,14 @@ exercises.question(
 # %% [markdown]
 # ## Heat and power
 #
-# The 2022 guide asks for cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), tells them for your card. Older ones tell two temperatures. Newer ones tell a *margin*, how many degrees are left; their thresholds are margins, too.
+# The 2022 guide asks for cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), tells them for your card. Older ones tell two temperatures. Newer ones tell a *margin*, how many degrees are left; their thresholds are margins, too. There are three: from *operating* on the card may go below its base clock, at *slowdown* the hardware brakes, at *shutdown* it goes off.
 
 
 # %%
 def told_by_driver(ask, handle):
-    """Degrees at which a GPU slows down and shuts down, or the margins (lower is hotter), and what it may draw."""
+    """Degrees at which a GPU goes slower, brakes and shuts down, or the margins (lower is hotter), and what it may draw."""
     known = {}
-    for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194)):
+    for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194), ("operating", 3, 196)):
         known[name] = ask("nvmlDeviceGetTemperatureThreshold", handle, threshold) or None
         for value in ask("nvmlDeviceGetFieldValues", handle, [field]) or []:
             known[f"{name} margin"] = value.value.siVal if value.nvmlReturn == 0 else None
@@ -343,7 +343,10 @@ widgets.revealed(lab, "graphs", default)
 # %% tags=["claim"]
 degrees = known.get("slowdown")
 margin = "" if known.get("margin now") is None else f"it tells a margin of {known['margin now']} degrees"
-display(claims.check("cooling", degrees, missing=None if degrees else margin or "the driver tells no temperature"))
+lower = known.get("operating")
+note = f"below its base clock it may go from {lower} °C on" if lower else ""
+silent = None if degrees else margin or "the driver tells no temperature"
+display(claims.check("cooling", degrees, missing=silent, note=note))
 above = above_slowdown(known)
 display(claims.check("shutdown-temperature", above, missing=None if above is not None else "the driver tells none"))
 claims.check("throttled", lab.ratio(hot) if hot else None, missing=not_hot)
