@@ -667,7 +667,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # Why not of the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`): "not a tensor".
 #
-# Anomaly mode names all four operations made for it, with the line of the forward pass (here hidden, a warning). The last alarm is false: relu's backward discards that NaN, and no weight sees it. And it tests for NaN alone; a gradient of inf passes.
+# Anomaly mode names all four operations made for it, with the line of the forward pass (here hidden, a warning). The last alarm is false: relu's backward discards that NaN, and no weight sees it. It tests for NaN alone; a gradient of inf passes. Of overflow and coarse update it names the loss's softmax, where a NaN made elsewhere comes in.
 #
 # Now the Trainer's log, where every label is masked. `Opening` is a detector of four more lines.
 
