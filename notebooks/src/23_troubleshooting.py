@@ -320,8 +320,8 @@ def memory_rules(seen):
 # %%
 def chain_rules(seen):
     phase, place, step = seen["first break"] or ("", "", 0)
-    if seen["labels"] and not any(seen["labels"]):
-        yield "labels masked", f"labels that count: none, in {len(seen['labels'])} batches"
+    if 0 in seen["labels"][: step or None]:  # before the first break, or with it
+        yield "labels masked", f"no label counts in {seen['labels'].count(0)} of {len(seen['labels'])} batches"
     if phase:
         kind = {"forward": "overflow", "update": "update too coarse"}.get(phase, "NaN made in backward")
         yield kind, f"first in the {phase} of step {step}, at {place}"
@@ -467,7 +467,7 @@ numbers = {
 ward("First ward: numbers", numbers, [slice(5)])
 
 # %% [markdown]
-# Patients 1, 3 and 6 log the same NaN from the second step on. They differ in the link that broke first: gradients, update, forward. So do the cures: mend the operation; keep weights in fp32 (lesson 07); use bf16 or smaller activations.
+# Patients 1, 3 and 6 all log NaN, at the latest from the second step on. They differ in the link that broke first: gradients, update, forward. So do the cures: mend the operation; keep weights in fp32 (lesson 07); use bf16 or smaller activations.
 #
 # **Explore** patient 5: in which type, and at which scale of the loss, do gradients vanish? A *loss scaler* (lesson 07) multiplies the loss for that reason.
 

@@ -85,6 +85,27 @@ class TestFaultsOfOtherPlaces:
 
         assert diagnosed(lesson, data=data)[0] == "labels masked"
 
+    def test_one_batch_without_labels_among_others_is_found_and_not_where_another_fault_came_first(self, lesson):
+        def data():
+            for number, batch in enumerate(lesson.texts()):
+                batch["labels"][:, :] = -100 if number == 2 else batch["labels"]
+                yield batch
+
+        assert diagnosed(lesson, data=data) == ("labels masked", "no label counts in 1 of 6 batches")
+        root = partial(lesson.with_module, layer=0, made=lesson.Root)
+        assert diagnosed(lesson, data=data, build=root)[0] == "NaN made in backward"
+
+    def test_a_fault_that_begins_late_is_told_with_its_step(self, lesson):
+        class Late(lesson.Root):
+            calls = 0
+
+            def forward(self, x):
+                self.calls += 1
+                return super().forward(x) if self.calls > 2 else x
+
+        fault, evidence = diagnosed(lesson, build=partial(lesson.with_module, layer=0, made=Late))
+        assert fault == "NaN made in backward" and "of step 3, " in evidence
+
     def test_one_weight_that_is_frozen_or_left_out_is_found(self, lesson):
         def freeze(model):
             model.model.norm.weight.requires_grad_(False)
