@@ -163,7 +163,7 @@ def watch_modules(seen, model):
 # %%
 def watch_update(seen, model, optimizer, meant):
     def before(*_):
-        seen["phase"], grads = "update", {}
+        seen["phase"] = "update"
         mine = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         learners = {name: weight for name, weight in model.named_parameters() if meant in name}
         seen["meant"] = len(learners)
@@ -378,7 +378,7 @@ READINGS = {
 
 
 # %%
-everyone, results = {}, {}
+results = {}
 
 
 def ward(title, patients, columns, rooms=None):
@@ -390,9 +390,9 @@ def ward(title, patients, columns, rooms=None):
     heads = [name for column in columns for name in names[column]]
     rows = [[key, *(READINGS[head](seen) for head in heads)] for key, seen in found.items()]
     display(plots.Table(["patient", *heads], rows, title))
-    for key, (fault, one) in patients.items():
+    for key, (fault, _) in patients.items():
         name, evidence = diagnose(found[key])
-        everyone[key], results[key] = one, [key, fault, name, evidence]
+        results[key] = [key, fault, name, evidence]
         options = {kind: SIGNS[kind] for kind, _ in patients.values()}
         options[fault] += f" The tool says: {name}; {evidence}."
         exercises.question(lab, f"patient {key}", f"What has patient {key}?", options, right=fault)
@@ -404,7 +404,7 @@ print("healthy:", diagnose(examine(script)), {phase: f"{size / 1e6:.2f} MB" for 
 # %% jupyter={"source_hidden": true}
 SIGNS = {
     "healthy": "Every link of the chain holds.",
-    "labels masked": "No label counts in any batch: a mean over nothing, 0/0.",
+    "labels masked": "In a batch no label counts: a mean over nothing, 0/0.",
     "overflow": "The first loss is broken already, although labels count: the forward pass made inf.",
     "NaN made in backward": "The first loss is fine, the first gradients are not.",
     "update too coarse": "First loss and gradients are fine, the next loss is not. Between them is the update: in fp16 AdamW's "
