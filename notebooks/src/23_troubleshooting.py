@@ -548,8 +548,37 @@ rooms = dict.fromkeys(memory, 1.2 * max(always.values()))  # enough for the heal
 rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "17": 1.1 * peaks["build"]}
 ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 
+# %%
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+
+def resumable(folder, resume, _=None):
+    rows = [{name: one[0] for name, one in batch.items()} for batch in small(16)]
+    quiet = dict(use_cpu=True, report_to="none", disable_tqdm=True, logging_strategy="no")
+    arguments = TrainingArguments(folder, max_steps=4, save_steps=2, **quiet)
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    trainer = Trainer(LlamaForCausalLM(CONFIG), arguments, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+
+
+def peaks_of(train):
+    """Peaks of a training from scratch, and of one that goes on from its checkpoint."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        both = [examine(partial(train, folder, resume), room=1e12) for resume in (False, True)]
+    assert not any(seen["error"] for seen in both), [seen["error"] for seen in both]
+    return [seen["peaks"]["build"] for seen in both]
+
+
+scratch, resumed = peaks_of(resumable)
+print(f"the Trainer from scratch: {scratch:,} bytes, resumed: {resumed:,}")
+
 # %% [markdown]
 # Halving the batch size is what everybody tries first. It is the cure for one of the five. States do not depend on it (lessons 08 and 09); the long batch wants a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
+#
+# And a training that ran, was stopped, and runs out of memory when it is resumed? Not by the Trainer: its peaks above are the same. A loop that leaves the loaded checkpoint in a variable holds the weights twice; [nanoGPT had that](https://github.com/karpathy/nanoGPT/pull/236). `del` it.
 #
 # In the fourth ward two are simulated. Filling `/dev/shm` would harm your other programs: the loader asks for much, and 64 MiB are said to be free, as in a Docker container. And `CUDA_HOME` is taken away for the moment of the building.
 #
@@ -594,7 +623,6 @@ machine = {
 ward("Fourth ward: the machine and the ranks", machine, [slice(11, 12), slice(16, 18)])
 
 
-# %%
 def named_rightly(results):
     """Faults named rightly, less the healthy called sick, by the faults planted."""
     faults = [row for row in results.values() if row[1] != "healthy"]
@@ -671,10 +699,8 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # Now the Trainer's log, where every label is masked. `Opening` is a detector of four more lines.
 
+
 # %%
-from transformers import Trainer, TrainingArguments
-
-
 class Opening(DebugUnderflowOverflow):
     def create_frame(self, module, given, result):  # new: a dict is opened
         super().create_frame(module, given, tuple(result.values()) if isinstance(result, Mapping) else result)
@@ -764,7 +790,8 @@ display(claims.check("troubleshooting", named_rightly(results), note=said))
 display(claims.check("nan-is-logged", lines_of_nan / nan, note=f"logged: {lines}"))
 rightly = sum(anomaly(backward[one]) == name for one, name in made.items())
 display(claims.check("anomaly-names-it", rightly / len(made), note=", ".join(made.values())))
-claims.check("debug-cost", costs["transformers' detector"])
+display(claims.check("debug-cost", costs["transformers' detector"]))
+claims.check("resume-peak", resumed / scratch)
 
 # %% [markdown]
 # ## Exercise: three at once

@@ -220,6 +220,24 @@ class TestVerdicts:
         told = sum(lesson.anomaly(sick[one]) == name for one, name in made.items())
         assert verdict("anomaly-names-it", told / 2) is expected
 
+    @pytest.mark.parametrize(("keeps", "expected"), [(False, HOLDS), (True, REFUTED)])
+    def test_a_loop_that_keeps_the_loaded_checkpoint_holds_the_weights_twice(self, lesson, keeps, expected):
+        def train(folder, resume, _):
+            model = lesson.LlamaForCausalLM(lesson.CONFIG)
+            optimizer = lesson.adam(model)
+            if resume:
+                checkpoint = torch.load(f"{folder}/own.pt")
+                model.load_state_dict(checkpoint["model"]), optimizer.load_state_dict(checkpoint["optimizer"])
+                kept = checkpoint if keeps else None  # noqa: F841
+                del checkpoint
+            for batch in lesson.small():
+                model(**batch).loss.backward()
+                optimizer.step(), optimizer.zero_grad()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/own.pt")
+
+        scratch, resumed = lesson.peaks_of(train)
+        assert verdict("resume-peak", resumed / scratch) is expected
+
     @pytest.mark.parametrize("forgets", [False, True])
     def test_a_step_timed_without_its_detector_costs_nothing(self, lesson, forgets):
         class Operations(TorchDispatchMode):  # a clock of operations, so that no test reads a real one
