@@ -62,7 +62,8 @@ OWNED = {
     "20": "cache-bytes static-cache-high nf4-bits footprint-tells eval-keeps-logits padding-side",
     "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
     "22": "hpo",
-    "23": "troubleshooting",
+    "23": "troubleshooting debug-overflow debug-underflow debug-nan-loss nan-is-logged debug-backward anomaly-names-it "
+    "debug-cost resume-peak",
     "24": "cooling power-sockets gpu-choice prebuilt-images shutdown-temperature throttled wheels-build-nothing "
     "shapes-recompile shapes-recompile-default pad-to-multiple cost-a-token conda-builds tpu-tensorflow xla-tensorflow "
     "specialized-hardware",
@@ -249,6 +250,14 @@ TRUE_AND_FALSE = {
     "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
     "troubleshooting": (1.0, 0.5),
+    "debug-overflow": (1.0, 0.5),
+    "debug-underflow": (1.0, 0.0),
+    "debug-nan-loss": (1.0, 0.0),
+    "nan-is-logged": (1.0, 0.0),
+    "debug-backward": (1.0, 0.0),
+    "anomaly-names-it": (1.0, 0.75),
+    "debug-cost": (1.6, 0.9),
+    "resume-peak": (1.0, 1.23),
     "weights-grow-on-gpu": (1.5, 1.0),
     "restart-needed": (0.5, 0.0),
     "temporaries-freed": (0.8, 1.0),
@@ -427,7 +436,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 216
+        assert len(listed) == 224
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):
