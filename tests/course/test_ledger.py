@@ -61,7 +61,8 @@ OWNED = {
     "19": "many-cpus",
     "20": "cache-bytes static-cache-high nf4-bits footprint-tells eval-keeps-logits padding-side",
     "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
-    "22": "hpo",
+    "22": "hpo hpo-winner-honest hpo-default-space hpo-default-direction hpo-objective-is-loss hpo-applies-best "
+    "hpo-own-seed hpo-reproduces hpo-unknown-name hpo-value-kept hpo-frees-memory hpo-pruning",
     "23": "troubleshooting",
     "24": "cooling power-sockets gpu-choice prebuilt-images",
 }
@@ -244,6 +245,17 @@ TRUE_AND_FALSE = {
     "moe-position": (0.5, 0.0),
     "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
+    "hpo-winner-honest": (0.0, 1.0),
+    "hpo-default-space": (1.0, -0.1),
+    "hpo-default-direction": (1.0, 0.6),
+    "hpo-objective-is-loss": (1.0, 0.0),
+    "hpo-applies-best": (1.0, 0.0),
+    "hpo-own-seed": (1.0, 0.0),
+    "hpo-reproduces": (1.0, 1.8),
+    "hpo-unknown-name": (1.0, 0.0),
+    "hpo-value-kept": (1.0, 0.0),
+    "hpo-frees-memory": (0.0, 3.0),
+    "hpo-pruning": (0.5, 1.1),
     "troubleshooting": (1.0, 0.5),
     "weights-grow-on-gpu": (1.5, 1.0),
     "restart-needed": (0.5, 0.0),
@@ -417,7 +429,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 205
+        assert len(listed) == 216
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):
