@@ -249,6 +249,12 @@ def _moe_faster(cpu):
     return training, (0.6 * forward.low, 1.05 * forward.high)
 
 
+def _detector(cpu, modules=32, tensors=2.7, looks=11):
+    """Each look at a tensor is a call, and those at weights read all of them."""
+    watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
+    return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))
+
+
 CLAIMS = {
     "backward-takes-twice": lambda cpu: within(backward(cpu, 4, 256) / sum(forward(cpu, 4, 256)), 1.08),
     "backward-twice-dropout": _with_dropout,
@@ -294,6 +300,7 @@ CLAIMS = {
     "compile": _compiled,
     "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),
     "zero-slows-if-fits": _zero,
+    "debug-cost": _detector,
     "moe-seconds": lambda cpu: within(_moe(cpu, 16, 64, training=True) / _moe(cpu, 32, training=True)),
     "moe-faster": _moe_faster,
     "moe-inference": lambda cpu: within(_moe(cpu, 122) / _moe(cpu, 16, 64), 1.1),
