@@ -28,7 +28,6 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -38,10 +37,6 @@ from perf_helpers.lab import Ratio
 from perf_helpers.lab.interleaving import in_turns
 
 lab = Lab(profile, strict=strict, out=out, lesson="19_cpus")
-WALL, CPU = 0, 1  # two clocks: on the wall, and the seconds that processors computed
-CORES = lab.machine.cpu_cores or 1
-HALF = max(1, CORES // 2)
-turns = 3 if lab.profile.name == "tiny" else 7
 torch.set_num_threads(1)  # in this notebook's own process
 print(lab.machine.name)
 
@@ -57,6 +52,10 @@ print(lab.machine.name)
 # A small Llama is trained with all of its weights in fp16, on one thread.
 
 # %%
+WALL, CPU = 0, 1  # two clocks: on the wall, and the seconds that processors computed
+CORES = lab.machine.cpu_cores or 1
+HALF = max(1, CORES // 2)
+turns = 3 if lab.profile.name == "tiny" else 7
 asked = "How many times as long as in fp32 does one training step take in fp16, on this CPU?"
 widgets.predict(lab, "fp16", asked, "x", 0, 40)
 
@@ -68,6 +67,7 @@ widgets.predict(lab, "fp16", asked, "x", 0, 40)
 # `in_turns` calls each function once a turn, so that a busy neighbour disturbs all alike. It gives two clocks: the one on the wall, and the seconds that processors computed. On one thread we take the second: waiting for a core does not count.
 
 # %%
+F = torch.nn.functional
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -178,6 +178,9 @@ widgets.revealed(lab, "fp16", least["fp16"] / least["fp32"])
 
 
 # %%
+QUIET = dict(report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1)
+
+
 def note_type(seen, layer, inputs, output):
     seen.append(str(output.dtype))
 
@@ -190,9 +193,9 @@ def flagged(_):
         torch.manual_seed(0)
         model, seen = LlamaForCausalLM(LlamaConfig(**SIZES)), []
         model.model.layers[0].mlp.up_proj.register_forward_hook(partial(note_type, seen))
-        quiet = dict(report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(folder, max_steps=3, use_cpu=True, **quiet, **({flag: True} if flag else {}))
+            arguments = TrainingArguments(folder, max_steps=3, use_cpu=True, **QUIET, **({flag: True} if flag else {}))
+            arguments._n_gpu = min(1, arguments.n_gpu)
             trainer = Trainer(model, arguments, train_dataset=rows)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
@@ -201,6 +204,7 @@ def flagged(_):
     return found
 
 
+# %%
 flags = lab.run(flagged, measure=("none",), use_cpu=True).value
 rows = [[flag, each["type"], str(each["losses"])] for flag, each in flags.items()]
 display(plots.Table(["flag, with use_cpu=True", "a linear layer computes in", "losses"], rows))
