@@ -31,7 +31,7 @@ SeqLen = Annotated[
 Architecture = Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")]
 DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set.")]
 Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")]
-Inference = Annotated[bool, typer.Option("--inference", help="Forward passes without gradients; memory only.")]
+Inference = Annotated[bool, typer.Option("--inference", help="Forward passes, or with --max_new_tokens answers.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")]
 Snapshot = Annotated[
     Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")

@@ -29,6 +29,7 @@ PALETTE = {
     "gradients": "#D55E00",
     "optimizer_states": "#E69F00",
     "activations": "#009E73",
+    "key_value_cache": "#882255",
     "inputs": "#000000",
     "temporaries": "#CC79A7",
     "inside_operations": "#999999",
@@ -85,7 +86,7 @@ class Timeline:
 
     def parts(self, index: int) -> dict[str, int]:
         """The bytes of each category at an index."""
-        return {category: self.series[category][index] for category in CATEGORIES}
+        return {category: self.series[category][index] for category in CATEGORIES if category in self.series}
 
     def where(self, index: int) -> dict[str, str]:
         """The phase, the operation and the module at an index; "" for what is not known."""
@@ -108,7 +109,7 @@ class Timeline:
     def shown(self, highest_bytes: float | None = None) -> list[str]:
         """The categories that can be seen in a picture as high as that, or as its own peak."""
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
-        return [category for category in CATEGORIES if max(self.series[category]) > least]
+        return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 
 
 def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes:

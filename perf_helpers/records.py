@@ -31,6 +31,7 @@ class Category(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
     ACTIVATIONS = "activations"  # made in forward while gradients are recorded
+    KEY_VALUE_CACHE = "key_value_cache"  # of the tokens that inference has read or written
     INPUTS = "inputs"  # batches
     TEMPORARIES = "temporaries"
     INSIDE_OPERATIONS = "inside_operations"  # what no tensor shows: workspaces

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 17_220, 85),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_675, 21),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 17_325, 86),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_760, 22),
     ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 4_000, 18),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 960, 6),
@@ -25,8 +25,8 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        8_680,
-        46,
+        8_755,
+        47,
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_830, 33),
     ("README.md", ["README.md"], 140, 1),

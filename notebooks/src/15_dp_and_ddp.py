@@ -214,7 +214,7 @@ ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once, and then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers* (here: the position numbers, always the same), unless `broadcast_buffers=False` is said; and at the start the ranks check that they have the same model.
+# Read the last column. At the start the weights are sent once, and then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless `broadcast_buffers=False` is said; and at the start the ranks check that they have the same model.
 #
 # ### When is it sent, and where does it wait?
 #
@@ -312,7 +312,7 @@ _ = both[1].set_xlabel(
 )
 
 # %% [markdown]
-# An orange bar begins where its bucket is handed over and ends where its sum is there. One big bucket leaves after the last gradient. Small ones leave during backward; what remains is what backward was too short to hide. The titles say how long that is here.
+# An orange bar begins where its bucket is handed over and ends where its sum is there. One big bucket leaves after the last gradient. Small ones leave during backward; what remains is what backward was too short to hide.
 #
 # ### Baseline
 #
@@ -320,7 +320,7 @@ _ = both[1].set_xlabel(
 #
 # ### Change one thing
 #
-# Then two processes, each with that many samples; twice the throughput would be 100 %. The explorer after them reckons what a link is worth to more ranks, from the time of one process and the bytes of a step. Its band lies between hiding nothing and all that backward can hide.
+# Then two processes, each with that many samples; twice the throughput would be 100 %. The explorer after them reckons what a link is worth to more ranks, from the time of one process and the bytes of a step.
 
 
 # %%
@@ -557,11 +557,11 @@ rows += [["DDP: gradients, one way and the other", *(2 * counts["gradients"] / 1
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# Five kinds instead of one: to the gradients come the weights, *in every step*, and all of it goes through device 0, which also has the sum and the only optimizer. A language model's outputs make the difference. And one process drives all devices, by threads: they share Python's lock, and cannot leave their machine.
+# Five kinds instead of one: to the gradients come the weights, *in every step*, and all of it goes through device 0, which also has the sum and the only optimizer. A language model's outputs make the difference. And one process drives all devices, by threads: these share Python's lock, the GIL, which one holds at a time, and cannot leave their machine.
 #
 # ### What held
 #
-# Without two GPUs pass over the next three cells. The first counts a step of DP. The second reads what joins each GPU to each other from `nvidia-smi topo -m` (its two examples are the machines of the 2022 guide). Where that is an NVLink, the third times it.
+# Without two GPUs pass over the next three cells. The first counts a step of DP. The second reads what joins each GPU to each other from `nvidia-smi topo -m` (its two examples are the machines of the 2022 guide; PHB is a consumer's, and NVLink joins two RTX 3090, never three). Where that is an NVLink, the third times it.
 
 
 # %%

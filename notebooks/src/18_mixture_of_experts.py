@@ -210,7 +210,7 @@ def foretold():
 widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
 
 # %% [markdown]
-# Weights, gradients and optimizer states grow with *all* experts; activations only with those that a token meets. So the factor of memory lies below that of the parameters, and a larger batch lowers it. In inference, too, all experts must be there, since the next token may want any of them.
+# Weights, gradients and optimizer states grow with *all* experts; activations only with those that a token meets. So the factor of memory lies below that of the parameters, and a larger batch lowers it. In inference, too, all experts must be there, since the next token may want any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps of the gain what it learns (not measured here).
 #
 # And the arithmetic? torch's counter has a trap here (lesson 02): it knows products by their names, and with torch 2.13 `_grouped_mm` is none of them. The table has the experts' share by formula too: 3 matrices, 2 operations a weight, *k* experts, and backward is twice the forward.
 
@@ -286,11 +286,11 @@ rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, 
 plots.Table(["experts computed by", "ms a step"], rows)
 
 # %% [markdown]
-# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each. Both matter less with more tokens in a step, and in wider layers (below).
+# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each.
 #
 # ## Does it learn more?
 #
-# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. Whoever knows the 3072 followers predicts all of it. It is about *remembering*, which large FFNs are said to do, so it suits experts.
+# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. It is about *remembering*, which large FFNs are said to do, so it suits experts.
 #
 # Dense models of several widths against two mixtures. `8 experts` of 32 and `64 experts` of 16 meet as many weights a token as the dense ones of 64 and 32; the dense one of 256 has as many in all as the 8 experts. The same steps and rate for all, three seeds, judged on fresh sentences.
 

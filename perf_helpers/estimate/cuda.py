@@ -164,6 +164,8 @@ def _attention_kernel(capability, query, key, value, mask, dropout, causal, enab
     inputs = (query, key, value)
     if any(tensor.dim() != 4 or not tensor.numel() or tensor.stride(-1) != 1 for tensor in inputs):
         return "math"
+    if mask is not None and mask.stride(-1) != 1:  # T5's bias of positions, while it writes
+        return "math"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
     if len({tensor.shape[0] for tensor in inputs}) > 1 or not (same_heads or enable_gqa):
         return "math"

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
-from perf_helpers.lab.tracker import Block, name_of
+from perf_helpers.lab.tracker import name_of
+from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
 
 # Functions of torch that make a tensor of no other: on the host, unless they are told where.
@@ -42,7 +43,7 @@ class DeviceTracker(FakeTracker):
     def __init__(self, capability: tuple[int, int], is_function: bool = False, cache: OperationCache | None = None):
         super().__init__(cache)
         self._is_function = is_function
-        self._kernels = kernels.Kernels(capability)
+        self._kernels = kernels.Kernels(capability, self.lies_on_device)
         self.is_there = is_function  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does

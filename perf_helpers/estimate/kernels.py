@@ -33,9 +33,10 @@ Step = torch.Tensor | int | Free  # a result that is made, or bytes that are hel
 
 
 class Kernels:
-    """The kernels of a GPU of one compute capability."""
+    """The kernels of a GPU of one compute capability. `is_there`: whether a tensor lies on it."""
 
-    def __init__(self, capability: tuple[int, int]):
+    def __init__(self, capability: tuple[int, int], is_there: Callable[[torch.Tensor], bool] = lambda _: True):
+        self._is_there = is_there
         self.workspace_bytes = workspace_bytes(capability)
         self._processors = reduction_scratch.processors(capability)
         newest = capability >= (9, 0)
@@ -197,6 +198,11 @@ class Kernels:
 
     # ---- others
 
+    def _where(self, made, condition, *values, **__):
+        """A number is copied to the device first (native/TensorCompare.cpp: where_self_out)."""
+        numbers = [value for value in values if not value.dim() and not self._is_there(value)]
+        return [*(value.element_size() for value in numbers), *made]
+
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
         copies = [*_contiguous(gradient), *_contiguous(output)]
@@ -335,6 +341,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.linalg_vector_norm: Kernels._norm,
     aten.sort: Kernels._sort,
     aten._safe_softmax: Kernels._safe_softmax,
+    aten.where: Kernels._where,
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,

@@ -26,6 +26,12 @@ MODEL_ARGUMENTS = {
     "attn_implementation": "attention kernel: 'eager', 'sdpa', ...",
     "dtype": "type of the weights: 'float32' (default), 'bfloat16', 'float16'",
 }
+# Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
+GENERATION_ARGUMENTS = {
+    "max_new_tokens": "tokens that each answer gets, all of them; with --inference",
+    "num_beams": "answers kept beside each other while one is searched; with max_new_tokens",
+    "cache_implementation": "cache of keys and values: 'dynamic' (default), 'static'; with max_new_tokens",
+}
 
 COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
 
@@ -67,7 +73,8 @@ class Arguments:
     """The arguments of one training, made once and passed on whole.
 
     Attributes:
-        given: by the names that the user typed: fields of `TrainingArguments`, and `MODEL_ARGUMENTS`.
+        given: by the names that the user typed: fields of `TrainingArguments`, `MODEL_ARGUMENTS` and
+            `GENERATION_ARGUMENTS`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +89,7 @@ class Arguments:
         """
         check_names(given)
         made = cls(dict(given))
-        _check_values(made.training, made.model)
+        _check_values(made.training, made.model, made.generation)
         return made
 
     @functools.cached_property
@@ -98,12 +105,18 @@ class Arguments:
     @functools.cached_property
     def training(self) -> dict[str, Any]:
         """What the Trainer is told, by current names."""
-        return {name: value for name, value in self.current.items() if name not in MODEL_ARGUMENTS}
+        others = MODEL_ARGUMENTS.keys() | GENERATION_ARGUMENTS.keys()
+        return {name: value for name, value in self.current.items() if name not in others}
 
     @functools.cached_property
     def model(self) -> dict[str, Any]:
         """How the model is built: those of `MODEL_ARGUMENTS` that were given."""
         return {name: value for name, value in self.current.items() if name in MODEL_ARGUMENTS}
+
+    @functools.cached_property
+    def generation(self) -> dict[str, Any]:
+        """What `generate` is told: those of `GENERATION_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument by any of its names; `default` where it was not given."""
@@ -219,8 +232,10 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def known() -> frozenset[str]:
-    """Names that an experiment takes: the fields of the installed `TrainingArguments` and `MODEL_ARGUMENTS`."""
-    return frozenset(field.name for field in dataclasses.fields(_declared())) | MODEL_ARGUMENTS.keys()
+    """Names that an experiment takes: the fields of the installed `TrainingArguments`, `MODEL_ARGUMENTS` and
+    `GENERATION_ARGUMENTS`."""
+    names = frozenset(field.name for field in dataclasses.fields(_declared()))
+    return names | MODEL_ARGUMENTS.keys() | GENERATION_ARGUMENTS.keys()
 
 
 @functools.cache
@@ -269,8 +284,8 @@ def parse(words: list[str]) -> Arguments:
 
     library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
     parser = library["HfArgumentParser"](_declared(), allow_abbrev=False, exit_on_error=False)
-    for name, text in MODEL_ARGUMENTS.items():
-        parser.add_argument(f"--{name}", help=text)
+    for name, text in (MODEL_ARGUMENTS | GENERATION_ARGUMENTS).items():
+        parser.add_argument(f"--{name}", help=text, type=int if name in _AT_LEAST else str)
     for action in parser._actions:  # so that only what was typed comes back
         action.default = argparse.SUPPRESS
     try:
@@ -312,13 +327,19 @@ _AT_LEAST = {
     "gradient_accumulation_steps": 1,
     "max_steps": 1,
     "dataloader_num_workers": 0,
+    "max_new_tokens": 1,
+    "num_beams": 1,
 }
 
 
-def _check_values(training: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def _check_values(training: Mapping[str, Any], model: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
     """Raise ValueError at a value out of range, naming the argument and what it takes."""
     for name, least in _AT_LEAST.items():
-        whole_number(name, training.get(name, least), least)
+        whole_number(name, (training | generation).get(name, least), least)
+    if generation and "max_new_tokens" not in generation:
+        raise ValueError(f"{next(iter(generation))}: give max_new_tokens too, how many tokens an answer gets")
+    if (cache := generation.get("cache_implementation", "dynamic")) not in ("dynamic", "static"):
+        raise ValueError(f"cache_implementation={cache!r}: choose 'dynamic' or 'static'")
     for name in ("bf16", "fp16", "tf32", "gradient_checkpointing", "activation_checkpointing"):
         if not isinstance(training.get(name), bool | None):
             raise ValueError(f"{name}={training[name]!r}: give True or False")

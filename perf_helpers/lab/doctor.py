@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from perf_helpers.lab.hardware import Machine, versions
+from perf_helpers.lab.hardware import CPU_FP16, Machine, versions
 from perf_helpers.texts import bytes_text
 
 DISTRIBUTION = "perf-helpers"
@@ -90,6 +90,9 @@ def _about_precision(machine: Machine) -> Iterator[Finding]:
         fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
         text = f"This {what} operations run but are emulated: slower, same memory."
         yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
+    if not on_gpu and machine.cpu_features is not None and CPU_FP16.isdisjoint(machine.cpu_features):
+        text = "This CPU has no instructions for fp16. A checkpoint in fp16 stays so when it is loaded, and crawls."
+        yield Finding("note", "fp16", text, "Load it with dtype=torch.float32, or bfloat16; lesson 19 measures it.")
 
 
 def _about_host(machine: Machine) -> Iterator[Finding]:

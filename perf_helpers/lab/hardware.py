@@ -34,6 +34,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "
 PACKAGES += ("papermill", "ipywidgets", "jupyterlab")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+CPU_FP16 = {"avx512_fp16", "amx_fp16", "asimdhp"}
 HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # environment variables
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}

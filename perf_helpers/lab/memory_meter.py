@@ -20,7 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.tracker import MARK, Tracker, Watcher, leave_mark, name_of, watched
+from perf_helpers.lab.tracker import Tracker, name_of, watched
+from perf_helpers.lab.watcher import MARK, Watcher, leave_mark
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
 
 COLLECTIVES = "c10d."  # how the names of their operations begin

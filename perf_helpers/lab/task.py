@@ -226,7 +226,7 @@ class Task(Record):
 
         return Dataset.from_dict(self.arrays()).with_format("torch")
 
-    def batch(self, size: int, device: str = "cpu") -> dict[str, Any]:
+    def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
         """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
         import torch
 

@@ -1,16 +1,15 @@
-"""A training followed: its phases and modules, and every tensor's storage from birth to death with what it is for.
+"""A training followed: every tensor's storage from birth to death, with what it is for.
 
 The rules by which a storage gets its category stand in `Tracker`. It works on real tensors, for the memory meter, and
 on fake ones, for the estimate.
 """
 
-import bisect
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from perf_helpers.lab.watcher import Block, Watcher
 from perf_helpers.records import TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
@@ -31,90 +31,8 @@ _IN_PLACE = {
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
-MARK = "perf_helpers"  # prefix of our own events among those of torch's profiler
 RESIZE = "storage.resize_"  # stands for the operation that a resized storage's memory came from
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One storage that lives, or did."""
-
-    bytes: int  # as the allocator rounds them
-    category: str  # of `Category`; may become known after the birth: a temporary turns out to be a gradient
-    operation: str  # that made it
-    stream: int = 0  # of the device, on which it was made; 0: the usual one
-
-
-class Modules:
-    """Which module an operation belongs to, by its name in the model: in backward, the one whose forward made the node.
-
-    Autograd numbers its nodes as they are made, so that a module's nodes are those between two numbers.
-    """
-
-    def __init__(self):
-        self._names: dict[int, str] = {}
-        self._inside: list[str] = []
-        # By how many backwards were running, for a checkpoint's second forward may be on a thread with its own count.
-        self._entered: list[tuple[list[int], list[str]]] = [([], [])]
-
-    def enter(self, module) -> None:
-        if not self._inside and id(module) not in self._names:
-            kind = type(module).__name__
-            self._names |= {id(part): name.removeprefix("module.") or kind for name, part in module.named_modules()}
-        self._inside.append(self._names.get(id(module)) or type(module).__name__)
-        self._note(self._inside[-1])
-
-    def leave(self) -> None:
-        if self._inside:
-            self._inside.pop()
-            self._note(self._inside[-1] if self._inside else "")
-
-    def enter_backward(self) -> None:
-        self._entered.append(([], []))
-
-    def leave_backward(self) -> None:
-        self._entered.pop()
-        if len(self._entered) == 1:
-            self._inside.clear()
-            self._entered = [([], [])]
-
-    def here(self) -> str:
-        """The module whose forward or backward runs now, "" outside of all."""
-        if self._inside or len(self._entered) == 1:
-            return self._inside[-1] if self._inside else ""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        numbers, names = self._entered[-2]
-        index = bisect.bisect_right(numbers, node._sequence_nr()) - 1
-        return names[index] if index >= 0 else ""
-
-    def _note(self, name: str) -> None:
-        numbers, names = self._entered[-1]
-        numbers.append(torch._C._autograd._get_sequence_nr())
-        names.append(name)
-
-
-class Watcher:
-    """Marks the ends of the phases and follows nothing: watching with it changes no allocation."""
-
-    def __init__(self):
-        self.phase = Phase.SETUP
-        self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
-        self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
-        self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
-        self.modules = Modules()
-
-    def mark(self, label: str) -> None:
-        self.marks.append((label, len(self.log), len(self.operations)))
-        leave_mark()  # among the profiler's events too, so that both are told in one order
-
-    def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
-        """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
-
-    def born(self, tensor: Any, operation: str) -> None:
-        """Follow a tensor that no operation made."""
 
 
 class Tracker(Watcher, TorchDispatchMode):
@@ -129,6 +47,7 @@ class Tracker(Watcher, TorchDispatchMode):
     - before a forward: an input
     - in DistributedDataParallel's reducer, and where FSDP2 scatters gradients: a gradient
     - where FSDP2 gathers weights: a weight copy
+    - where no gradients are recorded and a cache keeps it: keys and values
     - else: a temporary
 
     Args:
@@ -393,7 +312,7 @@ def watched(tracker: Watcher):
 
 
 def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Callable], Callable]]]:
-    """Methods of torch, and what makes of each the one that tells the tracker.
+    """Methods of the libraries, and what makes of each the one that tells the tracker.
 
     FSDP2 keeps a rank's share of the weights as a DTensor, gathers a module's weights before its forward and its
     backward, and gives them back after, by resizing storages, which no operation shows. The tracker is not told of what
@@ -407,7 +326,20 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
 
         return resize
 
+    def keeping(plain):
+        def keep(cache, *args, **options):  # `update` is given keys, values and the layer's number
+            kept = plain(cache, *args, **options)
+            if not torch.is_grad_enabled():
+                for layer in cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers:
+                    tracker.tag([getattr(layer, name, None) for name in ("keys", "values")], Category.KEY_VALUE_CACHE)
+            return kept
+
+        return keep
+
     yield torch.UntypedStorage, "resize_", resizing
+    if caches := sys.modules.get("transformers.cache_utils"):
+        yield caches.Cache, "update", keeping
+        yield caches.Cache, "reorder_cache", keeping
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -441,9 +373,3 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that is divided among ranks; any other tensor is itself."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def leave_mark() -> None:
-    """Leave a mark among the events of torch's profiler."""
-    with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
-        pass

@@ -13,7 +13,7 @@ from typing import Any
 from perf_helpers.lab import optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import Task, positions
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Experiment:
     warmup_steps: int = 1  # before these
     threads: int | None = None  # that it computes on; None: as many as torch takes
     samples_of_function: int | None = None  # that one step of a function sees, all processes together
+
+    def __post_init__(self):
+        if self.training and self.arguments.generation:
+            name = next(iter(self.arguments.generation))
+            raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
 
     @property
     def kind(self) -> str:
@@ -107,25 +112,57 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
-    """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8)."""
+    """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8). With
+    `max_new_tokens` a pass is a `generate`, of which each answer gets as many tokens as that, whatever they are."""
     import torch
 
-    settings = experiment.arguments.training
+    settings, generation = experiment.arguments.training, experiment.arguments.generation
     size = settings.get("per_device_eval_batch_size", 8)
-    device = "cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu")
     try:
         model = experiment.task.build_model(**experiment.arguments.model).to(device).eval()
         batch = experiment.task.batch(size, device)
+        if generation:
+            _check_room(experiment.task, model, generation["max_new_tokens"])
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
     labels = batch.pop("labels", None)
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and not generation:
         batch["decoder_input_ids"] = labels
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else None
-    with torch.no_grad(), torch.autocast(device, half, enabled=half is not None):
+    with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
         for _ in range(passes):
-            model(**batch)
+            if generation:
+                _write(model, batch["input_ids"], **generation)
+            else:
+                model(**batch)
             on_pass()
+
+
+def _check_room(task: Task, model, new: int) -> None:
+    """Raises ValueError where a model does not write, or has no positions for the prompt and `new` tokens."""
+    if not model.can_generate():
+        raise ValueError(
+            f"max_new_tokens: {type(model).__name__} has no generate(). Choose a class that writes, "
+            "e.g. --architecture LlamaForCausalLM"
+        )
+    length, room = task.length(model.config), positions(model.config)
+    if room and not model.config.is_encoder_decoder and length + new > room:
+        raise ValueError(f"max_new_tokens={new}: {task.model} has positions for {room} tokens, and {length} are there")
+
+
+def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
+    """`generate` with greedy or beam search, to the last token: no value that was computed ends it, so it can be
+    followed on tensors without any. A static cache is not compiled for."""
+    tokens, ask_beams = iter(range(max_new_tokens)), type(model)._beam_search_has_unfinished_sequences
+    model._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
+    model._beam_search_has_unfinished_sequences = lambda *beams: ask_beams(*beams) is not None
+    model.generation_config.eos_token_id = None
+    if not model.config.is_encoder_decoder:
+        model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it
+    mask = prompts.new_ones(prompts.shape)
+    options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
+    model.generate(prompts, attention_mask=mask, **options)
 
 
 def pickled(function: Callable) -> bytes:

@@ -285,6 +285,12 @@ def _many_cpus(cpu):
     return within(one / (silent + 0.8 * send), WALL), (one / (silent + send) / WALL, one / silent * WALL)
 
 
+def _detector(cpu, modules=32, tensors=2.7, looks=11):
+    """Each look at a tensor is a call, and those at weights read all of them."""
+    watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
+    return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))
+
+
 CLAIMS = {
     "cpu-fp16-as-bf16": _half_types,
     "oversubscription": _crowded,
@@ -334,6 +340,7 @@ CLAIMS = {
     "compile": _compiled,
     "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),
     "zero-slows-if-fits": _zero,
+    "debug-cost": _detector,
     "moe-seconds": lambda cpu: within(_moe(cpu, 16, 64, training=True) / _moe(cpu, 32, training=True)),
     "moe-faster": _moe_faster,
     "moe-inference": lambda cpu: within(_moe(cpu, 122) / _moe(cpu, 16, 64), 1.1),

@@ -63,19 +63,24 @@ OWNED = {
     "20": "cache-bytes static-cache-high nf4-bits footprint-tells eval-keeps-logits padding-side",
     "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
     "22": "hpo",
-    "23": "troubleshooting",
-    "24": "cooling power-sockets gpu-choice prebuilt-images",
+    "23": "troubleshooting debug-overflow debug-underflow debug-nan-loss nan-is-logged debug-backward anomaly-names-it "
+    "debug-cost resume-peak",
+    "24": "cooling power-sockets gpu-choice prebuilt-images shutdown-temperature throttled wheels-build-nothing "
+    "shapes-recompile shapes-recompile-default pad-to-multiple cost-a-token conda-builds tpu-tensorflow xla-tensorflow "
+    "specialized-hardware",
 }
 NEEDS = {  # what is not in this table is decided on any machine
     "cuda": "batch-multiple-of-eight fp16-needs-eights multiple-varies "
     "context-cost first-tensor-cost activations-bandwidth nvml-agrees multiples-of-eight tile-quantization "
     "fp16-faster fp16-up-to-5x fp16-twice-by-batch combined-speed adam8bit-cost all-three-speed all-three-8bit-speed "
     "pinned-memory utilisation-shows-wait pinned-by-loader accelerator-required cooling sdpa-fused-kernels "
+    "shutdown-temperature throttled "
     "multi-tensor-default compile-cudagraphs compile-reduce-overhead offload-to-host",
     "sm80": "weights-grow-on-gpu multiples-of-64 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster "
     "tf32-trainer-flag",
     "gpus2": "nvlink-quarter ddp-beats-dp dp-beats-slow-ddp dp-first-device dp-one-process dp-traffic topology-legend",
-    "text": "power-sockets gpu-choice prebuilt-images table-zero-speed table-zero-memory",
+    "text": "power-sockets gpu-choice prebuilt-images table-zero-speed table-zero-memory cost-a-token conda-builds "
+    "tpu-tensorflow xla-tensorflow specialized-hardware",
 }
 # The guides' figures, worked out from their tables: (MB, samples/s) of the 2023 guide's runs.
 VANILLA, ACCUMULATED, CHECKPOINTED, FP16, COMBINED = (
@@ -253,6 +258,14 @@ TRUE_AND_FALSE = {
     "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
     "troubleshooting": (1.0, 0.5),
+    "debug-overflow": (1.0, 0.5),
+    "debug-underflow": (1.0, 0.0),
+    "debug-nan-loss": (1.0, 0.0),
+    "nan-is-logged": (1.0, 0.0),
+    "debug-backward": (1.0, 0.0),
+    "anomaly-names-it": (1.0, 0.75),
+    "debug-cost": (1.6, 0.9),
+    "resume-peak": (1.0, 1.23),
     "weights-grow-on-gpu": (1.5, 1.0),
     "restart-needed": (0.5, 0.0),
     "temporaries-freed": (0.8, 1.0),
@@ -292,6 +305,12 @@ TRUE_AND_FALSE = {
     "single-gpu-carries-over": (1.0, 0.6),
     "accelerator-required": (20.0, 0.9),
     "cooling": (87, 95),
+    "shutdown-temperature": (5, -1),
+    "throttled": (0.8, 1.0),
+    "wheels-build-nothing": (0, 1),
+    "shapes-recompile": (1.0, 2 / 64),
+    "shapes-recompile-default": (1.0, 2 / 64),
+    "pad-to-multiple": (2 / 64, 1.0),
     "table-batch-speed": (1.5, 0.9),
     "table-batch-memory": (0.5, 1.0),
     "table-optimizer-speed": (1.2, 0.9),
@@ -394,7 +413,7 @@ UNCERTAIN = (
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
     "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster "
     "moe-inference moe-few-speed moe-seconds moe-balanced link-matters nvlink-quarter "
-    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend cooling hpo "
+    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend cooling throttled hpo "
     "table-accumulation-speed table-checkpointing-speed table-half-speed table-batch-speed "
     "table-optimizer-speed table-loader-speed workers-help workers-not-beyond oversubscription "
     "threads-minus-one"
@@ -429,7 +448,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 212
+        assert len(listed) == 231
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):

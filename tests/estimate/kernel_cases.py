@@ -161,6 +161,11 @@ def index(dtype):
     return lambda: aten.index(tensor, [positions])
 
 
+def where(number):
+    mask, tensor = zeros(1000, dtype=torch.bool), zeros(1000)
+    return lambda: torch.where(mask, tensor, number)
+
+
 RUNS = {
     "flash": lambda: attention("flash", BF16),
     "flash with dropout": lambda: attention("flash", BF16, dropout=0.1),
@@ -199,6 +204,7 @@ RUNS = {
     "patches' backward": patches_backward,
     "group norm's backward": group_norm_backward,
     "is it infinite": lambda: of_one(torch.isinf, 1000),
+    "one of two, of which one is a number": lambda: where(0.5),
     "index of 32 bits": lambda: index(I32),
     "index": lambda: index(I64),
     "running sum of floats": lambda: of_one(torch.cumsum, 100_000, dim=0),

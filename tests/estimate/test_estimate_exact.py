@@ -184,6 +184,12 @@ INFERENCES = [
     ("t5", {"seq_len": 16, "dtype": "bfloat16"}),
     ("mixtral", {"seq_len": 24, "attn_implementation": "eager"}),
     ("swin", {"per_device_eval_batch_size": 5}),
+    ("gpt2", {"seq_len": 16, "max_new_tokens": 5, "num_beams": 3, "per_device_eval_batch_size": 3}),
+    ("llama", {"seq_len": 31, "max_new_tokens": 9, "cache_implementation": "static", "dtype": "bfloat16"}),
+    ("mistral", {"seq_len": 21, "max_new_tokens": 17, "bf16": True}),  # beyond its window
+    ("mixtral", {"seq_len": 16, "max_new_tokens": 4}),
+    ("mamba", {"seq_len": 16, "max_new_tokens": 5, "num_beams": 2}),
+    ("t5", {"seq_len": 16, "max_new_tokens": 6, "num_beams": 2, "bf16": True}),
 ]
 # Pairs that are not exact, with the reason. Each is tried too: one that has become exact does not belong here.
 NOT_EXACT = {

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow, recorded
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
-from perf_helpers.lab.tracker import Block
 from perf_helpers.lab.training import Experiment
+from perf_helpers.lab.watcher import Block
 from perf_helpers.records import TENSOR_CATEGORIES, Phase
 
 

@@ -23,6 +23,7 @@ def test_a_good_machine_has_nothing_to_repair(monkeypatch):
         (PLAIN, "note", "precision", "fp16 and bf16 operations run but are emulated: slower, same memory", "fp32"),
         (replace(PLAIN, cpu_features=None), "note", "precision", "unknown", "lesson 07"),
         (replace(PLAIN, cpu_features=("amx_bf16",)), "ok", "precision", "native on this CPU", ""),
+        (replace(PLAIN, cpu_features=("amx_bf16",)), "note", "fp16", "crawls", "dtype=torch.float32"),
         (replace(GOOD, gpus=(T4,)), "note", "precision", "no native bf16", "fp16=True"),
         (replace(GOOD, gpus=(replace(T4, capability=(6, 1)),)), "note", "precision", "no native bf16", "fp32"),
         (replace(GOOD, gpus=(replace(T4, capability=(7, 0)),)), "error", "GPU 0", "CUDA 13 dropped", "CUDA 12.6"),
@@ -76,3 +77,8 @@ def test_a_checkout_that_is_not_installed_has_no_range(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
     assert "torch" not in {finding.subject for finding in doctor.diagnose(PLAIN, {"torch": "0.1"})}
+
+
+@pytest.mark.parametrize("features", [("avx512_fp16",), ("amx_fp16",), ("asimdhp",), None])
+def test_fp16_is_not_spoken_of_where_a_cpu_has_it_or_nothing_is_known(features):
+    assert "fp16" not in {finding.subject for finding in doctor.diagnose(replace(PLAIN, cpu_features=features))}

@@ -1,0 +1,98 @@
+"""A training watched: its phases and the module that runs, and nothing that would change an allocation."""
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from perf_helpers.records import Phase
+
+MARK = "perf_helpers"  # prefix of our own events among those of torch's profiler
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage that lives, or did."""
+
+    bytes: int  # as the allocator rounds them
+    category: str  # of `Category`; may become known after the birth: a temporary turns out to be a gradient
+    operation: str  # that made it
+    stream: int = 0  # of the device, on which it was made; 0: the usual one
+
+
+class Modules:
+    """Which module an operation belongs to, by its name in the model: in backward, the one whose forward made the node.
+
+    Autograd numbers its nodes as they are made, so that a module's nodes are those between two numbers.
+    """
+
+    def __init__(self):
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        # By how many backwards were running, for a checkpoint's second forward may be on a thread with its own count.
+        self._entered: list[tuple[list[int], list[str]]] = [([], [])]
+
+    def enter(self, module) -> None:
+        if not self._inside and id(module) not in self._names:
+            kind = type(module).__name__
+            self._names |= {id(part): name.removeprefix("module.") or kind for name, part in module.named_modules()}
+        self._inside.append(self._names.get(id(module)) or type(module).__name__)
+        self._note(self._inside[-1])
+
+    def leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+            self._note(self._inside[-1] if self._inside else "")
+
+    def enter_backward(self) -> None:
+        self._entered.append(([], []))
+
+    def leave_backward(self) -> None:
+        self._entered.pop()
+        if len(self._entered) == 1:
+            self._inside.clear()
+            self._entered = [([], [])]
+
+    def here(self) -> str:
+        """The module whose forward or backward runs now, "" outside of all."""
+        if self._inside or len(self._entered) == 1:
+            return self._inside[-1] if self._inside else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._entered[-2]
+        index = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        return names[index] if index >= 0 else ""
+
+    def _note(self, name: str) -> None:
+        numbers, names = self._entered[-1]
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        names.append(name)
+
+
+class Watcher:
+    """Marks the ends of the phases and follows nothing: watching with it changes no allocation."""
+
+    def __init__(self):
+        self.phase = Phase.SETUP
+        self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
+        self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
+        self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
+        self.modules = Modules()
+
+    def mark(self, label: str) -> None:
+        self.marks.append((label, len(self.log), len(self.operations)))
+        leave_mark()  # among the profiler's events too, so that both are told in one order
+
+    def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
+        """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
+
+    def born(self, tensor: Any, operation: str) -> None:
+        """Follow a tensor that no operation made."""
+
+
+def leave_mark() -> None:
+    """Leave a mark among the events of torch's profiler."""
+    with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
+        pass

@@ -1,0 +1,96 @@
+"""Inference that writes: the cache of keys and values, against a formula and a plain `generate`; what is refused."""
+
+import sys
+
+import cloudpickle
+import pytest
+from typer.testing import CliRunner
+
+from perf_helpers import Lab, Task, cli
+from perf_helpers.estimate import estimate
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("lab"))
+
+
+def cache_bytes(tokens, answers):
+    return 2 * 3 * 2 * 16 * 4 * tokens * answers  # keys and values, layers, heads, head size, bytes
+
+
+@pytest.mark.parametrize(("beams", "batch", "new"), [(1, 5, 30), (4, 2, 12)])
+def test_the_cache_takes_what_the_formula_says(lab, beams, batch, new):
+    options = {"max_new_tokens": new, "num_beams": beams, "per_device_eval_batch_size": batch}
+    run = lab.infer(f"{beams} beams", task=LLAMA, **options)
+    tokens, answers = 20 + new - 1, batch * beams  # the last token is written and never read
+    most = max(run.memory.timeline["key_value_cache"])
+    copies = most - cache_bytes(tokens, answers)
+    # Where a layer's keys get another token, or another order of beams, those that were before are still there.
+    assert copies == cache_bytes(tokens - 1, answers) / 6 if beams == 1 else 0 < copies <= cache_bytes(tokens, answers)
+    assert max(estimate(LLAMA, device="cpu", training=False, **options).memory.timeline["key_value_cache"]) == most
+
+
+def test_a_static_cache_is_as_large_from_the_start_and_never_copied(lab):
+    run = lab.infer("static", task=LLAMA, max_new_tokens=30, cache_implementation="static")
+    assert max(run.memory.timeline["key_value_cache"]) == cache_bytes(20 + 30 - 1, answers=8)
+
+
+def _plain(task):
+    """As a user would write it."""
+    import torch
+
+    model = task.build_model().eval()
+    model.generation_config.eos_token_id = None
+    batch = task.batch(8)
+    options = {"attention_mask": torch.ones_like(batch["input_ids"]), "max_new_tokens": 9, "do_sample": False}
+    with torch.no_grad():
+        model.generate(batch["input_ids"], **options)
+        return [*model.generate(batch["input_ids"], **options).shape]
+
+
+def test_it_counts_what_a_plain_generate_takes(lab):
+    plain = lab.run(_plain, "plain", task=LLAMA, measure=("memory",), use_cpu=True)
+    assert plain.value == [8, 29]
+    assert lab.infer("ours", task=LLAMA, max_new_tokens=9, use_cpu=True).peak_bytes == plain.peak_bytes
+
+
+def test_a_training_has_no_cache(lab):
+    run = lab.train("t", task=LLAMA, measure=("memory",), per_device_train_batch_size=2)
+    assert run.memory.breakdown["key_value_cache"] == 0 < run.memory.breakdown["activations"]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "why"),
+    [
+        (LLAMA, {"num_beams": 3}, "num_beams: give max_new_tokens too"),
+        (LLAMA, {"max_new_tokens": 0}, "max_new_tokens=0"),
+        (LLAMA, {"max_new_tokens": 3, "cache_implementation": "paged"}, "choose 'dynamic' or 'static'"),
+        (Task("gpt2", seq_len=1000), {"max_new_tokens": 30}, "has positions for 1024 tokens, and 1000 are there"),
+        (
+            Task("bert-tiny", seq_len=16, architecture="BertForSequenceClassification"),
+            {"max_new_tokens": 3},
+            "generate",
+        ),
+    ],
+)
+def test_what_cannot_write_is_refused(task, options, why):
+    with pytest.raises(ValueError, match=why):
+        estimate(task, device="cpu", training=False, **options)
+
+
+def test_a_training_that_is_to_write_is_refused(lab):
+    with pytest.raises(ValueError, match="max_new_tokens is for inference"):
+        lab.train("t", task=LLAMA, max_new_tokens=3)
+    words = ["estimate", "--model", "gpt2", "--max_new_tokens", "3"]
+    assert "--inference" in str(CliRunner().invoke(cli.app, words).exception)
+
+
+def test_the_command_line_shows_the_cache():
+    words = ["estimate", "--model", "gpt2", "--seq-len", "300", "--inference", "--device", "cpu"]
+    result = CliRunner().invoke(cli.app, [*words, "--max_new_tokens", "2", "--num_beams", "2"])
+    assert result.exit_code == 0 and "key value cache" in result.stdout
