@@ -521,7 +521,7 @@ exercises.prove(
 # - *An fp16 checkpoint, loaded as it is.* Ask `model.dtype` before the first step.
 # - *One process's samples/s called the total*, or two processes compared at twice the global batch. Here each update has 16 samples, and one clock times both.
 # - *A container's quota.* torch counts the host's cores. `perf-helpers doctor` tells of both.
-# - *Intel's list*: oneCCL, Intel MPI, tcmalloc, libiomp. They are libraries to preload or launchers of their own; nothing here measured them. IPEX, which most old pages begin with, is archived ([its repository](https://github.com/intel/intel-extension-for-pytorch)).
+# - *Intel's list*: oneCCL, Intel MPI, tcmalloc, libiomp. They are libraries to preload or launchers of their own; nothing here measured them. IPEX, which most old pages begin with, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
 #
 # ## Recap
 #
