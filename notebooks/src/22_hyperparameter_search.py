@@ -25,6 +25,7 @@ import torch
 from IPython.display import display
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import default_hp_space_optuna
 
 from perf_helpers import Lab, claims, exercises, optional_packages, plots, widgets
 from perf_helpers.records import Ratio
@@ -501,7 +502,7 @@ def fresh_mean(**settings):
 
 if not no_optuna:
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=1))  # optuna's default sampler
-    study.optimize(lambda trial: score(train(width=128, **transformers.trainer_utils.default_hp_space_optuna(trial))), n_trials=20)
+    study.optimize(lambda trial: score(train(width=128, **default_hp_space_optuna(trial))), n_trials=20)
     winner = {name: value for name, value in study.best_params.items() if name != "seed"}
     plain, fresh, as_long = map(lambda one: fresh_mean(**one), (DEFAULTS, winner, winner | {"num_train_epochs": 3}))
     gain = plain - study.best_value
