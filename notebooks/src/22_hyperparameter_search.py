@@ -229,15 +229,10 @@ def trainer_of(model_init=lambda: Net(), metrics=None, **settings):
 
 
 def search(made, space, trials, seed=0, **options):
-    seen = []
-
-    def noting(trial):
-        seen.append(trial.study)
-        return space(trial)
-
-    options = dict(sampler=optuna.samplers.RandomSampler(seed=seed)) | options
-    best = made.hyperparameter_search(noting, n_trials=trials, backend="optuna", **options)
-    return best, seen[0].trials
+    studies, options = [], dict(sampler=optuna.samplers.RandomSampler(seed=seed), n_trials=trials) | options
+    noting = lambda trial: studies.append(trial.study) or space(trial)  # noqa: E731
+    best = made.hyperparameter_search(noting, backend="optuna", **options)
+    return best, studies[0].trials
 
 
 def rates_of(trial):
@@ -290,6 +285,7 @@ def interval(ratios):
     return Ratio(*(math.exp(middle + part) for part in (0, -half, half)))
 
 
+# %%
 if not no_optuna:
     plain, of_best = ([anew(seed, **one) for seed in range(101, 105)] for one in ({}, best.hyperparameters))
     of_pruned = of_best
@@ -535,8 +531,6 @@ exercises.question(
 display(claims.check("hpo-winner-honest", luck_lost, note="20 trials of the weight decay; 20 fresh seeds, fresh data"))
 for id in ("hpo", "hpo-pruning", "hpo-default-space", "hpo-applies-best", "hpo-frees-memory"):
     display(claims.check(id, found.get(id), missing=no_optuna, note=notes.get(id, "")))
-
-# %% tags=["claim"]
 traps = ("hpo-objective-is-loss", "hpo-default-direction", "hpo-unknown-name", "hpo-value-kept", "hpo-own-seed")
 for id in (*traps, "hpo-reproduces"):
     display(claims.check(id, found.get(id), missing=no_optuna, note=notes.get(id, "")))
