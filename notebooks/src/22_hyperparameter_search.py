@@ -130,7 +130,6 @@ lead = (mean - min(equal)) / spread
 print(
     f"predicted: {expected_lead(20):.2f} standard deviations; seen: {lead:.2f}, or {mean - min(equal):.4f} of the loss"
 )
-widgets.revealed(lab, "luck", lead)
 _, ax = plt.subplots(figsize=(7, 3), layout="constrained")
 ax.hist(equal, bins=10, color=plots.SERIES[0])
 ax.axvline(mean, color="black", label="their mean: what the recipe gives")
@@ -139,6 +138,7 @@ ax.set(xlabel="loss on validation data", ylabel="trainings", title="One recipe, 
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False)
 plt.show()
+widgets.revealed(lab, "luck", lead)
 
 # %% [markdown]
 # ## Random search, in eight lines
