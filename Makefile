@@ -125,14 +125,21 @@ build/ipywidgets7: $(STAMP)
 # For lesson 16, in a folder of its own for each Python: an installed DeepSpeed would be imported in every training. Where it cannot
 # be built the course and its tests go on without it.
 DEEPSPEED_PARTS := wheel setuptools hjson py-cpuinfo msgpack einops ninja pydantic pydantic-core annotated-types typing-inspection
-DEEPSPEED = build/deepspeed-$(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])")
+OF_PYTHON = $(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])")
+DEEPSPEED = build/deepspeed-$(OF_PYTHON)
 build/deepspeed: $(STAMP)
 	@test -f $(DEEPSPEED)/.stamp || { rm -rf $(DEEPSPEED); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--target $(DEEPSPEED) -c constraints.txt $(DEEPSPEED_PARTS) && \
 		PYTHONPATH=$(DEEPSPEED) DS_ACCELERATOR=cpu $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--no-build-isolation --no-cache-dir --target $(DEEPSPEED) -c constraints.txt deepspeed && touch $(DEEPSPEED)/.stamp; }
+# For lesson 22; what it needs besides is there.
+OPTUNA = build/optuna-$(OF_PYTHON)
+build/optuna: $(STAMP)
+	@test -f $(OPTUNA)/.stamp || { rm -rf $(OPTUNA); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		--target $(OPTUNA) -c constraints.txt optuna alembic SQLAlchemy colorlog Mako && touch $(OPTUNA)/.stamp; }
 extras: $(STAMP)
 	@$(MAKE) --no-print-directory build/deepspeed || echo "DeepSpeed could not be built: lesson 16 goes on without it." >&2
+	@$(MAKE) --no-print-directory build/optuna || echo "optuna could not be installed: lesson 22 goes on without it." >&2
 
 $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
@@ -143,5 +150,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
 fresh: ;

@@ -1,7 +1,7 @@
 """Packages that only some lessons use and that the others are better off without: where they are, and what is missing.
 
-DeepSpeed is one: where it is installed, accelerate imports it in each training of the Trainer. So `make` puts it into
-a folder of its own, and the lesson that wants it says so.
+DeepSpeed is one: where it is installed, accelerate imports it in each training of the Trainer. So `make` puts it, and
+optuna, into folders of their own, and the lesson that wants one says so.
 """
 
 import importlib.util
@@ -36,5 +36,6 @@ def missing(package: str) -> str | None:
     """What is missing, in words; None where the package can be imported."""
     if importlib.util.find_spec(package):
         return None
-    how = f'make build/{package}, and optional_packages.offer("{package}"); or pip install setuptools wheel '
-    return f"needs {package} ({how}&& pip install --no-build-isolation {package})"
+    first = "setuptools wheel && pip install --no-build-isolation " if package == "deepspeed" else ""
+    how = f'make build/{package}, and optional_packages.offer("{package}"); or pip install {first}{package}'
+    return f"needs {package} ({how})"

@@ -249,6 +249,42 @@ def _moe_faster(cpu):
     return training, (0.6 * forward.low, 1.05 * forward.high)
 
 
+def _half_types(cpu):
+    """Lesson 19's Llama: speed of fp16 against bf16, and what its parts foretell. No CPU here has fp16 products."""
+    of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
+    rest = 0.06 * AMD.cache / cpu.cache
+    low = (of_products["bf16"] + rest / 2) / (of_products["fp16"] + 2 * rest)
+    high = (of_products["bf16"] + 2 * rest) / (of_products["fp16"] + rest / 2)
+    return within((of_products["bf16"] + 1.2 * rest) / (of_products["fp16"] + 1.2 * rest)), (low, high)
+
+
+def _threads(cpu, threads):
+    """Seconds of an update of 16 samples in one process."""
+    products, other, calls = forward(cpu, 16, 32, 2)
+    speedup = min(threads, int(cpu.cores) or 1)
+    return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls
+
+
+def _crowded(cpu):
+    return within(1.5 if cpu.cores > 1 else 1.2, WALL)  # threads that wait spin
+
+
+def _one_fewer(cpu):
+    cores = int(cpu.cores)
+    if cores < 2:
+        return None, (1 / WALL, WALL)
+    return within(_threads(cpu, cores) / _threads(cpu, cores - 1), WALL), ((cores - 1) / cores / WALL, WALL)
+
+
+def _many_cpus(cpu):
+    half = max(1, int(cpu.cores) // 2)
+    shared = 1.0 if cpu.cores >= 2 else 2 / max(1.0, cpu.cores)  # two processes on less than two cores
+    silent = _threads(cpu, half) / 2 * shared * 1.05
+    send = 4 * parameters(2, 200) / (4 * cpu.link)
+    one = _threads(cpu, half)
+    return within(one / (silent + 0.8 * send), WALL), (one / (silent + send) / WALL, one / silent * WALL)
+
+
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
     """Each look at a tensor is a call, and those at weights read all of them."""
     watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
@@ -256,6 +292,10 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
 
 
 CLAIMS = {
+    "cpu-fp16-as-bf16": _half_types,
+    "oversubscription": _crowded,
+    "threads-minus-one": _one_fewer,
+    "many-cpus": _many_cpus,
     "backward-takes-twice": lambda cpu: within(backward(cpu, 4, 256) / sum(forward(cpu, 4, 256)), 1.08),
     "backward-twice-dropout": _with_dropout,
     "backward-sizes-awkward": _awkward,

@@ -58,10 +58,12 @@ OWNED = {
     "pipeline-parallel-same model-parallel-beyond-tricks three-d-scales",
     "18": "moe-params moe-flops moe-seconds moe-faster moe-inference moe-quality moe-memory moe-few-speed "
     "moe-few-memory moe-many-memory moe-balanced moe-gate-alone moe-position moe-every-other",
-    "19": "many-cpus",
+    "19": "cpu-fp16-as-bf16 cpu-bf16-memory cpu-flags-alike ipex-flags torchrun-threads oversubscription "
+    "threads-minus-one many-cpus",
     "20": "cache-bytes static-cache-high nf4-bits footprint-tells eval-keeps-logits padding-side",
     "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
-    "22": "hpo",
+    "22": "hpo hpo-winner-honest hpo-default-space hpo-default-direction hpo-objective-is-loss hpo-applies-best "
+    "hpo-own-seed hpo-reproduces hpo-unknown-name hpo-value-kept hpo-frees-memory hpo-pruning",
     "23": "troubleshooting debug-overflow debug-underflow debug-nan-loss nan-is-logged debug-backward anomaly-names-it "
     "debug-cost resume-peak",
     "24": "cooling power-sockets gpu-choice prebuilt-images shutdown-temperature throttled wheels-build-nothing "
@@ -122,6 +124,9 @@ FIGURES = {
     "all-three-memory": ALL_ADAFACTOR[0] / VANILLA[0],
     "load-twice": 2,
     "accelerate-same": 5363 / 5363,
+    "cpu-flags-alike": 1,
+    "ipex-flags": 3,
+    "torchrun-threads": 1,
     "cache-bytes": 1,
     "nf4-bits": 0.25,
     "footprint-tells": 1,
@@ -227,6 +232,10 @@ TRUE_AND_FALSE = {
     "model-parallel-beyond-tricks": (0.5, 1.0),
     "three-d-scales": (0.5, 1.0),
     "many-cpus": (1.8, 0.9),
+    "cpu-fp16-as-bf16": (1.0, 0.05),
+    "cpu-bf16-memory": (0.8, 1.0),
+    "oversubscription": (1.6, 0.9),
+    "threads-minus-one": (1.1, 0.6),
     "static-cache-high": (1.3, 1.0),
     "eval-keeps-logits": (0.4, 1.2),
     "padding-side": (0.9, 0.0),
@@ -249,6 +258,17 @@ TRUE_AND_FALSE = {
     "moe-position": (0.5, 0.0),
     "moe-every-other": (0.9, 0.1),
     "hpo": (0.8, 1.1),
+    "hpo-winner-honest": (0.0, 1.0),
+    "hpo-default-space": (1.0, -0.1),
+    "hpo-default-direction": (1.0, 0.6),
+    "hpo-objective-is-loss": (1.0, 0.0),
+    "hpo-applies-best": (1.0, 0.0),
+    "hpo-own-seed": (1.0, 0.0),
+    "hpo-reproduces": (1.0, 1.8),
+    "hpo-unknown-name": (1.0, 0.0),
+    "hpo-value-kept": (1.0, 0.0),
+    "hpo-frees-memory": (0.0, 3.0),
+    "hpo-pruning": (0.5, 1.1),
     "troubleshooting": (1.0, 0.5),
     "debug-overflow": (1.0, 0.5),
     "debug-underflow": (1.0, 0.0),
@@ -341,6 +361,9 @@ FALSE = {
     "adam8bit-cost": 0.5,
     "all-three-memory": 1.1,
     "accelerate-same": 1.3,
+    "cpu-flags-alike": 0.5,
+    "ipex-flags": 0,
+    "torchrun-threads": 2,
     "cache-bytes": 4,
     "nf4-bits": 0.28125,
     "footprint-tells": 0.94,
@@ -402,9 +425,10 @@ UNCERTAIN = (
     "adafactor-convergence adam8bit-cost adam8bit-convergence all-three-speed all-three-8bit-speed multi-tensor "
     "sdpa-speed compile compile-debugging zero-slows-if-fits moe-faster "
     "moe-inference moe-few-speed moe-seconds moe-balanced link-matters nvlink-quarter "
-    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend many-cpus cooling throttled hpo "
+    "sync-often ddp-many-machines ddp-beats-dp dp-beats-slow-ddp topology-legend cooling throttled hpo "
     "table-accumulation-speed table-checkpointing-speed table-half-speed table-batch-speed "
-    "table-optimizer-speed table-loader-speed workers-help workers-not-beyond"
+    "table-optimizer-speed table-loader-speed workers-help workers-not-beyond oversubscription "
+    "threads-minus-one"
 )
 LEDGER = ledger.load()
 MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
@@ -436,7 +460,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 224
+        assert len(listed) == 242
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):
