@@ -291,7 +291,36 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
     return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))
 
 
+WEIGHTS = 25e6  # of lesson 20's wide Llama
+
+
+def _batching(cpu):
+    """A token's seconds for one answer and for 16: the weights are read once, or their products take longer."""
+    one, many = (max(4 * WEIGHTS / cpu.memory, _products(cpu, 2 * WEIGHTS * rows, rows)) for rows in (1, 16))
+    calls = 80 * cpu.call
+    return within(16 * (one + calls) / (many + 1.5 * calls), 1.1)
+
+
+def _fewer_bits(cpu, matrices):
+    """The same of one answer, with other matrices in place of those in bf16."""
+    half = max(2 * WEIGHTS / cpu.memory, 2 * WEIGHTS / cpu.half)
+    ratio = (half + 80 * cpu.call) / (matrices(cpu, half) + 80 * cpu.call)
+    return within(1.1 * ratio, 1.1), (ratio / 1.5, ratio * 1.5)
+
+
+def _four_bits(cpu, half):
+    unpacked = WEIGHTS / cpu.cache * 6  # each of them, where there is a kernel; else as a matrix of its own
+    return 0.56 * WEIGHTS / cpu.memory + unpacked if cpu.half > cpu.fp32 else 3 * half + unpacked
+
+
+def _eight_bits(cpu, half):
+    return WEIGHTS / cpu.memory + 6 * WEIGHTS / cpu.cache + 14 * 12 * cpu.call
+
+
 CLAIMS = {
+    "batching-throughput": _batching,
+    "quantized-faster": lambda cpu: _fewer_bits(cpu, _four_bits),
+    "int8-faster": lambda cpu: _fewer_bits(cpu, _eight_bits),
     "cpu-fp16-as-bf16": _half_types,
     "oversubscription": _crowded,
     "threads-minus-one": _one_fewer,

@@ -26,3 +26,16 @@ def test_the_memory_footprint_leaves_the_scales_of_four_bit_weights_out(model, t
 def test_beam_search_refuses_the_option_that_saves_memory(model):
     with pytest.raises(ValueError, match="low_memory=True"):
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, num_beams=4, low_memory=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, where it is compiled")
+def test_a_static_cache_compiles_nothing_on_a_cpu_without_a_word(model, recwarn, caplog):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    prompt = torch.ones(1, 4, dtype=torch.long)
+    model.generate(prompt, max_new_tokens=3, min_new_tokens=3, cache_implementation="static", do_sample=False)
+    assert counters["stats"]["unique_graphs"] == 0
+    told = [*(str(each.message) for each in recwarn), *caplog.messages]
+    assert not [text for text in told if "compil" in text]

@@ -60,7 +60,8 @@ OWNED = {
     "moe-few-memory moe-many-memory moe-balanced moe-gate-alone moe-position moe-every-other",
     "19": "cpu-fp16-as-bf16 cpu-bf16-memory cpu-flags-alike ipex-flags torchrun-threads oversubscription "
     "threads-minus-one many-cpus",
-    "20": "cache-bytes static-cache-high nf4-bits footprint-tells eval-keeps-logits padding-side",
+    "20": "cache-bytes static-cache-high static-cache-compiles nf4-bits footprint-tells quantized-error nf4-error "
+    "batching-throughput quantized-faster int8-faster eval-keeps-logits padding-side",
     "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
     "22": "hpo hpo-winner-honest hpo-default-space hpo-default-direction hpo-objective-is-loss hpo-applies-best "
     "hpo-own-seed hpo-reproduces hpo-unknown-name hpo-value-kept hpo-frees-memory hpo-pruning",
@@ -237,6 +238,12 @@ TRUE_AND_FALSE = {
     "oversubscription": (1.6, 0.9),
     "threads-minus-one": (1.1, 0.6),
     "static-cache-high": (1.3, 1.0),
+    "static-cache-compiles": (1.0, 0.0),
+    "quantized-error": (0.0, 0.05),
+    "nf4-error": (0.001, 0.05),
+    "batching-throughput": (0.9, 6.0),
+    "quantized-faster": (1.5, 0.7),
+    "int8-faster": (1.5, 0.7),
     "eval-keeps-logits": (0.4, 1.2),
     "padding-side": (0.9, 0.0),
     "big-models": (1.1, 2.2),
@@ -460,7 +467,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 242
+        assert len(listed) == 248
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):

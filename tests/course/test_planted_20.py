@@ -1,14 +1,18 @@
 """Lesson 20's measurements with something wrong planted: the verdict must turn."""
 
 import ast
+import copy
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.records import Ratio
 
 HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "20_inference.py"
@@ -22,16 +26,28 @@ CONFIG.eos_token_id = None
 @pytest.fixture
 def lesson():
     torch.manual_seed(0)
-    wanted = {"text", "cache_bytes", "write", "scale_bytes", "four_bit_bytes", "padded", "changed"}
+    wanted = {
+        "text",
+        "cache_bytes",
+        "write",
+        "scale_bytes",
+        "four_bit_bytes",
+        "padded",
+        "changed",
+        "graphs",
+        "two_bits",
+    }
+    wanted |= {"sentence_losses", "lost", "faster", "foreseen"}
     taken = [node for node in ast.parse(SOURCE.read_text("utf-8")).body if getattr(node, "name", None) in wanted]
     assert {node.name for node in taken} == wanted
-    scope = {"torch": torch, "model": LlamaForCausalLM(CONFIG).eval()}
+    scope = {"torch": torch, "model": LlamaForCausalLM(CONFIG).eval(), "copy": copy, "math": math, "counters": counters}
+    scope |= {"Ratio": Ratio, "CPU": 1, "FLOOR": 1.1}
     exec(compile(ast.Module(taken, []), str(SOURCE), "exec"), scope)
     return SimpleNamespace(scope=scope, **{name: scope[name] for name in (*wanted, "model")})
 
 
 def verdict(id, value):
-    return decide(load()[id], value, True)
+    return decide(load()[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(2, HOLDS), (8, REFUTED)])
@@ -70,3 +86,56 @@ def test_sides_that_are_one_and_the_same_say_nothing(lesson, forgets, expected):
         lesson.scope["padded"] = lambda prompts, side: padded(prompts, "left")
     apart = {side: lesson.changed(side, prompts) for side in ("left", "right")}
     assert verdict("padding-side", (apart["right"] - apart["left"]) / 6) is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, where it is compiled")
+@pytest.mark.parametrize(("allowed", "expected"), [(False, REFUTED), (True, HOLDS)])
+def test_a_device_that_is_allowed_compiles(lesson, allowed, expected):
+    lesson.scope["prompt"] = lesson.text(1, 8, 0)
+    everywhere = CompileConfig(backend="eager")
+    everywhere._compile_all_devices = True
+    options = {"compile_config": everywhere} if allowed else {}
+    assert verdict("static-cache-compiles", lesson.graphs(cache_implementation="static", **options)) is expected
+
+
+@pytest.fixture
+def learnt(lesson):
+    """The lesson's functions with a model that has learnt a little."""
+    optimizer = torch.optim.AdamW(lesson.model.parameters(), lr=4e-3)
+    for seed in range(60):
+        batch = lesson.text(16, 32, seed)
+        lesson.model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lesson
+
+
+@pytest.mark.parametrize("id", ["quantized-error", "nf4-error"])
+def test_two_bits_are_seen_to_harm_and_a_copy_is_not(learnt, id):
+    rows = learnt.text(64, 32, 10**6)
+    whole = learnt.sentence_losses(learnt.model, rows)
+    same, coarse = (
+        learnt.sentence_losses(one, rows) for one in (copy.deepcopy(learnt.model), learnt.two_bits(learnt.model))
+    )
+    assert verdict(id, learnt.lost(whole, same)) is HOLDS
+    assert verdict(id, learnt.lost(whole, coarse)) is REFUTED
+
+
+def turns(**seconds):
+    return {name.replace("_", ", "): [(each, each)] * 6 for name, each in seconds.items()}
+
+
+@pytest.mark.parametrize(("share", "expected"), [(16, REFUTED), (1, HOLDS)])
+def test_answers_that_nobody_counts_make_a_batch_look_slow(lesson, share, expected):
+    lesson.scope["taken"] = turns(one=1.0, sixteen=2.3, again=1.0)
+    assert verdict("batching-throughput", lesson.faster("one", "sixteen", "again", share)) is expected
+
+
+@pytest.mark.parametrize("id", ["quantized-faster", "int8-faster"])
+def test_a_ratio_the_wrong_way_round_turns_and_leaves_what_is_foreseen(lesson, id):
+    lesson.scope["taken"] = turns(half=1.0, quick=0.5, again=1.0, quick_again=0.5)
+    lesson.scope |= {"step": {"bf16, 1": 10.0}, "rest": 2.0, "matrix": {"quick": 3.0}}
+    right, wrong = lesson.faster("half", "quick", "again"), lesson.faster("quick", "half", "quick, again")
+    assert verdict(id, right) is HOLDS and verdict(id, wrong) is REFUTED
+    low, high = lesson.foreseen("quick")
+    assert low < right.value < high and not low < wrong.value < high

@@ -15,7 +15,6 @@ LEDGER = load()
 TIMED = {id for id, claim in LEDGER.items() if claim.decided_by == "time"}
 NOT_SIMULATED = {
     **dict.fromkeys(("link-matters", "sync-often"), "the rate of the link is chosen from what a step takes"),
-    "hpo": "its lesson is to come",
 }
 RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / "2026-11-23.json"  # of AMD's rates
 
