@@ -120,10 +120,10 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
     size = settings.get("per_device_eval_batch_size", 8)
     device = torch.device("cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu")
     try:
+        if generation:
+            _check_room(experiment.task, generation["max_new_tokens"])
         model = experiment.task.build_model(**experiment.arguments.model).to(device).eval()
         batch = experiment.task.batch(size, device)
-        if generation:
-            _check_room(experiment.task, model, generation["max_new_tokens"])
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
     labels = batch.pop("labels", None)
@@ -139,15 +139,16 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
             on_pass()
 
 
-def _check_room(task: Task, model, new: int) -> None:
+def _check_room(task: Task, new: int) -> None:
     """Raises ValueError where a model does not write, or has no positions for the prompt and `new` tokens."""
-    if not model.can_generate():
+    config = task.build_config()
+    kind, length, room = task.model_class(config), task.length(config), positions(config)
+    if not kind.can_generate():
         raise ValueError(
-            f"max_new_tokens: {type(model).__name__} has no generate(). Choose a class that writes, "
+            f"max_new_tokens: {kind.__name__} has no generate(). Choose a class that writes, "
             "e.g. --architecture LlamaForCausalLM"
         )
-    length, room = task.length(model.config), positions(model.config)
-    if room and not model.config.is_encoder_decoder and length + new > room:
+    if room and not config.is_encoder_decoder and length + new > room:
         raise ValueError(f"max_new_tokens={new}: {task.model} has positions for {room} tokens, and {length} are there")
 
 

@@ -7,18 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "22_hyperparameter_search.py"
-TAKEN = {
-    "text",
-    "Net",
-    "train",
-    "score",
-    "expected_lead",
-    "random_search",
-    "lost_lead",
-    "halving",
-    "trainer_of",
-    "search",
-}
+TAKEN = {"text", "Net", "train", "score", "expected_lead", "random_search", "lost_lead", "halving", "trainer_of"}
+TAKEN |= {"search"}
 TAKEN |= {"rates_of", "Steps", "accuracy", "held", "freed", "Noted", "warmups_of", "warmed_up", "careful", "seeds_of"}
 TAKEN |= {"seeded", "anew", "interval"}
 DATA = ("training", "validation", "unseen")

@@ -19,13 +19,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from planted import verdict
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from perf_helpers import Task, interleaving
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.records import CPU, Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
@@ -55,10 +56,6 @@ def _defined(node):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-
-
-def verdict(id, value):
-    return decide(LEDGER[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import verdict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.records import Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
@@ -37,10 +38,6 @@ def lesson(**planted):
     scope |= planted
     exec(compile(ast.Module(taken, []), str(SOURCE), "exec"), scope)
     return SimpleNamespace(scope=scope, **{name: scope[name] for name in FUNCTIONS})
-
-
-def verdict(id, value):
-    return decide(load()[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 class Obeying(Trainer):

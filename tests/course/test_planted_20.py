@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import verdict
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.records import Ratio
 
 HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED
@@ -44,10 +45,6 @@ def lesson():
     scope |= {"Ratio": Ratio, "CPU": 1, "FLOOR": 1.1}
     exec(compile(ast.Module(taken, []), str(SOURCE), "exec"), scope)
     return SimpleNamespace(scope=scope, **{name: scope[name] for name in (*wanted, "model")})
-
-
-def verdict(id, value):
-    return decide(load()[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(2, HOLDS), (8, REFUTED)])

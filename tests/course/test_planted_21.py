@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import verdict
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
 
 HOLDS, SMALLER, REFUTED = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED
@@ -58,10 +59,6 @@ def lesson():
 @pytest.fixture
 def lab(tmp_path):
     return Lab("cpu", out=tmp_path, timeout=300)
-
-
-def verdict(id, value):
-    return decide(load()[id], value, True)
 
 
 def found(lab, lesson, way):

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 from lesson_22 import functions
+from planted import verdict
 
-from perf_helpers.course.ledger import Verdict, decide, load
-from perf_helpers.records import Ratio
+from perf_helpers.course.ledger import Verdict
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED, Verdict.TOO_SMALL
 SHORT = dict(num_train_epochs=1, learning_rate=1e-2)
@@ -23,10 +23,6 @@ def searching(lesson):
     if lesson.missing:
         pytest.skip(lesson.missing)
     return lesson
-
-
-def verdict(id, value):
-    return decide(load()[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 # ---- by hand

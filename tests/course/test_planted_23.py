@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import verdict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
 from perf_helpers.records import Ratio
 
@@ -41,10 +42,6 @@ def lesson():
 
 def targets(node):
     return node.targets if isinstance(node, ast.Assign) else []
-
-
-def verdict(id, value):
-    return decide(load()[id], value, True)
 
 
 def diagnosed(lesson, room=None, **options):

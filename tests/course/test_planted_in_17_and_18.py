@@ -11,10 +11,11 @@ from pathlib import Path
 import jupytext
 import pytest
 import torch
+from planted import verdict
 from torch.nn.functional import cross_entropy
 
 from perf_helpers import Lab
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict, load
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
 HOLDS, SMALLER, REFUTED = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED
@@ -48,10 +49,6 @@ def defines(node):
     names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
     constant = isinstance(node, ast.Assign) and all(name.isupper() for name in names)
     return constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
-
-
-def verdict(id, value):
-    return decide(LEDGER[id], value, True)
 
 
 PARALLEL = (

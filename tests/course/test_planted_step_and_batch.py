@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import verdict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.course.ledger import Verdict, decide, load
+from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.lab import Task
 from perf_helpers.records import CPU, WALL, Ratio
 
@@ -39,10 +40,6 @@ def taken_from(lesson, *names, **given):
             found |= defined
     assert {*names} <= found, f"{lesson} no longer has {', '.join({*names} - found)}"
     return SimpleNamespace(**space)
-
-
-def verdict(id, value):
-    return decide(LEDGER[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)
 
 
 def turns(seconds, count=4):
