@@ -137,9 +137,15 @@ OPTUNA = build/optuna-$(OF_PYTHON)
 build/optuna: $(STAMP)
 	@test -f $(OPTUNA)/.stamp || { rm -rf $(OPTUNA); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--target $(OPTUNA) -c constraints.txt optuna alembic SQLAlchemy colorlog Mako && touch $(OPTUNA)/.stamp; }
+# For lesson 25: where it is installed, each training of the Trainer imports it, and bitsandbytes with it.
+PEFT = build/peft-$(OF_PYTHON)
+build/peft: $(STAMP)
+	@test -f $(PEFT)/.stamp || { rm -rf $(PEFT); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		--target $(PEFT) -c constraints.txt peft && touch $(PEFT)/.stamp; }
 extras: $(STAMP)
 	@$(MAKE) --no-print-directory build/deepspeed || echo "DeepSpeed could not be built: lesson 16 goes on without it." >&2
 	@$(MAKE) --no-print-directory build/optuna || echo "optuna could not be installed: lesson 22 goes on without it." >&2
+	@$(MAKE) --no-print-directory build/peft || echo "peft could not be installed: lesson 25 goes on without it." >&2
 
 $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
@@ -150,5 +156,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
 fresh: ;

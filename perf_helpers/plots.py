@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PALETTE = {
     "weights": "#0072B2",
+    "frozen_weights": "#332288",
+    "quantized_weights": "#999933",
     "weight_copies": "#56B4E9",
     "gradients": "#D55E00",
     "optimizer_states": "#E69F00",

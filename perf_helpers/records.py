@@ -26,7 +26,9 @@ SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
 class Category(StrEnum):
     """What live memory is for, in the order of tables and pictures."""
 
-    WEIGHTS = "weights"
+    WEIGHTS = "weights"  # that learn, or all where nothing learns
+    FROZEN_WEIGHTS = "frozen_weights"  # that are carried while others learn
+    QUANTIZED_WEIGHTS = "quantized_weights"  # of 8 and 4 bits, with the constants to read them
     WEIGHT_COPIES = "weight_copies"  # casts of weights, e.g. autocast's
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
@@ -117,6 +119,7 @@ class Memory(Record):
     # ...}, one entry for each of some 200 stretches of operations, taken where the stretch is highest.
     timeline: dict[str, Any] | None = None
     parameters: int | None = None  # numbers, not bytes
+    trainable_parameters: int | None = None  # of these
     reserved_bytes: int | None = None  # the most that the CUDA allocator held
     device_used_bytes: int | None = None  # what NVML reports for the whole device, contexts included
     context_bytes: int | None = None  # what the CUDA context takes of it

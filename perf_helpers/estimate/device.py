@@ -62,7 +62,6 @@ class DeviceTracker(FakeTracker):
             from bitsandbytes.optim.optimizer import Optimizer8bit
 
             stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
-        stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: self.sent_module(module)))
         stack.enter_context(_Placing(self))
         return stack
 

@@ -39,9 +39,9 @@ PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique i
 OPTIMIZERS = {technique.name: technique.arguments for technique in recipes.OPTIMIZERS}
 ATTENTION = ("sdpa", "eager")
 
-_SCHEMA = 7  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 8  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
-_INPUTS, _CACHE = map(TENSOR_CATEGORIES.index, (Category.INPUTS, Category.KEY_VALUE_CACHE))
+_INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
 _SECONDS = 300.0  # that the traces of one surface may take
 
 
@@ -261,19 +261,10 @@ class Surfaces:
     def _load(self) -> None:
         try:
             content = json.loads(self._file.read_text(encoding="utf-8")) if self._file else {}
-            self._surfaces = {tuple(key): Surface(**_of_now(surface)) for key, surface in content.get("surfaces", [])}
+            self._surfaces = {tuple(key): Surface(**surface) for key, surface in content.get("surfaces", [])}
             self._exact = {tuple(key): Answer(**answer) for key, answer in content.get("exact", [])}
         except (OSError, ValueError, TypeError, KeyError):
             self._surfaces, self._exact = {}, {}  # absent, damaged or of an older version
-
-
-def _of_now(surface: dict[str, Any]) -> dict[str, Any]:
-    """A surface of a file, also of one written before there was a cache of keys and values, which no training has."""
-    for name in ("coefficients", "after_backward"):
-        columns = np.asarray(surface[name])
-        if columns.shape[-1] == TOTAL:
-            surface[name] = np.insert(columns, _CACHE, 0, axis=-1).tolist()
-    return surface
 
 
 def precisions(device: str) -> list[str]:

@@ -289,6 +289,7 @@ def memory_of(followed: Followed) -> Memory:
         phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in marks.items()},
         timeline=_timeline(trace, totals),
         parameters=trace.parameters,
+        trainable_parameters=trace.trainable,
     )
 
 
@@ -315,6 +316,7 @@ def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     memory = replace(
         memory,
         parameters=trace.parameters,
+        trainable_parameters=trace.trainable,
         timeline=_timeline(trace, highest(found.allocated, trace.begins)),
         context_bytes=context,
         device_used_bytes=memory.reserved_bytes + context if context else None,

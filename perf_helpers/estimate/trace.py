@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, o
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.tracker import RESIZE, Tracker, local, name_of, watched
+from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
@@ -52,9 +53,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
-        # Modules stay where they are: fake weights cannot be exchanged for others.
-        if not tracker.places_modules:
-            stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))
+        stack.enter_context(_fake_parameters())
+        stack.enter_context(patch.object(torch.nn.Module, "to", _to(tracker)))
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
@@ -75,8 +75,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 train(experiment, folder, steps=2, keep_losses=False)
             else:
                 infer(experiment)
-        counted = sum(p.numel() for p in parameters.values() if isinstance(p, torch.nn.Parameter))
-    return _traced(tracker, counted)
+        numbers = counted(parameters.values())
+    return _traced(tracker, *numbers)
 
 
 class FakeTracker(Tracker):
@@ -134,6 +134,10 @@ class FakeTracker(Tracker):
     def resized(self, storage):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
         super().resized(storage)
+
+    def sent_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Told of a module that goes to a device; the module."""
+        return module
 
     def cache_emptied(self) -> None:
         self.emptied.append(len(self.log))
@@ -357,6 +361,37 @@ def _state(mode: FakeTensorMode) -> dict[str, Any]:
 # ---- what is replaced while a training is followed
 
 
+def _fake_parameters() -> contextlib.AbstractContextManager:
+    """Parameters of a class of their own, bitsandbytes', can be made of fake tensors: they are of both classes."""
+    plain = torch.Tensor._make_subclass
+
+    @functools.cache
+    def both(kind: type) -> type:
+        return type(kind.__name__, (kind, FakeTensor), {})
+
+    def make_subclass(kind, data, requires_grad=False, **options):
+        if not isinstance(data, FakeTensor) or not issubclass(kind, torch.nn.Parameter):
+            return plain(kind, data, requires_grad, **options)
+        made = data.detach().requires_grad_(requires_grad)
+        made.__class__ = both(kind)
+        return made
+
+    return patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+
+
+def _to(tracker: FakeTracker) -> Callable:
+    """`Module.to`: fake weights cannot be exchanged for others, so they stay the objects that they are."""
+
+    def to(module, *args, **options):
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+        for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype else ():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        return module if device is None else tracker.sent_module(module)
+
+    return to
+
+
 def _few_micro_batches() -> contextlib.AbstractContextManager:
     """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second."""
     from transformers import Trainer
@@ -378,7 +413,7 @@ def _few_micro_batches() -> contextlib.AbstractContextManager:
 # ---- the trace
 
 
-def _traced(tracker: FakeTracker, parameters: int) -> Trace:
+def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     """What the tracker saw from the first forward on, as arrays."""
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
@@ -400,6 +435,7 @@ def _traced(tracker: FakeTracker, parameters: int) -> Trace:
         high=highest(total, begins),
         marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
         parameters=parameters,
+        trainable=trainable,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
         begins=begins,
         log=recorded(tracker) if tracker.places_modules else None,

@@ -169,6 +169,7 @@ class Trace:
     high: np.ndarray  # (operations,): the highest total until the next one begins
     marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
     parameters: int  # numbers in the model's weights
+    trainable: int  # of these
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
     log: Log | None = None  # of births and deaths, where a device's memory is followed

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perf_helpers.lab.adapters import settings_of
 from perf_helpers.texts import nearest_text, whole_number
 
 # Arguments of `from_config` rather than of the Trainer: how the model is built.
@@ -26,12 +27,24 @@ MODEL_ARGUMENTS = {
     "attn_implementation": "attention kernel: 'eager', 'sdpa', ...",
     "dtype": "type of the weights: 'float32' (default), 'bfloat16', 'float16'",
 }
+# What of the model is learned, and how the rest is kept, see `adapters`.
+ADAPTER_ARGUMENTS = {
+    "peft": "adapters, as peft's configuration: a JSON file or JSON, e.g. '{\"r\": 16}' for LoRA",
+    "quantization_config": "a base of 8 or 4 bits, as transformers' BitsAndBytesConfig: a JSON file or JSON",
+    "load_in_4bit": "the same in short: 4 bits",
+    "load_in_8bit": "the same in short: 8 bits",
+    "prepare_model_for_kbit_training": "peft's function: what is not quantized in fp32; default: with peft",
+    "freeze": "parameters that learn nothing: parts of their names, with commas between",
+}
+_SWITCHES = ("load_in_4bit", "load_in_8bit", "prepare_model_for_kbit_training")
 # Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
 GENERATION_ARGUMENTS = {
     "max_new_tokens": "tokens that each answer gets, all of them; with --inference",
     "num_beams": "answers kept beside each other while one is searched; with max_new_tokens",
     "cache_implementation": "cache of keys and values: 'dynamic' (default), 'static'; with max_new_tokens",
 }
+
+OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS  # and not of `TrainingArguments`
 
 COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
 
@@ -73,8 +86,7 @@ class Arguments:
     """The arguments of one training, made once and passed on whole.
 
     Attributes:
-        given: by the names that the user typed: fields of `TrainingArguments`, `MODEL_ARGUMENTS` and
-            `GENERATION_ARGUMENTS`.
+        given: by the names that the user typed: fields of `TrainingArguments`, and `OF_EXPERIMENTS`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -88,8 +100,9 @@ class Arguments:
                 two names.
         """
         check_names(given)
-        made = cls(dict(given))
-        _check_values(made.training, made.model, made.generation)
+        read = {name: settings_of(name, given[name]) for name in ("peft", "quantization_config") if given.get(name)}
+        made = cls({**given, **read})
+        _check_values(made.training, made.model, made.generation, made.adapters)
         return made
 
     @functools.cached_property
@@ -105,8 +118,7 @@ class Arguments:
     @functools.cached_property
     def training(self) -> dict[str, Any]:
         """What the Trainer is told, by current names."""
-        others = MODEL_ARGUMENTS.keys() | GENERATION_ARGUMENTS.keys()
-        return {name: value for name, value in self.current.items() if name not in others}
+        return {name: value for name, value in self.current.items() if name not in OF_EXPERIMENTS}
 
     @functools.cached_property
     def model(self) -> dict[str, Any]:
@@ -117,6 +129,17 @@ class Arguments:
     def generation(self) -> dict[str, Any]:
         """What `generate` is told: those of `GENERATION_ARGUMENTS` that were given."""
         return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, Any]:
+        """What is learned and how the rest is kept: those of `ADAPTER_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in ADAPTER_ARGUMENTS}
+
+    @functools.cached_property
+    def quantization(self) -> dict[str, Any] | None:
+        """Fields of a `BitsAndBytesConfig`; None where the model is not quantized."""
+        short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
+        return ((self.adapters.get("quantization_config") or {}) | short) or None
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument by any of its names; `default` where it was not given."""
@@ -232,10 +255,8 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def known() -> frozenset[str]:
-    """Names that an experiment takes: the fields of the installed `TrainingArguments`, `MODEL_ARGUMENTS` and
-    `GENERATION_ARGUMENTS`."""
-    names = frozenset(field.name for field in dataclasses.fields(_declared()))
-    return names | MODEL_ARGUMENTS.keys() | GENERATION_ARGUMENTS.keys()
+    """Names that an experiment takes: the fields of the installed `TrainingArguments`, and `OF_EXPERIMENTS`."""
+    return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 
 
 @functools.cache
@@ -284,8 +305,9 @@ def parse(words: list[str]) -> Arguments:
 
     library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
     parser = library["HfArgumentParser"](_declared(), allow_abbrev=False, exit_on_error=False)
-    for name, text in (MODEL_ARGUMENTS | GENERATION_ARGUMENTS).items():
-        parser.add_argument(f"--{name}", help=text, type=int if name in _AT_LEAST else str)
+    for name, text in OF_EXPERIMENTS.items():
+        kind = {"type": library["string_to_bool"], "nargs": "?", "const": True} if name in _SWITCHES else {}
+        parser.add_argument(f"--{name}", help=text, **(kind or {"type": int if name in _AT_LEAST else str}))
     for action in parser._actions:  # so that only what was typed comes back
         action.default = argparse.SUPPRESS
     try:
@@ -332,8 +354,17 @@ _AT_LEAST = {
 }
 
 
-def _check_values(training: Mapping[str, Any], model: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+def _check_values(
+    training: Mapping[str, Any], model: Mapping[str, Any], generation: Mapping[str, Any], adapters: Mapping[str, Any]
+) -> None:
     """Raise ValueError at a value out of range, naming the argument and what it takes."""
+    for name in _SWITCHES:
+        if not isinstance(adapters.get(name), bool | None):
+            raise ValueError(f"{name}={adapters[name]!r}: give True or False")
+    if adapters.get("load_in_4bit") and adapters.get("load_in_8bit"):
+        raise ValueError("load_in_8bit: the model is in 4 bits already. Keep one of the two.")
+    if not isinstance(adapters.get("freeze"), str | None):
+        raise ValueError(f"freeze={adapters['freeze']!r}: give parts of names, as 'embed,layers.0.'")
     for name, least in _AT_LEAST.items():
         whole_number(name, (training | generation).get(name, least), least)
     if generation and "max_new_tokens" not in generation:

@@ -50,7 +50,7 @@ PRELOAD = (
 )
 # It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all
 # these, and touches the device where there is one.
-_BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|8bit|paged|lion|ademamix")
+_BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization|paged|lion|ademamix")
 # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
 # server's, nor the ranks that a clean process forks (torch's launcher looks).
 _NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
-from perf_helpers.lab.tracker import Tracker, name_of, watched
+from perf_helpers.lab.tracker import Tracker, counted, name_of, watched
 from perf_helpers.lab.watcher import MARK, Watcher, leave_mark
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
 
@@ -75,11 +75,13 @@ class MemoryMeter:
         account = tracker.account() if self._cuda else self._replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals.pop("start", None)
+        parameters, trainable = counted(self._parameters.values())
         memory = Memory(
             peak_bytes=account.peak_bytes,
             kind="allocated" if self._cuda else "counted",
             phases=totals,
-            parameters=sum(p.numel() for p in self._parameters.values() if isinstance(p, torch.nn.Parameter)),
+            parameters=parameters,
+            trainable_parameters=trainable,
             reserved_bytes=torch.cuda.max_memory_reserved() if self._cuda else None,
             device_used_bytes=self._device_used,
             context_bytes=self._context_bytes,

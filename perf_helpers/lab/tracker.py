@@ -7,9 +7,10 @@ on fake ones, for the estimate.
 import contextlib
 import functools
 import itertools
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from perf_helpers.lab import adapters
 from perf_helpers.lab.watcher import Block, Watcher
 from perf_helpers.records import TENSOR_CATEGORIES, Category, Phase
 
@@ -32,6 +34,7 @@ _IN_PLACE = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
 RESIZE = "storage.resize_"  # stands for the operation that a resized storage's memory came from
+WEIGHTS = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS)
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 
 
@@ -108,7 +111,7 @@ class Tracker(Watcher, TorchDispatchMode):
         for leaf in tree_iter(tensor):
             if isinstance(leaf, torch.Tensor):
                 block = self.block(leaf)
-                if block is None and category == Category.WEIGHTS and (storage := self._storage(leaf)) is not None:
+                if block is None and category in WEIGHTS and (storage := self._storage(leaf)) is not None:
                     self._follow(storage, category, "before")
                 elif block is not None and block.category not in keep:
                     block.category = category
@@ -160,7 +163,7 @@ class Tracker(Watcher, TorchDispatchMode):
         if recorded or self.phase == Phase.FORWARD:
             if function is torch.ops.aten._to_copy.default:
                 source = self.block(args[0])
-                if source is not None and source.category == Category.WEIGHTS:
+                if source is not None and source.category in WEIGHTS:
                     return Category.WEIGHT_COPIES
             return Category.ACTIVATIONS
         return Category.INPUTS if self.phase in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
@@ -191,6 +194,13 @@ class Tracker(Watcher, TorchDispatchMode):
     def _size(self, storage) -> int:
         """Bytes, as the allocator rounds them."""
         return -(-storage.nbytes() // self.granularity) * self.granularity
+
+
+def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """How many numbers these parameters are, and how many of them learn; of 4 bits two lie in one byte."""
+    own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
+    sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
+    return sum(sizes), sum(size for size, each in zip(sizes, own, strict=True) if each.requires_grad)
 
 
 @functools.cache
@@ -235,9 +245,9 @@ def watched(tracker: Watcher):
         if not state["modules"]:
             if tracker.phase == Phase.SETUP:
                 tracker.mark("start")
-            for tensor in itertools.chain(module.parameters(), module.buffers()):
-                parameters[id(tensor)] = tensor
-                tracker.tag(tensor, Category.WEIGHTS)
+            tag_weights(itertools.chain(module.parameters(), module.buffers()))
+            for weight, kept in adapters.constants(module):
+                tracker.tag([weight, *kept], Category.QUANTIZED_WEIGHTS)
             tracker.phase = Phase.FORWARD
         state["modules"] += 1
 
@@ -274,21 +284,26 @@ def watched(tracker: Watcher):
                 tracker.mark("backward")
                 tracker.phase = Phase.AFTER_BACKWARD
 
+    def tag_weights(weights):
+        weights = [*weights]
+        learns = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            parameters[id(weight)] = weight
+            is_frozen = learns and isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+            tracker.tag(weight, Category.FROZEN_WEIGHTS if is_frozen else Category.WEIGHTS, keep=WEIGHTS[2:])
+
     def tag_gradients():
         for parameter in parameters.values():
             if parameter.grad is not None:
                 tracker.tag(parameter.grad, Category.GRADIENTS)
 
     def before_step(optimizer, *_):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameters[id(parameter)] = parameter
-                tracker.tag(parameter, Category.WEIGHTS)
+        tag_weights(weight for group in optimizer.param_groups for weight in group["params"])
         tag_gradients()
         tracker.phase = Phase.STEP
 
     def after_step(optimizer, *_):
-        kept = (Category.WEIGHTS, Category.GRADIENTS)
+        kept = (*WEIGHTS, Category.GRADIENTS)
         tracker.tag([*optimizer.state.values()], Category.OPTIMIZER_STATES, keep=kept)
         tracker.mark("step")
         tracker.phase = Phase.BEFORE

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_helpers.lab import optional_packages
+from perf_helpers.lab import adapters, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task, positions
@@ -86,7 +86,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         args = arguments.build(folder)
         if args.n_gpu > 1:
             args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
-        model = experiment.task.build_model(**experiment.arguments.model)
+        model = _built(experiment, args.device, args)
         dataset = experiment.task.dataset()
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
@@ -111,6 +111,30 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     return [sum(loss.item() for loss in step) for step in losses]
 
 
+def _built(experiment: Experiment, device: Any, args: Any = None):
+    """The model, with what is learned and how the rest is kept. A quantized one is on the device, and so is one that
+    does not train; `args`: the Trainer's, which sends any other.
+
+    Raises:
+        Invalid: a package that it needs is missing.
+        ValueError: something that there is not, see `adapters`.
+    """
+    task, arguments = experiment.task, experiment.arguments
+    wanted, quantization = arguments.adapters, arguments.quantization
+    if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
+        raise Invalid(why)
+    model = task.build_model(**arguments.model)
+    if quantization:
+        model = adapters.quantized(model, quantization, device)
+    if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
+        checkpointing = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {})
+        model = adapters.prepared(model, None if checkpointing is False else checkpointing)
+    adapters.freeze(model, wanted.get("freeze") or "")
+    if wanted.get("peft") is not None:
+        model = adapters.adapted(model, wanted["peft"], task.family())
+    return model if args or quantization else model.to(device)
+
+
 def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
     """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8). With
     `max_new_tokens` a pass is a `generate`, of which each answer gets as many tokens as that, whatever they are."""
@@ -122,7 +146,7 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
     try:
         if generation:
             _check_room(experiment.task, generation["max_new_tokens"])
-        model = experiment.task.build_model(**experiment.arguments.model).to(device).eval()
+        model = _built(experiment, device).eval()
         batch = experiment.task.batch(size, device)
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error

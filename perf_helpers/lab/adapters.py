@@ -1,0 +1,172 @@
+"""What of a model is learned, and how the rest is kept: peft's adapters, and bitsandbytes' weights of 8 and 4 bits.
+
+Both are told by the libraries' own configurations, and built by their own code: `get_peft_model`, and what transformers
+does with a `BitsAndBytesConfig` where it loads a model. Only the weights are random ones that were never in a file.
+"""
+
+import contextlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from perf_helpers.texts import nearest_text
+
+# How peft calls a task (peft.TaskType), by the family of `task.Task`.
+_TASK_TYPES = {
+    "causal": "CAUSAL_LM",
+    "sequence to sequence": "SEQ_2_SEQ_LM",
+    "sequence classification": "SEQ_CLS",
+    "token classification": "TOKEN_CLS",
+    "question answering": "QUESTION_ANS",
+}
+
+
+def settings_of(name: str, value: Any) -> dict[str, Any]:
+    """What an argument says of a library's configuration: a mapping, the library's own object, JSON, a file that holds
+    it, or a folder with peft's adapter_config.json.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, str | Path):
+        text, path = str(value), Path(value)
+        try:
+            if not text.lstrip().startswith("{"):
+                path = path / "adapter_config.json" if path.is_dir() else path
+                text = path.read_text(encoding="utf-8")
+            value = json.loads(text)
+        except OSError as error:
+            raise ValueError(f"{name}={value!r}: cannot be read ({error.strerror}). Give a JSON file or JSON") from None
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: not JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f'{name}={value!r}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
+    return dict(value)
+
+
+def quantized(model, settings: Mapping[str, Any], device: Any):
+    """The model with its linear layers in 8 or 4 bits, on `device`, as `from_pretrained(quantization_config=)` has it.
+
+    Each weight goes to the device as it is, and is quantized there; what is left in full precision goes last.
+
+    Args:
+        settings: fields of `transformers.BitsAndBytesConfig`.
+
+    Raises:
+        ValueError: a field that there is not, or a value that it does not take.
+    """
+    import bitsandbytes
+    import torch
+    from transformers import BitsAndBytesConfig
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import AutoHfQuantizer
+
+    settings = {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
+    _check_fields("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
+    try:
+        config = BitsAndBytesConfig(**settings)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"quantization_config: {error}") from error
+    if not (config.load_in_4bit or config.load_in_8bit):
+        raise ValueError("quantization_config: say load_in_4bit or load_in_8bit")
+    if config.load_in_4bit and torch.device(device).type == "cpu":
+        _boundaries(config.bnb_4bit_quant_type, torch.device(device))
+    quantizer = AutoHfQuantizer.from_config(config)
+    whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
+    quantizer.preprocess_model(model, device_map=None)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            continue
+        weight, bias = whole.pop(f"{name}.weight"), whole.pop(f"{name}.bias", None)
+        weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 keeps it the other way round
+        kind = type(layer.weight)
+        layer.weight = kind(weight, **{**vars(layer.weight), "requires_grad": False, "CB": None, "SCB": None})
+        del weight
+        layer.weight = layer.weight.to(device)
+        if bias is not None:
+            layer.bias = torch.nn.Parameter(bias.to(device), requires_grad=False)
+    del whole
+    torch.nn.Module.to(model, device)
+    model.hf_quantizer = quantizer
+    return quantizer.postprocess_model(model)
+
+
+def _boundaries(kind: str, device: Any) -> None:
+    """What bitsandbytes keeps of its first quantization on a CPU: made here it is seen, inside an operation it is not."""
+    with contextlib.suppress(ImportError):
+        from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
+
+        _get_4bit_quantize_bounds(kind, device)
+
+
+def prepared(model, checkpointing: Mapping[str, Any] | None):
+    """`peft.prepare_model_for_kbit_training`: frozen, and what is not quantized in fp32. `checkpointing`: arguments of
+    activation checkpointing; None: without it."""
+    from peft import prepare_model_for_kbit_training
+
+    on = checkpointing is not None
+    return prepare_model_for_kbit_training(model, on, dict(checkpointing or {}))
+
+
+def adapted(model, settings: Mapping[str, Any], family: str):
+    """The model with adapters, frozen but for them: `peft.get_peft_model`.
+
+    Args:
+        settings: fields of one of peft's configurations, and which ("peft_type"; LoRA where it is not said).
+        family: which data the model takes, see `task.Task.family`.
+
+    Raises:
+        ValueError: a kind or a field that peft has not, or what it says of the model and the fields.
+    """
+    import peft
+
+    settings = dict(settings)
+    known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = settings.pop("peft_type", "LORA")
+    name = str(getattr(name, "value", name)).upper()
+    if name not in known:
+        raise ValueError(f"peft: {name!r} is no peft_type. {nearest_text(name, known)}")
+    _check_fields(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
+    if settings.get("task_type") is None and family in _TASK_TYPES:
+        settings["task_type"] = _TASK_TYPES[family]
+    try:
+        return peft.get_peft_model(model, known[name](**settings))
+    except (TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise ValueError(f"peft ({name}) refuses this: {error}") from error
+
+
+def freeze(model, names: str) -> None:
+    """No gradients for the parameters in whose names one of these, with commas between, stands.
+
+    Raises:
+        ValueError: one of them stands in no name.
+    """
+    for part in filter(None, names.split(",")):
+        found = [parameter for name, parameter in model.named_parameters() if part.strip() in name]
+        if not found:
+            raise ValueError(f"freeze={part!r}: no parameter has that in its name, as 'embeddings' or 'layers.0.'")
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def constants(model) -> Iterator[tuple[Any, list[Any]]]:
+    """(weight, what was kept beside it to read it) of each quantized layer: scales, code books, tensors all."""
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if kept := getattr(weight, "quant_state", None):
+            second = getattr(kept, "state2", None)
+            nested = (kept.offset, second.absmax, second.code) if second else ()
+            yield weight, [kept.absmax, kept.code, *nested]
+        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers show the weight too
+            yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]
+
+
+def _check_fields(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{what}: there is no {name!r}. {nearest_text(name, known)}")
