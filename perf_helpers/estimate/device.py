@@ -6,6 +6,7 @@ module or a batch is sent there, and what an operation makes of tensors on the d
 
 import contextlib
 import itertools
+import sys
 from unittest.mock import patch
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from perf_helpers.estimate import kernels
+from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
 from perf_helpers.lab.tracker import name_of
@@ -58,6 +59,8 @@ class DeviceTracker(FakeTracker):
         """Whatever sends something to a GPU is noticed inside this context. `paged`: an optimizer
         of bitsandbytes keeps its large states in memory of the host that the driver pages."""
         stack = contextlib.ExitStack()
+        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it trains with other products of 8 bits
+            stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
         if paged:
             from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -126,6 +129,8 @@ class DeviceTracker(FakeTracker):
         self._blocks[storage._cdata] = copy, reference
 
     def as_kernels_do(self, function, args, kwargs):
+        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
+            return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
         result = super().as_kernels_do(function, args, kwargs)
         if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
@@ -169,7 +174,7 @@ class DeviceTracker(FakeTracker):
                 self.log.append((held.pop(step.index), -1))
             else:
                 held.append(self._hold(step, name_of(function)))
-        if kernels.multiplies(function):
+        if self._kernels.multiplies(function, args, kwargs):
             in_autograd = self.phase == Phase.BACKWARD
             if in_autograd not in self._threads:
                 self._threads.add(in_autograd)
@@ -183,6 +188,14 @@ class DeviceTracker(FakeTracker):
         return block
 
 
+def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None):
+    """`bitsandbytes.matmul` as on a GPU."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    state.threshold = threshold or state.threshold
+    return MatMul8bitLt.apply(tensor, weight, out, bias, state)
+
+
 class _Placing(TorchFunctionMode):
     """Notices where Python wants tensors to be."""
 
@@ -193,7 +206,7 @@ class _Placing(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if self._tracker.empties_weights and name == "to":  # weight by weight, and never the module
+        if self._tracker.sends_weights and name == "to":  # weight by weight, and never the module
             self._tracker.is_there |= any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values()))
         if not self._tracker.is_there:
             return function(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.estimate import reduction_scratch
+from perf_helpers.estimate import quantized_kernels, reduction_scratch
 from perf_helpers.estimate.allocator import workspace_bytes
 from perf_helpers.estimate.segments import next_multiple
 
@@ -38,7 +38,7 @@ class Kernels:
     def __init__(self, capability: tuple[int, int], is_there: Callable[[torch.Tensor], bool] = lambda _: True):
         self._is_there = is_there
         self.workspace_bytes = workspace_bytes(capability)
-        self._processors = reduction_scratch.processors(capability)
+        self.capability, self._processors = capability, reduction_scratch.processors(capability)
         newest = capability >= (9, 0)
         # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
@@ -52,6 +52,9 @@ class Kernels:
         packet = function.overloadpacket
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
+        if function.namespace == "bitsandbytes":
+            copied, steps, _ = self._of_bitsandbytes(function, made, args, kwargs)
+            return [*(bytes_ for each in copied for bytes_ in _contiguous(each)), *steps]
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
@@ -62,6 +65,16 @@ class Kernels:
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
+
+    def _of_bitsandbytes(self, function, made, args, kwargs):
+        gpu = self._processors.count, self.capability
+        return quantized_kernels.program(gpu, function._opname, made, *args, **kwargs)
+
+    def multiplies(self, function, args: Sequence, kwargs: dict) -> bool:
+        """Whether cuBLAS does it."""
+        if function.namespace == "bitsandbytes":
+            return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
+        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
 
     def _norm(self, made, tensor, order=2, dim=None, *_, **__):
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
@@ -271,11 +284,6 @@ class Kernels:
 def on_host(function, result) -> list[torch.Tensor]:
     """The results that lie on the host: seeds and offsets of random numbers."""
     return list(result[2:]) if function is aten._scaled_dot_product_efficient_attention.default else []
-
-
-def multiplies(function) -> bool:
-    """Whether cuBLAS does it."""
-    return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
 
 
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:

@@ -64,6 +64,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
             stack.enter_context(fsdp_taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
+        tracker.sends_weights = bool(deepspeed or experiment.arguments.quantization)
         if deepspeed:
             tracker.empties_weights = True
             if tracker.places_modules:
@@ -84,6 +85,7 @@ class FakeTracker(Tracker):
     `cache`: what is known of operations; it learns what is not."""
 
     places_modules = False  # whether a module that is sent to a device is to be noticed there
+    sends_weights = False  # whether weights go to a device one by one, before any module does
     empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
 
     def __init__(self, cache: "OperationCache | None" = None):

@@ -97,7 +97,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
 
 
 def _boundaries(kind: str, device: Any) -> None:
-    """What bitsandbytes keeps of its first quantization on a CPU: made here it is seen, inside an operation it is not."""
+    """What bitsandbytes keeps of its first quantization on a CPU: made here, it is seen."""
     with contextlib.suppress(ImportError):
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
 

@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -281,6 +281,7 @@ def serve(descriptor: int) -> None:
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
+    _import_peft()
     _preload(PRELOAD)
     control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
@@ -329,6 +330,18 @@ def _import_torchao() -> None:
     with patch.object(torch.cuda, "is_available", lambda: False), contextlib.suppress(ImportError):
         importlib.import_module("torchao.quantization")
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")
+
+
+def _import_peft() -> None:
+    """The Trainer imports peft where that is installed, and peft bitsandbytes (see `_BITSANDBYTES`): hidden here."""
+    if not importlib.util.find_spec("peft"):
+        return
+    hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
+    with contextlib.suppress(ImportError):
+        importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
+    del sys.modules["bitsandbytes"]
+    if hidden:
+        sys.modules["bitsandbytes"] = hidden
 
 
 # ------------------------------------------------------------------------------------------------ the clean process

@@ -1,0 +1,73 @@
+"""What bitsandbytes' kernels for weights of 8 and 4 bits ask a GPU's allocator for.
+
+As its code has it (bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py): what is written in C++ gets
+all its memory from Python. Which products of 4 bits have a kernel of their own, and which are made with the whole
+matrix, the installed version is asked: by its source, for the module cannot be imported where there is no CUDA.
+"""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GPU = tuple[int, tuple[int, int]]  # its multiprocessors, and its compute capability
+OF_OUTLIERS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
+
+
+def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
+    """Of an operation that makes these tensors: (those that are copied first where they are not contiguous, what it
+    asks for then, in order: tensors and bytes that it holds until its end, whether cuBLAS is asked)."""
+    tensor = args[0]
+    match name:
+        case "gemm_4bit":
+            return _product_of_4_bits(gpu, made, *args, **kwargs)
+        case "quantize_4bit" | "quantize_blockwise":  # scales first
+            return [tensor], [made[1], made[0]], False
+        case "int8_vectorwise_quant":  # sizes are compared where outliers are looked for
+            looks = kwargs.get("threshold", args[1] if len(args) > 1 else 0.0) > 0
+            return [], [made[1], made[0], *([tensor.nbytes, tensor.numel()] if looks else [])], False
+        case "int8_scaled_mm" | "int8_mixed_scaled_mm":  # in 32 bits, in fp16, and in the type that is wanted
+            result = made[0]
+            half = [] if result.dtype is torch.float16 else [2 * result.numel()]
+            return [], [4 * result.numel(), *half, result], False
+    return [], made, False
+
+
+def _product_of_4_bits(gpu: GPU, made, tensor, weight, shape, absmax, blocksize, *_, absmax_8bit=None, **__):
+    rows, width = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+    if width % blocksize == 0 and _has_kernel(*gpu)(tensor.dtype, rows, shape[0], width):
+        return [tensor], made, False
+    scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2  # read, and with their offset
+    return [], [*scales, shape[0] * shape[1] * tensor.element_size(), *made], True
+
+
+@functools.cache
+def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
+    """Whether a product of an (M, K) and an (N, K) of 4 bits has a kernel of its own: of (dtype, M, N, K)."""
+    source = Path(importlib.util.find_spec("bitsandbytes").origin).parent / "backends" / "cuda" / "ops.py"
+    names: dict[str, Any] = {"torch": torch, "functools": functools}
+    names["_gpu_dispatch_props"] = lambda _: (multiprocessors, *capability)
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    choice, least, most = "_gemm_4bit_use_custom_cuda", "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m"
+    of_cuda = [node.body for node in body if isinstance(node, ast.If) and most in ast.unparse(node)]
+    for node in [*body, *(each for nodes in of_cuda for each in nodes)]:
+        is_number = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (least, most)
+        if is_number or getattr(node, "name", "") == choice:
+            exec(compile(ast.Module([node], []), str(source), "exec"), names)
+    return lambda dtype, rows, *sizes: rows <= names[most] and names[choice](0, dtype, rows, *sizes)
+
+
+def without_outliers(name: str, tensor: torch.Tensor, *args, **kwargs) -> tuple:
+    """What an operation of LLM.int8 makes where no activation reaches the threshold, which only values tell."""
+    operations, none = torch.ops.bitsandbytes, tensor.new_empty((0,), dtype=torch.int64)
+    if name == "int8_vectorwise_quant":
+        threshold = kwargs.get("threshold", args[0] if args else 0.0)
+        return *operations.int8_vectorwise_quant.default(tensor)[:2], none if threshold else None
+    codes, weight, *statistics = args[:4]
+    bias = kwargs.get("bias", args[5] if len(args) > 5 else None)
+    product = operations.int8_scaled_mm.default(codes, weight, *statistics, bias=bias, dtype=tensor.dtype)
+    return product, none.to(tensor.dtype)
