@@ -217,7 +217,7 @@ class _Placing(TorchFunctionMode):
                 return args[0]  # it is there: "cpu" and "cpu:0" are one device here
             result = function(*args, **kwargs)
             if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
-                self._tracker.sent(result)
+                self._tracker.sent(result, self._tracker._category(None, ()))
             return result
         if name not in _FACTORIES:
             return function(*args, **kwargs)

@@ -154,6 +154,8 @@ class FakeTracker(Tracker):
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
             return True  # to be set on a storage, as where a number is copied
+        if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
+            return True  # for a decision, as whether a layer is left out
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
