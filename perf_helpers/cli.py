@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from perf_helpers import plots
-from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab import Lab, Task, arguments, hardware, optional_packages
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.records import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, nearest_text
@@ -424,6 +424,8 @@ def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
+    if any(word.startswith("--peft") for word in sys.argv):
+        optional_packages.offer("peft")
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:

@@ -36,6 +36,8 @@ class Experiment:
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
+        if self.training and self.arguments.quantization and not self.arguments.get("peft"):
+            raise ValueError("peft: a model of 8 or 4 bits learns by adapters alone. Give them, e.g. peft={'r': 8}")
 
     @property
     def kind(self) -> str:
