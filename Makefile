@@ -54,16 +54,22 @@ check: $(STAMP)
 # What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
 # one; the last line says which failed.
 TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
-STAGES = failed=; \
+# MINUTES: after so many of them no further stage begins, on a slow machine with a limit; 0: each one does.
+MINUTES ?= 0
+STAGES = failed=; start=$$(date +%s); \
 	stage() { \
-		name=$$1; began=$$(date +%s); shift; "$$@" || failed="$$failed $$name,"; \
+		name=$$1; began=$$(date +%s); shift; \
+		if [ $(MINUTES) -gt 0 ] && [ $$((began - start)) -gt $$((60 * $(MINUTES))) ]; then \
+			echo "make $@: $$name is left to the night: $$(((began - start) / 60)) minutes have passed"; return; \
+		fi; \
+		"$$@" || failed="$$failed $$name,"; \
 		echo "make $@: $$name took $$((($$(date +%s) - began + 59) / 60)) minutes"; \
 	};
 SUM = [ -z "$$failed" ] || { echo "make $@: failed in$${failed%,}" >&2; exit 1; }
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
 	@$(STAGES) \
-	stage units $(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
+	stage units $(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
 	stage lessons $(BIN)/python -m pytest $(TIMED); \
 	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
 	$(SUM)
@@ -74,7 +80,7 @@ endif
 # What .ci/run calls. torch's CUDA build may not be installable everywhere: then it is not tried, and no GPU is rehearsed.
 test-all: $(STAMP)
 	@$(STAGES) \
-	stage test $(MAKE) --no-print-directory test ARGS=; \
+	stage test $(MAKE) --no-print-directory test ARGS= MINUTES=0; \
 	stage levels $(MAKE) levels; \
 	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
 		stage wheel $(MAKE) wheel; \
