@@ -38,6 +38,24 @@ def test_allocated_is_what_torchs_allocator_says(capability, tmp_path):
         assert row["estimated"]["reserved"] == pytest.approx(row["rehearsed"]["reserved"], rel=0.03)
 
 
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
+def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
+    """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
+    arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
+    one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
+    with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
+        lab = Lab("gpu", executor=stage)
+        program = lab.run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
+        by_arguments = lab.train("by arguments", task=one.task(tmp_path), measure="memory", **arguments).memory
+    said = [(each.peak_bytes, each.reserved_bytes) for each in (by_arguments, one.estimated(tmp_path).memory)]
+    assert said == [(program["allocated"], program["reserved"])] * 2
+    assert sum(by_arguments.breakdown.values()) == by_arguments.peak_bytes
+
+
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
 WRITING = {
     "llama": Task("llama-2-7b", seq_len=20, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 512}),
