@@ -137,6 +137,9 @@ def estimate(
     allocator_settings: Annotated[
         str, typer.Option("--allocator-settings", help="What PYTORCH_CUDA_ALLOC_CONF would say.")
     ] = "",
+    torch_version: Annotated[
+        str | None, typer.Option("--torch", help="Whose allocator is meant, e.g. 2.10; default: that of the installed.")
+    ] = None,
     snapshot: Snapshot = None,
     json_output: Json = False,
 ) -> None:
@@ -155,6 +158,7 @@ def estimate(
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
+        torch_version=torch_version,
         snapshot=snapshot,
         **given,
     )

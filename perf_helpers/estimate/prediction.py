@@ -20,6 +20,7 @@ import numpy as np
 
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
+from perf_helpers.estimate.allocator_settings import Release, release
 from perf_helpers.estimate.trace_records import Log, Trace, highest
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
@@ -42,6 +43,7 @@ class Device:
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
     memory_bytes: int | None = None  # that the card has for segments; None: enough
+    rules: Release | None = None  # of torch's allocator; None: the installed one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker
 
-    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache)
+    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
         return trace.follow(experiment, tracker)
@@ -220,11 +222,25 @@ def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Prob
     if device.kind == "cuda":
         from perf_helpers.estimate import cuda
 
-        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions()))
+        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions(), _answers_for(device.rules or release())))
     totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
     return Followed(trace, totals, (*assumptions, *unsure))
 
 
+def _answers_for(rules: Release) -> str:
+    """Of which torch the memory is, in words."""
+    workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
+    return (
+        f"torch {rules.torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and cuBLASLt has "
+        f"{workspace}; all else is followed by the torch installed here."
+    )
+
+
+_TAKEN = {
+    "address": "the one at the lowest address, where addresses fall",
+    "block": "the one that it made first",
+    "segment": "the one in the oldest segment",
+}
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
 _OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
 _OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather; on a GPU with room for a flat copy"
@@ -311,7 +327,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
-    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes)
+    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(
         memory,
