@@ -30,6 +30,11 @@ class Card:
     source: str = ""  # of its memory, see cards.toml
     is_board: bool = False  # whether its memory is the whole board's, of which torch may have `OF_BOARD` only
 
+    @property
+    def limit_bytes(self) -> int:
+        """What may be used of it: the margin is kept free, and of a board what torch may not have."""
+        return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
+
 
 OF_BOARD = 0.94  # the least share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
 # What names of one card differ in: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".

@@ -56,6 +56,10 @@ class Fits:
     needed_bytes: int  # reserved by the allocator, and the context
     context_bytes: int  # of these
 
+    @property
+    def limit_bytes(self) -> int:
+        return self.card.limit_bytes
+
     def __bool__(self) -> bool:
         return bool(self.answer)
 
@@ -111,7 +115,7 @@ class MemoryEstimate:
         card = cards.named(card) if isinstance(card, str) else card
         context = self.memory.context_bytes or card.context_bytes
         needed = self.needed_bytes(context) if self.device == "cuda" else self.peak_bytes
-        memory, limit = card.memory_bytes, (1 - cards.MARGIN) * card.memory_bytes * (cards.OF_BOARD**card.is_board)
+        memory = card.memory_bytes
         same_room = self.device_memory is not None and self.device_memory >= memory - context
         if self.compute_capability != card.capability:
             where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
@@ -119,7 +123,7 @@ class MemoryEstimate:
             answer = Unknown(f"this was estimated for {made}, not for {where}: ask estimate(..., card={card.name!r})")
         elif self.peak_bytes + context > memory or (self.is_too_large and same_room):
             answer = False
-        elif needed > limit:
+        elif needed > card.limit_bytes:
             answer = Unknown("it is within the margin, or cached segments would have to be given back: near the edge")
         else:
             answer = True
