@@ -36,7 +36,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this mac
 Snapshot = Annotated[
     Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
 ]
-Card = Annotated[str | None, typer.Option(help="A GPU, here or not: t4, v100, a10g, 4090, a100-40, a100, h100.")]
+Card = Annotated[str | None, typer.Option(help="A GPU, here or not, e.g. t4, 'RTX 4090', a100-80gb.")]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]

@@ -28,7 +28,7 @@ _MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
 
 
 def estimate(
-    task: Task,
+    task: Task | str,
     *,
     name: str = "",
     card: str | None = None,
@@ -51,6 +51,7 @@ def estimate(
     there; `assumptions` names what was modelled. A question that was asked before is answered from memory.
 
     Args:
+        task: the model and its data; of a text, a `Task` of that model.
         name: what the estimate is called in tables and pictures.
         card: a GPU by its name in `cards.CARDS`, e.g. "h100", here or not: "cuda", its compute capability and memory.
         device: "cpu" or "cuda"; None: this machine's.
@@ -75,6 +76,7 @@ def estimate(
     """
     import cloudpickle
 
+    task = Task(task) if isinstance(task, str) else task
     if not isinstance(task, Task):
         raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
     if card is not None:

@@ -28,6 +28,7 @@ from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, explain
 from perf_helpers.texts import bytes_text
+from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
@@ -47,6 +48,36 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Fits:
+    """Whether a training fits a card. As a truth value it is the answer; where that is unknown, `bool` raises
+    `unknown.NeedsValues` with the reason."""
+
+    what: str  # the estimate's name
+    card: cards.Card
+    answer: bool | Unknown
+    needed_bytes: int  # reserved by the allocator, and the context
+    context_bytes: int  # of these
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.card.limit_bytes
+
+    def __bool__(self) -> bool:
+        return bool(self.answer)
+
+    def __repr__(self) -> str:
+        """One sentence: what is needed, what is there, and the margin."""
+        unknown = isinstance(self.answer, Unknown)
+        answer = "it is UNKNOWN whether it fits" if unknown else "fits" if self.answer else "does not fit"
+        memory = self.card.memory_bytes
+        text = f"{self.what}: {answer} the {self.card.name}: {bytes_text(self.needed_bytes)} needed"
+        text += f" ({bytes_text(self.context_bytes)} of it assumed for the CUDA context)" * bool(self.context_bytes)
+        text += f", {bytes_text(memory)} there{', the whole board' * self.card.is_board}, of which a margin of "
+        text += f"{bytes_text(memory * cards.MARGIN)} ({cards.MARGIN:.0%}) stays free"
+        return text + (f"; {self.answer.why}" if unknown else "")
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """The predicted peak of one experiment."""
 
@@ -61,6 +92,8 @@ class MemoryEstimate:
     processes: int = 1  # ranks of the training; the figures are those of one rank
     is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
     attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
+    compute_capability: tuple[int, int] | None = None  # that was asked for; None on a CPU
+    device_memory: int | None = None  # bytes for the allocator that were asked for; None: enough for anything
 
     @property
     def peak_bytes(self) -> int:
@@ -71,6 +104,32 @@ class MemoryEstimate:
         CUDA context, or `context_bytes` where that is not known; a CPU has none."""
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
+
+    def fits(self, card: str | cards.Card) -> Fits:
+        """Whether it fits a card, by its name (`cards.CARDS`), with `cards.MARGIN` of its memory free.
+
+        True and False are said of the card that was asked for, or one of its compute capability. What fits without the
+        margin and not with it is unknown, and so is every other card: its attention kernels and workspaces differ.
+
+        Raises:
+            ValueError: an unknown card.
+        """
+        card = cards.named(card) if isinstance(card, str) else card
+        context = self.memory.context_bytes or card.context_bytes
+        needed = self.needed_bytes(context) if self.device == "cuda" else self.peak_bytes
+        memory = card.memory_bytes
+        same_room = self.device_memory is not None and self.device_memory >= memory - context
+        if self.compute_capability != card.capability:
+            where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
+            made = "a CPU" if self.device == "cpu" else "compute capability {}.{}".format(*self.compute_capability)
+            answer = Unknown(f"this was estimated for {made}, not for {where}: ask estimate(..., card={card.name!r})")
+        elif self.peak_bytes + context > memory or (self.is_too_large and same_room):
+            answer = False
+        elif needed > card.limit_bytes:
+            answer = Unknown("it is within the margin, or cached segments would have to be given back: near the edge")
+        else:
+            answer = True
+        return Fits(self.name, card, answer, needed, context if self.device == "cuda" else 0)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,6 +164,8 @@ def predict(
         processes=experiment.processes,
         is_too_large=is_too_large,
         attention=attention_kernels(followed.trace),
+        compute_capability=device.compute_capability if on_cuda else None,
+        device_memory=device.memory_bytes if on_cuda else None,
     )
     return made, followed.trace.log if with_log else None  # it would travel with every estimate
 

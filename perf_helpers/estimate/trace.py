@@ -60,7 +60,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
-        stack.enter_context(_few_micro_batches(tracker))
+        if not experiment.task.lengths:  # equal micro-batches repeat each other
+            stack.enter_context(_few_micro_batches(tracker))
         deepspeed = experiment.arguments.get("deepspeed")
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
@@ -75,7 +76,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
-                train(experiment, folder, steps=2, keep_losses=False)
+                train(experiment, folder, experiment.metered_steps, keep_losses=False)
             else:
                 infer(experiment)
         numbers = counted(parameters.values())
@@ -177,6 +178,8 @@ class FakeTracker(Tracker):
             return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
             return True  # for a decision, as whether a layer is left out
+        if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
+            return True  # for a seed, which a loader draws before a sampler draws its order
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.

@@ -59,6 +59,11 @@ class Experiment:
         # DeepSpeed sends also where there is one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
 
+    @property
+    def metered_steps(self) -> int:
+        """Optimizer steps that the memory meter and an estimate follow: two, or as many as the task's lengths make."""
+        return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if self.task.lengths else 2
+
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)
 
@@ -107,7 +112,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             return loss
 
     kind = LossKeeper if keep_losses else Trainer
-    trainer = kind(model=model, args=args, train_dataset=dataset, optimizers=(optimizer, None))
+    collator = experiment.task.collator()
+    trainer = kind(model=model, args=args, train_dataset=dataset, data_collator=collator, optimizers=(optimizer, None))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [sum(loss.item() for loss in step) for step in losses]

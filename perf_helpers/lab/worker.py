@@ -58,7 +58,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
                 meter, steps = memory_meter.CompiledMemoryMeter(on_cpu), _COMPILING_STEPS + 1
             else:
                 by_tensors = experiment.is_counted_by_tensors
-                meter, steps = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors), 2
+                meter = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors)
+                steps = experiment.metered_steps if experiment.training and not experiment.function else 2
             with meter:
                 outcome = _execute(experiment, folder, steps, keep_losses=False)
             return outcome.replace(memory=meter.result())
