@@ -49,6 +49,7 @@ PLACES = {  # block between markers: the page that has it
     "rehearsed": ROOT / "docs" / "rehearsal.md",
     "estimate": ROOT / "docs" / "estimate.md",
     "cuda": ROOT / "docs" / "estimate.md",
+    "adapters": ROOT / "docs" / "estimate.md",
 }
 PAGE = RESULTS / "README.md"
 BESIDE = RESULTS / "estimate.json"  # by benchmarks/measure_estimate.py
@@ -361,6 +362,7 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(),
+        "adapters": cuda_page.adapters(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
     texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
