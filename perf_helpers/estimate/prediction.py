@@ -211,7 +211,8 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        return trace.follow(experiment, tracker)
+        found = trace.follow(experiment, tracker)
+    return replace(found, log=found.log.with_a_third_step()) if experiment.steps_on_a_gpu > 2 else found
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

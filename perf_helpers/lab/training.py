@@ -52,6 +52,12 @@ class Experiment:
         return self.arguments.samples_per_step(self.processes)
 
     @property
+    def steps_on_a_gpu(self) -> int:
+        """Optimizer steps, or passes, of which the memory is asked for there. In its second step a training wants the same
+        blocks as in each later one, but finds the allocator's free blocks as the first step has left them."""
+        return min(self.arguments.get("max_steps", 3), 3) if self.training and not self.function else 2
+
+    @property
     def is_counted_by_tensors(self) -> bool:
         """Whether other threads or processes hand memory to this one at no certain time, see `memory_meter`."""
         # DeepSpeed sends also where there is one rank.
