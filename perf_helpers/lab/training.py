@@ -53,8 +53,8 @@ class Experiment:
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """Optimizer steps, or passes, of which the memory is asked for there. In its second step a training wants the same
-        blocks as in each later one, but finds the allocator's free blocks as the first step has left them."""
+        """Optimizer steps, or passes, of which the memory is asked for there. The second step of a training wants the
+        blocks of each later one, but finds the allocator's free blocks as the first step has left them."""
         return min(self.arguments.get("max_steps", 3), 3) if self.training and not self.function else 2
 
     @property
