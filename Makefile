@@ -24,6 +24,7 @@ help:
 	@echo "make test      check, then the tests and every lesson"
 	@echo "make test-all  test, levels, wheel, and the core of rehearse: what CI runs"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
+	@echo "make strangers an hour of the estimate for CUDA against torch's allocator; with NIGHTLY=1 a part of make test-all"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
 	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
 	@echo "make matrix    the course under the oldest and the newest libraries, and two between: what differs"
@@ -77,7 +78,8 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# What .ci/run calls. torch's CUDA build may not be installable everywhere: then it is not tried, and no GPU is rehearsed.
+# What .ci/run calls; with NIGHTLY=1 an hour of strangers follows. torch's CUDA build may not be installable everywhere: then it is
+# not tried, and no GPU is rehearsed.
 test-all: $(STAMP)
 	@$(STAGES) \
 	stage test $(MAKE) --no-print-directory test ARGS= MINUTES=0; \
@@ -85,6 +87,7 @@ test-all: $(STAMP)
 	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
 		stage wheel $(MAKE) wheel; \
 		stage rehearse $(MAKE) rehearse LESSONS=core; \
+		if [ -n "$(NIGHTLY)" ]; then stage strangers $(MAKE) strangers; fi; \
 	else \
 		echo "make test-all: torch's CUDA build cannot be installed here: it is not tried, and no GPU is rehearsed" >&2; \
 	fi; \
@@ -113,6 +116,11 @@ ifeq ($(LESSONS),all)
 	.venv-cuda/bin/python benchmarks/measure_cuda.py --out build/cuda.json
 	.venv-cuda/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
+
+# An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
+strangers:
+	$(MAKE) $(CUDA) .venv-cuda/.stamp
+	.venv-cuda/bin/python benchmarks/measure_strangers.py --seed $(shell date +%Y%m%d) --out build/strangers.json
 
 # Each set of benchmarks/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
 # hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.
@@ -162,5 +170,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse strangers matrix wheel gpu fresh
 fresh: ;

@@ -274,7 +274,9 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        return trace.follow(experiment, tracker)
+        found = trace.follow(experiment, tracker)
+    third = experiment.steps_on_a_gpu > experiment.metered_steps
+    return replace(found, log=found.log.with_a_third_step()) if third else found
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

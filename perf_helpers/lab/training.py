@@ -54,15 +54,23 @@ class Experiment:
         return self.arguments.samples_per_step(self.processes)
 
     @property
+    def metered_steps(self) -> int:
+        """Optimizer steps, or passes, that the memory meter and an estimate follow: two, or as many as lengths make."""
+        unequal = self.training and not self.function and self.task.lengths
+        return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
+
+    @property
+    def steps_on_a_gpu(self) -> int:
+        """The same for the allocator there: the second step of a training wants the blocks of each later one, but finds
+        the free blocks as the first step has left them."""
+        alike = self.training and not self.function and not self.task.lengths
+        return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
+
+    @property
     def is_counted_by_tensors(self) -> bool:
         """Whether other threads or processes hand memory to this one at no certain time, see `memory_meter`."""
         # DeepSpeed sends also where there is one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
-
-    @property
-    def metered_steps(self) -> int:
-        """Optimizer steps that the memory meter and an estimate follow: two, or as many as the task's lengths make."""
-        return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if self.task.lengths else 2
 
     def replace(self, **changes) -> "Experiment":
         return dataclasses.replace(self, **changes)

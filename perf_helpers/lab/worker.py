@@ -29,9 +29,9 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform an experiment under one meter. Whatever ends it, there is an outcome.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter; of compiled code the last of a few), "categories"
-            (the same, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under the time meter
-            alone) or "none".
+        measure: "memory" (two optimizer steps under the memory meter, on a GPU three; of compiled code the last of a
+            few), "categories" (two, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under
+            the time meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
     try:
@@ -58,8 +58,9 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
                 meter, steps = memory_meter.CompiledMemoryMeter(on_cpu), _COMPILING_STEPS + 1
             else:
                 by_tensors = experiment.is_counted_by_tensors
+                alone = measure == "memory" and torch.cuda.is_available() and not on_cpu
+                steps = experiment.steps_on_a_gpu if alone else experiment.metered_steps
                 meter = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors)
-                steps = experiment.metered_steps if experiment.training and not experiment.function else 2
             with meter:
                 outcome = _execute(experiment, folder, steps, keep_losses=False)
             return outcome.replace(memory=meter.result())

@@ -56,6 +56,20 @@ def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
     assert sum(by_arguments.breakdown.values()) == by_arguments.peak_bytes
 
 
+MODERN = {"model_type": "modernbert", "hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 6}
+MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+
+
+def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
+    """A block of 512 KiB more than it asks for, with fewer free ones to choose from."""
+    config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
+    one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
+    with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
+        run = Lab("gpu", executor=stage).run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
+    said = one.estimated(tmp_path).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (run["allocated"], run["reserved"])
+
+
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
 WRITING = {
     "llama": Task("llama-2-7b", seq_len=20, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 512}),
