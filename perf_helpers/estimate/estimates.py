@@ -74,10 +74,7 @@ def estimate(
 
     if not isinstance(task, Task):
         raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
-    if card is not None:
-        known = cards.named(card)
-        device, compute_capability = device or "cuda", compute_capability or known.capability
-        device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
+    whose = target(device, compute_capability, device_memory, allocator_settings, card)
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -89,7 +86,6 @@ def estimate(
     )
     if experiment.arguments.compiles:
         raise ValueError(_OF_COMPILED)
-    whose = target(device, compute_capability, device_memory, allocator_settings)
     key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
@@ -124,8 +120,13 @@ def target(
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
+    card: str | None = None,
 ) -> Device:
     """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
+    if card is not None:
+        known = cards.named(card)
+        device, compute_capability = device or "cuda", compute_capability or known.capability
+        device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
     machine = hardware.describe()
     kind = device or machine.kind
     if kind not in ("cpu", "cuda"):
