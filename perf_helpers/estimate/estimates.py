@@ -85,7 +85,7 @@ def estimate(
         processes=processes,
     )
     if experiment.arguments.compiles:
-        raise ValueError(_OF_COMPILED)
+        raise ValueError(OF_COMPILED)
     key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
@@ -104,7 +104,7 @@ def estimate(
     return KNOWLEDGE.estimates[key]
 
 
-_OF_COMPILED = (
+OF_COMPILED = (
     "torch_compile: what compiled code keeps is its compiler's choice, which no estimate follows. Measure it with "
     "lab.train(..., torch_compile=True), or ask without it: that is the recipe as it is written"
 )
