@@ -49,8 +49,8 @@ def adapters() -> str:
     made_with = f"{versions(report, 'torch', 'transformers', 'peft', 'bitsandbytes')}, {report['date'][:10]}"
     equal = on_cpu["equal_in_every_category"]
     lines = [
-        f"{on_cpu['compared']} generated trainings ({len(kinds)} kinds of adapters; bases whole, in 8 and in 4 bits) on a "
-        f"CPU ({made_with}): **{equal} equal to the byte in every category**.",
+        f"{on_cpu['compared']} generated trainings ({len(kinds)} kinds of adapters; bases of 16, 8 and 4 bits too) on "
+        f"a CPU ({made_with}): **{equal} equal to the byte in every category**.",
         f"{on_cuda['compared']} others for CUDA against torch's own allocator, rehearsed: "
         f"{_equal_or_off(on_cuda['estimated'])}.",
         f"Left out, for peft or the library refuses them, or for values that a rehearsal has not: "

@@ -40,7 +40,7 @@ Card = Annotated[str | None, typer.Option(help="A GPU, here or not, e.g. t4, 'RT
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
-_WITH_CLEAN_PROCESSES = ("measure", "estimate", "advise")
+_WITH_CLEAN_PROCESSES = ("measure", "estimate", "explain", "advise")
 _INTERRUPTED = 130  # the exit code after Ctrl-C
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
 
@@ -172,6 +172,47 @@ def estimate(
     lines = [f"{model} {fits}on {card or estimated.device}: {peak}", *_sizes(memory)]
     lines += [f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
+
+
+@app.command(context_settings=TRAINING_ARGUMENTS)
+def explain(
+    context: typer.Context,
+    model: Model,
+    seq_len: SeqLen = None,
+    architecture: Architecture = None,
+    dataset_size: DatasetSize = 512,
+    processes: Processes = 1,
+    device: Device = None,
+    card: Card = None,
+    compute_capability: Capability = None,
+    json_output: Json = False,
+) -> None:
+    """Why one recipe takes more memory than another: by switch, by tensor with its line of the model's code, and what
+    may surprise. Training arguments before --then are those of A; B has them too, and what stands after --then, which
+    adds to them or gives them another value: so the two differ in nothing that you did not mean to compare.
+
+    perf-helpers explain --model gpt2 --card t4 --dtype bfloat16 --then --gradient_checkpointing --optim adafactor
+    """
+    from perf_helpers.estimate import explanation
+
+    words = context.args
+    if words.count("--then") != 1 or words[-1] == "--then":
+        raise ValueError("--then: say it once, with training arguments of the second recipe after it")
+    own = {name for parameter in context.command.params for name in parameter.opts} - {"--json"}
+    if late := own & {word.partition("=")[0] for word in sys.argv[sys.argv.index("--then") :]}:
+        raise ValueError(f"{min(late)} holds for both recipes: give it before --then")
+    place = words.index("--then")
+    first, both = (arguments.parse(each).given for each in (words[:place], words[:place] + words[place + 1 :]))
+    found = explanation.explain(
+        Task(model, seq_len, dataset_size, architecture),
+        first,
+        both,
+        card=card,
+        device=device,
+        compute_capability=_capability(compute_capability),
+        processes=processes,
+    )
+    _print({"status": "ok", **found.to_dict(), "versions": hardware.versions()} if json_output else [repr(found)])
 
 
 @app.command(context_settings=TRAINING_ARGUMENTS)

@@ -79,10 +79,7 @@ def estimate(
     task = Task(task) if isinstance(task, str) else task
     if not isinstance(task, Task):
         raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
-    if card is not None:
-        known = cards.named(card)
-        device, compute_capability = device or "cuda", compute_capability or known.capability
-        device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
+    whose = target(device, compute_capability, device_memory, allocator_settings, torch_version, card)
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -93,8 +90,7 @@ def estimate(
         processes=processes,
     )
     if experiment.arguments.compiles:
-        raise ValueError(_OF_COMPILED)
-    whose = target(device, compute_capability, device_memory, allocator_settings, torch_version)
+        raise ValueError(OF_COMPILED)
     key = (repr(experiment.replace(name="")), task.identity(), whose)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
@@ -113,7 +109,7 @@ def estimate(
     return KNOWLEDGE.estimates[key]
 
 
-_OF_COMPILED = (
+OF_COMPILED = (
     "torch_compile: what compiled code keeps is its compiler's choice, which no estimate follows. Measure it with "
     "lab.train(..., torch_compile=True), or ask without it: that is the recipe as it is written"
 )
@@ -130,8 +126,13 @@ def target(
     device_memory: int | None = None,
     allocator_settings: str = "",
     torch_version: str | None = None,
+    card: str | None = None,
 ) -> Device:
     """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
+    if card is not None:
+        known = cards.named(card)
+        device, compute_capability = device or "cuda", compute_capability or known.capability
+        device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
     machine = hardware.describe()
     kind = device or machine.kind
     if kind not in ("cpu", "cuda"):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
+Follow = Callable[[Experiment, Any], Trace]  # (experiment, tracker), as `trace.follow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,17 @@ def predict(
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be followed.
     """
+    (followed,) = follow_all([experiment], device, probe, tell)
+    return estimated(experiment, followed, device), followed.trace.log if with_log else None  # not with every estimate
+
+
+def estimated(experiment: Experiment, followed: "Followed", device: Device) -> MemoryEstimate:
+    """The estimate of an experiment that was followed."""
     from perf_helpers.lab import memory_meter
 
-    (followed,) = follow_all([experiment], device, probe, tell)
     on_cuda = device.kind == "cuda"
     memory, is_too_large = _on_cuda(followed.trace, device) if on_cuda else (memory_of(followed), False)
-    made = MemoryEstimate(
+    return MemoryEstimate(
         name=experiment.name,
         task=experiment.task.to_dict(),
         arguments=dict(experiment.arguments.given),
@@ -167,7 +173,6 @@ def predict(
         compute_capability=device.compute_capability if on_cuda else None,
         device_memory=device.memory_bytes if on_cuda else None,
     )
-    return made, followed.trace.log if with_log else None  # it would travel with every estimate
 
 
 def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
@@ -203,9 +208,13 @@ class Followed:
     assumptions: tuple[str, ...]
 
 
-def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[Followed]:
-    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    traces = _traces([_plain(each, device) for each in experiments], device, probe.known, tell)
+def follow_all(
+    experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell, follow: Follow | None = None
+) -> list[Followed]:
+    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does.
+    `follow`: see `trace_of`."""
+    settings = {"device": device, "facts": probe.known, "follow": follow}
+    traces = _traces([_plain(each, device) for each in experiments], settings, tell)
     return [_followed(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
 
@@ -234,16 +243,16 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
     return 4 * arguments.samples_per_step(processes)
 
 
-def _traces(experiments: Sequence[Experiment], device: Device, facts: dict[tuple, Any], tell: Tell) -> list[Trace]:
+def _traces(experiments: Sequence[Experiment], settings: dict[str, Any], tell: Tell) -> list[Trace]:
     """The traces of experiments, made in forks of this process. What is learnt there is added to the facts. 80 of 100
     per cent of the work are done then."""
     traces = []
     fork, count = multiprocessing.get_context("fork"), min(len(experiments), os.cpu_count() or 1)
     # A fork has these from the start: they need not travel.
-    with ProcessPoolExecutor(count, fork, _fork.update, [{"device": device, "facts": facts}]) as pool:
+    with ProcessPoolExecutor(count, fork, _fork.update, [settings]) as pool:
         for number, (trace, news) in enumerate(pool.map(_follow_in_fork, experiments), 1):
             traces.append(trace)
-            facts |= news
+            settings["facts"].update(news)
             tell(80 * number // len(experiments))
     return traces
 
@@ -260,21 +269,24 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     return trace_of(experiment, **_fork), _news(_fork["facts"], before)
 
 
-def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
+def trace_of(
+    experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None, follow: Follow | None = None
+) -> Trace:
     """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: those of
-    `with_known`."""
+    `with_known`; `follow`: in the place of `trace.follow`, to look at the training meanwhile."""
     from perf_helpers.estimate import trace
 
+    follow = follow or trace.follow
     cache = trace.OperationCache(facts, device.kind)
     if device.kind == "cpu":
-        return trace.follow(experiment, trace.FakeTracker(cache))
+        return follow(experiment, trace.FakeTracker(cache))
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker
 
     tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        found = trace.follow(experiment, tracker)
+        found = follow(experiment, tracker)
     third = experiment.steps_on_a_gpu > experiment.metered_steps
     return replace(found, log=found.log.with_a_third_step()) if third else found
 

@@ -1,0 +1,124 @@
+"""Two recipes beside each other: every sum is exact, prices are differences of estimates, warnings are of the model."""
+
+import json
+
+import pytest
+
+from perf_helpers.estimate import estimate
+from perf_helpers.estimate.explanation import _priced, explain
+from perf_helpers.lab import optional_packages
+from perf_helpers.lab.task import Task
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 300}
+LLAMA = Task("llama-2-7b", seq_len=16, config=SMALL)
+MIXTURE = Task("mixtral-8x7b", seq_len=16, config=SMALL | {"num_local_experts": 4})
+BATCH = {"per_device_train_batch_size": 2}
+T4 = {"device": "cuda", "compute_capability": (7, 5)}
+QLORA = BATCH | {"load_in_4bit": True, "dtype": "bfloat16"}
+
+
+def adapters(**more):
+    return {"peft": {"r": 4, "target_modules": ["q_proj", "v_proj"], **more}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft():
+    if why := optional_packages.offer("peft"):
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("where", [{"device": "cpu"}, T4], ids=["cpu", "cuda"])
+def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
+    a, b = BATCH, BATCH | {"gradient_checkpointing": True, "optim": "sgd"}
+    found = explain(LLAMA, a, b, **where)
+    peaks = [estimate(LLAMA, **where, **each).peak_bytes for each in (a, b)]
+    assert [found.a.peak_bytes, found.b.peak_bytes] == peaks
+    shown = found.to_dict()
+    for part in (found.tensors, found.by_category(), dict(found.by_tensor(3))):
+        assert [sum(column) for column in zip(*part.values(), strict=True)] == peaks
+    assert len(found.by_tensor()) == 11 and len(shown["by_tensor"]) == 11 and len(found.by_tensor(3)) == 4
+    assert sum(row["difference_bytes"] for row in shown["by_tensor"]) == peaks[1] - peaks[0]
+    differences = [abs(after - before) for before, after in found.tensors.values()]
+    assert differences == sorted(differences, reverse=True)
+    between = estimate(LLAMA, **where, **a, gradient_checkpointing=True).peak_bytes
+    alone = estimate(LLAMA, **where, **a, optim="sgd").peak_bytes
+    expected = {"gradient_checkpointing": (between - peaks[0],) * 2, "optim": (peaks[1] - between, alone - peaks[0])}
+    assert found.switches == expected
+    by_category = {name: 0 for name in found.by_category()}
+    for (category, *_), (size, _) in found.tensors.items():
+        by_category[category] += size
+    assert by_category == {name: sizes[0] for name, sizes in found.by_category().items()}
+    json.dumps(shown)
+
+
+def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
+    found = explain(LLAMA, BATCH, BATCH | adapters(), device="cpu")
+    states = {tensor: sizes for tensor, sizes in found.tensors.items() if tensor[0] == "optimizer_states"}
+    (name, size), *_ = [(tensor, sizes[0]) for tensor, sizes in states.items() if "mlp.up_proj" in tensor[1]]
+    assert name[1] == "model.layers.*.mlp.up_proj.weight" and size == 2 * 2 * 64 * 96 * 4  # of two layers, two moments
+    assert name[3].startswith("transformers/models/llama/modeling_llama.py:")
+    assert any("lora_A" in tensor[1] and not a and b for tensor, (a, b) in states.items())
+    line = next(tensor[3] for tensor in found.tensors if tensor[1] == "model.layers.*.mlp" and "mul" in tensor[2])
+    file, number = line.rsplit(":", 1)
+    import transformers
+
+    source = transformers.__path__[0].removesuffix("transformers") + file
+    with open(source, encoding="utf-8") as lines:
+        assert "self.act_fn(self.gate_proj(x)) * self.up_proj(x)" in lines.readlines()[int(number) - 1]
+    assert not any(tensor[1].startswith("base_model") for tensor in found.tensors)
+    assert found.warnings["A"] == () and "the frozen weights are in fp32" in found.warnings["B"][0]
+
+
+def test_experts_that_stay_whole_and_norms_that_are_cast_are_told():
+    found = explain(MIXTURE, BATCH | {"dtype": "bfloat16"} | adapters(), QLORA | adapters(), card="t4")
+    assert found.warnings["A"] == ()
+    experts, head, cast = found.warnings["B"]
+    sizes = 2 * 4 * 3 * 64 * 96 * 4, 300 * 64 * 4  # bytes: layers, experts, matrices; in fp32, for they were cast
+    assert (
+        experts.startswith("these experts are not quantized") and "model.layers.*.mlp.experts.gate_up_proj" in experts
+    )
+    assert experts.endswith(f"{sizes[0] / 1e3:.1f} kB") and head.endswith(f"lm_head.weight, {sizes[1] / 1e3:.1f} kB")
+    assert cast.startswith("prepare_model_for_kbit_training cast these to fp32") and "and" in cast
+    assert "A" not in repr(found).splitlines()[-1][:3] and repr(found).splitlines()[-1].startswith("B: prepare")
+
+
+def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
+    whole = adapters(modules_to_save=["lm_head"])
+    uncast = QLORA | {"prepare_model_for_kbit_training": False}
+    found = explain(LLAMA, uncast | adapters(), uncast | whole, card="t4")
+    texts = " ".join(found.warnings["A"])
+    assert "linear layers are not quantized: lm_head.weight" in texts
+    assert "experts" not in texts and "cast" not in texts and "modules_to_save" not in texts
+    (copies,) = [text for text in found.warnings["B"] if text.startswith("modules_to_save")]
+    assert copies.endswith(f"{300 * 64 * 2 / 1e3:.1f} kB")
+
+
+def test_checkpointing_that_trains_nothing_is_named():
+    again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="nothing trains: re-entrant checkpointing"):
+        explain(
+            LLAMA, BATCH | {"freeze": "embed_tokens,lm_head,norm"}, BATCH | {"freeze": "embed,lm_head,norm"} | again
+        )
+
+
+def test_what_cannot_be_switched_alone_is_switched_with_the_next():
+    peaks = {("fp16",): None, ("fp16", "bf16"): 60, ("bf16",): None, ("optim",): 90}
+    found = _priced(["fp16", "bf16", "optim"], lambda names: peaks[tuple(names)], (100, 55))
+    assert found == {"fp16, bf16": (-40, -40), "optim": (-5, -10)}
+    names = [*"abcde"]
+    many = _priced(names, lambda switched: 10 * len(switched), (0, 50))
+    assert many == {"a": (10, 10)} | {name: (10, None) for name in names[1:]}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        (BATCH, dict(BATCH), "one recipe"),
+        (BATCH, BATCH | {"optim": "adamv"}, "optim='adamv'"),
+        (BATCH, BATCH | {"torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_is_followed(a, b, told):
+    with pytest.raises(ValueError, match=told):
+        explain(LLAMA, a, b, timeout=0.01)
