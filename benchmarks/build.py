@@ -28,6 +28,7 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
+import published_lora
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
@@ -413,6 +414,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         cuda_page.cuda_tools(),
         "## The estimate against published measurements",
         cuda_page.published(),
+        "## LoRA on a T4, and which torch it was",
+        published_lora.page(),
     ]
     return "\n\n".join(parts) + "\n"
 

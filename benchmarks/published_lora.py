@@ -1,12 +1,13 @@
 """Predicts what LoRA trainings took that others measured on a Tesla T4, by rehearsing them under a release of torch.
 
-python benchmarks/published_lora.py --out results/lora_t4/2.11.0.json   by a Python that has torch 2.11.0 for CUDA
-python benchmarks/build.py                                              the table in results/README.md
+python benchmarks/published_lora.py   by a Python with the release of torch for CUDA that is to rehearse
+python benchmarks/build.py            the table in results/README.md
 
 It needs peft. published_lora.toml has the facts. A prediction is committed before the card's figures are put beside it.
 """
 
 import contextlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import tomllib
 from pathlib import Path
 
 FACTS = Path(__file__).with_suffix(".toml")
-SAID = "2.14.0"  # the torch that the source names of its first rows
 
 
 def facts() -> dict:
-    return tomllib.loads(FACTS.read_text(encoding="utf-8"))
+    """The file of facts, what is reserved in bytes."""
+    found = tomllib.loads(FACTS.read_text(encoding="utf-8"))
+    for card in found["trainings"].values():
+        card["reserved"] = card.pop("reserved_mib") * 2**20
+    return found
 
 
 def train(name: str) -> dict:
@@ -91,12 +95,55 @@ def rehearsed(name: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def predictions() -> dict[str, dict]:
+    """The record of each torch that rehearsed the trainings, by its version."""
+    from runner import RESULTS, read_record
+
+    records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
+    return {record["versions"]["torch"]: record for record in records}
+
+
+def compared(record: dict) -> list[dict]:
+    """Of each training that a torch rehearsed: by how many bytes it is off the card, allocated and reserved."""
+    card = facts()["trainings"]
+    return [
+        {"name": row["name"]} | {what: row[what] - card[row["name"]][what] for what in ("allocated", "reserved")}
+        for row in record["rows"]
+    ]
+
+
+def page() -> str:
+    """The card's figures beside those of each torch, in Markdown."""
+    from tables import MIB, table, versions
+
+    about, found = facts(), predictions()
+    lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
+    head, rows = ["training"], {name: [name] for name in about["trainings"]}
+    for what, unit in (("allocated", 1), ("reserved", MIB)):
+        head.append(f"{what} by the card, {'bytes' if unit == 1 else 'MiB'}")
+        for name, card in about["trainings"].items():
+            rows[name].append(f"{card[what] // unit:,}")
+        for torch, record in found.items():
+            head.append(f"torch {torch} less the card, MiB")
+            off = {row["name"]: row[what] / MIB for row in compared(record)}
+            for name, cells in rows.items():
+                cells.append((f"{off[name]:+,.2f}" if off[name] else "equal") if name in off else "not rehearsed")
+    for record in found.values():
+        off, made = compared(record), versions(record, "torch", "transformers", "peft")
+        allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
+        told = (
+            f"- {made}, predicted {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
+        )
+        lines.append(f"{told}, reserved in {reserved}")
+    return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
+
+
 def measurement():
     from runner import Measurement
 
     return Measurement(
         __doc__,
-        "lora_t4/2.11.0.json",
+        f"lora_t4_predictions_{importlib.metadata.version('torch')}.json",
         lambda options: facts()["trainings"],
         lambda cases, options: ((name, {"name": name} | rehearsed(name)) for name in cases),
         lambda rows, options: {"what": "LoRA trainings rehearsed on a T4, in bytes; nothing was computed"},

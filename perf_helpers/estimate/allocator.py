@@ -45,7 +45,7 @@ class CachingAllocator:
 
     Which of several free blocks of one size is taken, each release of torch decides in its own way. Where the address
     decides, as it always does of two expandable segments, it counts where the driver puts segments: each lies below all
-    before, or in the highest gap, as Linux gives addresses. A real T4's fall so (docs/lora-on-a-t4.md).
+    before, or in the highest gap, as Linux gives addresses. A real T4's fall so (docs/upstream/lora-on-a-t4.md).
 
     Args:
         settings: as torch reads them at its start; they stay.

@@ -93,3 +93,14 @@ def test_what_writes_takes_what_torchs_allocator_says(capability):
             said = estimate(task, device="cuda", compute_capability=capability, training=False, **options).memory
             found, said = ((each.peak_bytes, each.reserved_bytes) for each in (run.memory, said))
             assert said == found, (task.model, options)
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, monkeypatch):
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", shared)
+    task = Task("bert-tiny", seq_len=24, config={"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300})
+    recipe = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "optim": "sgd", "fp16": True}
+    with Rehearsal(card("t4")) as stage:
+        found = Lab("gpu", executor=stage).train("lt", task=task, measure=("memory",), **recipe).memory
+    said = estimate(task, card="t4", **recipe).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
