@@ -27,7 +27,6 @@ class Card:
     memory_bytes: int  # what torch can have of it: `total_memory` of its properties
     devices: int = 1
     context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
-    source: str = ""  # of its memory, see cards.toml
     is_board: bool = False  # whether its memory is the whole board's, of which torch may have `OF_BOARD` only
 
     @property
@@ -50,14 +49,8 @@ def _plain(name: str) -> str:
 
 _KNOWN = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 CARDS = {
-    key: Card(
-        entry["name"],
-        tuple(entry["capability"]),
-        parse_bytes(entry["memory"]),
-        source=entry["source"],
-        is_board=entry.get("board", False),
-    )
-    for key, entry in _KNOWN.items()
+    key: Card(it["name"], (*it["capability"],), parse_bytes(it["memory"]), is_board=it.get("board", False))
+    for key, it in _KNOWN.items()
 }
 # By what is left of their names: "4090", "RTX 4090 24 GB".
 _BY_NAME = {_plain(word): key for key, entry in _KNOWN.items() for word in (key, entry["name"], *entry.get("also", ()))}

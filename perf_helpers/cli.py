@@ -141,6 +141,10 @@ def estimate(
         str | None, typer.Option("--torch", help="Whose allocator is meant, e.g. 2.10; default: that of the installed.")
     ] = None,
     snapshot: Snapshot = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A file with the tokens of each sample: its worst batch.")
+    ] = None,
+    multiple: Annotated[int, typer.Option("--pad-to-multiple-of", "--pad_to_multiple_of", help="With --lengths.")] = 1,
     json_output: Json = False,
 ) -> None:
     """Predict the peak memory of a training without running it; no GPU is needed.
@@ -150,6 +154,16 @@ def estimate(
     from perf_helpers import estimate as room
 
     given = arguments.parse(context.args).given
+    if lengths is not None:
+        if inference or snapshot or processes > 1 or seq_len or allocator_settings:
+            raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
+        from perf_helpers.estimate import lengths as module
+
+        whose = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
+        task, pads = Task(model, architecture=architecture), {"pad_to_multiple_of": multiple}
+        worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
+        told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
+        return _print(told if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
         card=card,
@@ -162,14 +176,14 @@ def estimate(
         snapshot=snapshot,
         **given,
     )
-    memory = estimated.memory
+    memory, fitting = estimated.memory, estimated.fits(card) if card else None
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
+        about |= fitting.to_dict() if fitting else {}
         _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
-    fits = ("does not fit " if estimated.is_too_large else "fits ") if card else ""
     peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-    lines = [f"{model} {fits}on {card or estimated.device}: {peak}", *_sizes(memory)]
+    lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *([repr(fitting)] if fitting else [])]
     lines += [f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 

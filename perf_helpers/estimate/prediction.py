@@ -50,32 +50,32 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Whether a training fits a card. As a truth value it is the answer; where that is unknown, `bool` raises
-    `unknown.NeedsValues` with the reason."""
+    """Whether a training fits a card. `bool` gives the answer; of one that is unknown it raises `unknown.NeedsValues`
+    with the reason."""
 
     what: str  # the estimate's name
     card: cards.Card
     answer: bool | Unknown
     needed_bytes: int  # reserved by the allocator, and the context
-    context_bytes: int  # of these
-
-    @property
-    def limit_bytes(self) -> int:
-        return self.card.limit_bytes
+    context_bytes: int  # of these, assumed
 
     def __bool__(self) -> bool:
         return bool(self.answer)
 
+    def to_dict(self) -> dict[str, Any]:
+        answer = None if isinstance(self.answer, Unknown) else self.answer
+        limit = {"limit_bytes": self.card.limit_bytes, "text": repr(self)}
+        return {"fits": answer, "needed_bytes": self.needed_bytes} | limit
+
     def __repr__(self) -> str:
         """One sentence: what is needed, what is there, and the margin."""
-        unknown = isinstance(self.answer, Unknown)
-        answer = "it is UNKNOWN whether it fits" if unknown else "fits" if self.answer else "does not fit"
-        memory = self.card.memory_bytes
-        text = f"{self.what}: {answer} the {self.card.name}: {bytes_text(self.needed_bytes)} needed"
-        text += f" ({bytes_text(self.context_bytes)} of it assumed for the CUDA context)" * bool(self.context_bytes)
-        text += f", {bytes_text(memory)} there{', the whole board' * self.card.is_board}, of which a margin of "
-        text += f"{bytes_text(memory * cards.MARGIN)} ({cards.MARGIN:.0%}) stays free"
-        return text + (f"; {self.answer.why}" if unknown else "")
+        why = self.answer.why if isinstance(self.answer, Unknown) else ""
+        answer = "it is UNKNOWN whether it fits" if why else "fits" if self.answer else "does not fit"
+        context = f" ({bytes_text(self.context_bytes)} of it assumed for the CUDA context)" * bool(self.context_bytes)
+        there = f"{bytes_text(self.card.memory_bytes)} there{', the whole board' * self.card.is_board}"
+        margin = f"a margin of {bytes_text(self.card.memory_bytes * cards.MARGIN)} ({cards.MARGIN:.0%}) stays free"
+        text = f"{self.what}: {answer} the {self.card.name}: {bytes_text(self.needed_bytes)} needed{context}"
+        return f"{text}, {there}, of which {margin}" + f"; {why}" * bool(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +116,19 @@ class MemoryEstimate:
             ValueError: an unknown card.
         """
         card = cards.named(card) if isinstance(card, str) else card
-        context = self.memory.context_bytes or card.context_bytes
-        needed = self.needed_bytes(context) if self.device == "cuda" else self.peak_bytes
-        memory = card.memory_bytes
-        same_room = self.device_memory is not None and self.device_memory >= memory - context
+        context = (self.memory.context_bytes or card.context_bytes) * (self.device == "cuda")
+        needed, memory = self.needed_bytes(context), card.memory_bytes
         if self.compute_capability != card.capability:
             where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
             made = "a CPU" if self.device == "cpu" else "compute capability {}.{}".format(*self.compute_capability)
             answer = Unknown(f"this was estimated for {made}, not for {where}: ask estimate(..., card={card.name!r})")
-        elif self.peak_bytes + context > memory or (self.is_too_large and same_room):
+        elif self.peak_bytes + context > memory or (self.is_too_large and self.device_memory >= memory - context):
             answer = False
         elif needed > card.limit_bytes:
             answer = Unknown("it is within the margin, or cached segments would have to be given back: near the edge")
         else:
             answer = True
-        return Fits(self.name, card, answer, needed, context if self.device == "cuda" else 0)
+        return Fits(self.name, card, answer, needed, context)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

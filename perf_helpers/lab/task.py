@@ -62,12 +62,12 @@ class Task(Record):
 
     def __post_init__(self):
         if self.lengths:
-            sizes = {"lengths": (*self.lengths,), "seq_len": max(self.lengths), "dataset_size": len(self.lengths)}
-            for name, value in sizes.items():
+            whole_number("lengths", min(self.lengths))
+            for name, value in (("seq_len", max(self.lengths)), ("dataset_size", len(self.lengths))):
                 object.__setattr__(self, name, value)
         if self.data not in ("random", "learnable"):
             raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
-        for name in ("seq_len", "dataset_size"):
+        for name in ("seq_len", "dataset_size", "pad_to_multiple_of"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name))
 
@@ -236,11 +236,8 @@ class Task(Record):
         from datasets import Dataset
 
         arrays = self.arrays()
-        if self.lengths:
-            arrays = {
-                name: [row[:length] if row.ndim else row for row, length in zip(array, self.lengths, strict=True)]
-                for name, array in arrays.items()
-            }
+        for name, array in arrays.items() if self.lengths else ():
+            arrays[name] = [row[:size] if row.ndim else row for row, size in zip(array, self.lengths, strict=True)]
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
@@ -267,14 +264,14 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
     """Examples as one batch, as the library's collators pad: ids with 0, labels of tokens with -100, and a mask."""
     import torch
 
-    width = -(-max(len(example["input_ids"]) for example in examples) // multiple) * multiple
-    examples = [example | {"attention_mask": torch.ones_like(example["input_ids"])} for example in examples]
+    columns = {name: [example[name] for example in examples] for name in examples[0]}
+    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    width = -(-max(map(len, columns["input_ids"])) // multiple) * multiple
 
-    def filled(name: str, row):
-        fill = -100 if name == "labels" else 0
-        return torch.nn.functional.pad(row, (0, width - len(row)), value=fill) if row.dim() else row
+    def filled(row, value: int):
+        return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if row.dim() else row
 
-    return {name: torch.stack([filled(name, example[name]) for example in examples]) for name in examples[0]}
+    return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
 
 
 def positions(config) -> int | None:
