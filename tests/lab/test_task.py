@@ -79,6 +79,8 @@ def test_data_fits_the_model_that_a_configuration_names(tmp_path, model_type, ar
         ("llama-2-13b", 13015.9),
         ("llama-3-8b", 8030.3),
         ("llama-3-70b", 70553.7),
+        ("llama-3.2-1b", 1235.8),
+        ("llama-3.2-3b", 3212.7),
         ("llama-3.1-405b", 405853.4),
         ("mistral-7b", 7241.7),
         ("qwen2.5-7b", 7615.6),
