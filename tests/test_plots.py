@@ -39,7 +39,7 @@ def test_the_colours_of_all_categories_differ():
 
 def test_a_figure_is_shown_with_its_words():
     figure = plots.memory([RUN], title="Peak <memory>").figure
-    assert plots.words(figure).startswith("Peak <memory>; counted memory at the peak (MB); weights, weight copies")
+    assert plots.words(figure).startswith("Peak <memory>; counted memory at the peak (MB); weights, frozen weights")
     assert "vanilla" in plots.words(figure) and "24.0 MB" in plots.words(figure)
     assert 'alt="Peak &lt;memory&gt;; counted' in plots.figure_html(figure)
 
@@ -109,7 +109,7 @@ def test_a_timeline_says_where_it_is_and_what_is_live():
     steps = plots.Timeline(SERIES)
     assert (len(steps), steps.peak, steps.highest_bytes) == (3, 1, 3 * 10**6 * len(CATEGORIES))
     assert steps.phase_ranges() == [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)]
-    assert steps.text(0).startswith("9.0 MB in forward, mm of layer.1: weights 1.0 MB, weight copies 1.0 MB")
+    assert steps.text(0).startswith("11.0 MB in forward, mm of layer.1: weights 1.0 MB, frozen weights 1.0 MB")
     assert [steps.where_text(i) for i in (1, 2)] == ["backward", "step, add"]
     assert steps.where(0) == {"phase": "forward", "operation": "mm", "module": "layer.1"}
     assert steps.shown(10**10) == [] and steps.shown() == list(CATEGORIES)
