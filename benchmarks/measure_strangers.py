@@ -98,7 +98,7 @@ def simpler(one: Training) -> Iterator[Training]:
             if least[name] <= few < one.config[name]:
                 yield replace(one, config=one.config | {name: few})
     for few in sorted({8, one.seq_len // 2}):
-        if few < one.seq_len:
+        if 0 < few < one.seq_len:
             yield replace(one, seq_len=few)
 
 
