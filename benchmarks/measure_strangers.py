@@ -118,6 +118,8 @@ def measure(cases, options):
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:
         for first, capability in itertools.product(range(0, len(left), 90), CAPABILITIES):
+            if time.monotonic() > end:
+                return
             with rehearsing(card(None, capability, MEMORY)) as lab:
                 for one in left[first : first + 90]:
                     if one.capability == capability and time.monotonic() < end:
