@@ -98,7 +98,7 @@ def simpler(one: Training) -> Iterator[Training]:
             if least[name] <= few < one.config[name]:
                 yield replace(one, config=one.config | {name: few})
     for few in sorted({8, one.seq_len // 2}):
-        if few < one.seq_len:
+        if 0 < few < one.seq_len:
             yield replace(one, seq_len=few)
 
 
@@ -118,6 +118,8 @@ def measure(cases, options):
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:
         for first, capability in itertools.product(range(0, len(left), 90), CAPABILITIES):
+            if time.monotonic() > end:
+                return
             with rehearsing(card(None, capability, MEMORY)) as lab:
                 for one in left[first : first + 90]:
                     if one.capability == capability and time.monotonic() < end:

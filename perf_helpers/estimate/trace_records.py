@@ -158,9 +158,11 @@ class Log:
         born = {event for event in second if event >= 0}
         dead = {~event for event in second if event < 0}
         left = collections.defaultdict(collections.deque)
+        # The first batch is sent in another phase than later ones.
+        alike = [(size, what._replace(phase="", module="")) for size, what in blocks]
         for block in sorted(born - dead):
-            left[self.blocks[block]].append(block)
-        new = {block: left[blocks[block]].popleft() for block in sorted(dead - born) if left[blocks[block]]}
+            left[alike[block]].append(block)
+        new = {block: left[alike[block]].popleft() for block in sorted(dead - born) if left[alike[block]]}
         kept = set(itertools.chain(*left.values()))
         lengths = []  # of the events before each of the third step
         for event in second:

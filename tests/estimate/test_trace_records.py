@@ -35,7 +35,8 @@ def test_other_numbers_make_the_operation_at_another_size():
 def test_a_third_step_does_what_the_second_did_with_blocks_of_its_own():
     """Each step frees the gradient before it, makes one, and makes and frees a temporary."""
     gradient, temporary, state = (Label(name, name, "step", "") for name in ("gradient", "temporary", "state"))
-    blocks = [(512, gradient), (64, temporary), (1024, gradient), (8, state), (64, temporary), (1024, gradient)]
+    first = gradient._replace(phase="setup")
+    blocks = [(512, gradient), (64, temporary), (1024, first), (8, state), (64, temporary), (1024, gradient)]
     blocks += [(2048, temporary), (8, state)]
     # The first step's gradients are blocks 0 and 2, the second's is 5; it is the second step that makes the state 7.
     events = [0, 1, ~1, 2, 3, ~0, ~2, 4, ~4, 5, 7, ~5, 6]

@@ -87,7 +87,7 @@ transformers.logging.set_verbosity_error()
 task = Task("bert-small", seq_len=128)
 model, options = task.build_model(), {arguments}
 with tempfile.TemporaryDirectory() as folder:
-    settings = transformers.TrainingArguments(folder, max_steps=2, report_to="none", save_strategy="no", **options)
+    settings = transformers.TrainingArguments(folder, max_steps=3, report_to="none", save_strategy="no", **options)
     trainer = transformers.Trainer(model=model, args=settings, train_dataset=task.dataset())
     trainer.train()
 print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
