@@ -131,7 +131,7 @@ def page() -> str:
         off, made = compared(record), versions(record, "torch", "transformers", "peft")
         allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
         told = (
-            f"- {made}, predicted {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
+            f"- {made}, rehearsed {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
         )
         lines.append(f"{told}, reserved in {reserved}")
     return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
