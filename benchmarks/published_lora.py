@@ -14,6 +14,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+from runner import RESULTS, Measurement, read_record
+from tables import MIB, table, versions
+
+from perf_helpers.rehearsal import CARDS
+from perf_helpers.rehearsal.rehearsal_process import command
+
 FACTS = Path(__file__).with_suffix(".toml")
 
 
@@ -85,10 +91,7 @@ def train(name: str) -> dict:
 
 def rehearsed(name: str) -> dict:
     """`train` in a process of its own on a rehearsed card; RuntimeError if it did not end well."""
-    from perf_helpers import rehearsal
-    from perf_helpers.rehearsal.rehearsal_process import command
-
-    with command(rehearsal.CARDS[facts()["card"]]) as (python, environment):
+    with command(CARDS[facts()["card"]]) as (python, environment):
         done = subprocess.run([python, __file__, "--train", name], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
@@ -97,8 +100,6 @@ def rehearsed(name: str) -> dict:
 
 def predictions() -> dict[str, dict]:
     """The record of each torch that rehearsed the trainings, by its version."""
-    from runner import RESULTS, read_record
-
     records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
     return {record["versions"]["torch"]: record for record in records}
 
@@ -114,8 +115,6 @@ def compared(record: dict) -> list[dict]:
 
 def page() -> str:
     """The card's figures beside those of each torch, in Markdown."""
-    from tables import MIB, table, versions
-
     about, found = facts(), predictions()
     lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
     head, rows = ["training"], {name: [name] for name in about["trainings"]}
@@ -132,28 +131,24 @@ def page() -> str:
         off, made = compared(record), versions(record, "torch", "transformers", "peft")
         allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
         told = (
-            f"- {made}, predicted {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
+            f"- {made}, rehearsed {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
         )
         lines.append(f"{told}, reserved in {reserved}")
     return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
 
 
-def measurement():
-    from runner import Measurement
-
-    return Measurement(
-        __doc__,
-        f"lora_t4_predictions_{importlib.metadata.version('torch')}.json",
-        lambda options: facts()["trainings"],
-        lambda cases, options: ((name, {"name": name} | rehearsed(name)) for name in cases),
-        lambda rows, options: {"what": "LoRA trainings rehearsed on a T4, in bytes; nothing was computed"},
-        name_of=lambda number, row: row["name"],
-        packages=("peft",),
-    )
-
+LORA = Measurement(
+    __doc__,
+    f"lora_t4_predictions_{importlib.metadata.version('torch').partition('+')[0]}.json",
+    lambda options: facts()["trainings"],
+    lambda cases, options: ((name, {"name": name} | rehearsed(name)) for name in cases),
+    lambda rows, options: {"what": "LoRA trainings rehearsed on a T4, in bytes; nothing was computed"},
+    name_of=lambda number, row: row["name"],
+    packages=("peft",),
+)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
         print(json.dumps(train(sys.argv[2])))
     else:
-        sys.exit(measurement().main())
+        sys.exit(LORA.main())

@@ -140,6 +140,7 @@ class Release:
     # first, or the one of the "segment" that was taken first, and in it at the lowest address.
     ties: str
     shares_workspace: bool  # whether cuBLASLt has cuBLAS' workspace; else one of LT_WORKSPACE_BYTES for each thread
+    lt_takes_both: bool  # whether its products, where they have one of their own, bring cuBLAS' too
 
 
 LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize
@@ -149,11 +150,11 @@ LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtW
 RELEASES = {
     each.torch: each
     for each in (
-        Release("2.10", "address", False),
-        Release("2.11", "address", False),
-        Release("2.12", "block", True),
-        Release("2.13", "segment", True),
-        Release("2.14", "segment", True),
+        Release("2.10", "address", False, True),
+        Release("2.11", "address", False, True),
+        Release("2.12", "block", True, False),
+        Release("2.13", "segment", True, False),
+        Release("2.14", "segment", True, False),
     )
 }
 

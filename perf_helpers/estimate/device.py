@@ -184,8 +184,10 @@ class DeviceTracker(FakeTracker):
             else:
                 held.append(self._hold(step, name_of(function)))
         if self._kernels.multiplies(function, args, kwargs):
-            self._take_workspace("cuBLAS workspace", self._kernels.workspace_bytes)
-            if not self._rules.shares_workspace and _is_lt(function, args, kwargs):
+            by_lt = not self._rules.shares_workspace and _is_lt(function, args, kwargs)
+            if self._rules.lt_takes_both or not by_lt:
+                self._take_workspace("cuBLAS workspace", self._kernels.workspace_bytes)
+            if by_lt:
                 self._take_workspace("cuBLASLt workspace", LT_WORKSPACE_BYTES)
         for block in reversed(held):
             self.log.append((block, -1))

@@ -80,3 +80,14 @@ def test_cublaslt_has_a_workspace_of_its_own_up_to_torch_2_11(name, torch_versio
             (LT | NOT_LT)[name](rows, bias)
     held = [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "cuBLASLt workspace"]
     assert held == ([2**20] * 2 if own and name in LT else [])
+    assert sum(block.operation == "cuBLAS workspace" for block, sign in tracker.log if sign > 0) == 2
+
+
+@pytest.mark.parametrize(("torch_version", "held"), [("2.11", [8_519_680, 2**20]), ("2.13", [2**20])])
+def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torch_version, held, monkeypatch):
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
+    tracker = DeviceTracker((7, 5), rules=release(torch_version))
+    tracker.is_there = True
+    with tracker, torch.no_grad():
+        LT["a bias"](torch.zeros(3, 2, 64), torch.zeros(64))
+    assert [block.bytes for block, sign in tracker.log if sign > 0 and "workspace" in block.operation] == held
