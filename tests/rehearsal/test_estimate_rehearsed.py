@@ -61,3 +61,16 @@ def test_what_writes_takes_what_torchs_allocator_says(capability):
             said = estimate(task, device="cuda", compute_capability=capability, training=False, **options).memory
             found, said = ((each.peak_bytes, each.reserved_bytes) for each in (run.memory, said))
             assert said == found, (task.model, options)
+
+
+@pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
+def test_unequal_lengths_take_what_torchs_allocator_says(more):
+    """Of whole sequences of steps: also what blocks of one shape leave behind for the next."""
+    task = Task(
+        "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
+    )
+    options = {"per_device_train_batch_size": 2, "train_sampling_strategy": "group_by_length"}
+    with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
+        run = Lab("gpu", executor=stage).train("unequal", task=task, measure=("memory",), **options)
+    said = estimate(task, device="cuda", compute_capability=(8, 0), **options).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
