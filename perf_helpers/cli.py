@@ -176,14 +176,14 @@ def estimate(
         snapshot=snapshot,
         **given,
     )
-    memory, fitting = estimated.memory, estimated.fits(card) if card else None
+    memory, fits = estimated.memory, [estimated.fits(card)] if card else []
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
-        about |= fitting.to_dict() if fitting else {}
+        about |= fits[0].to_dict() if fits else {}
         _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
     peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-    lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *([repr(fitting)] if fitting else [])]
+    lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *map(repr, fits)]
     lines += [f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 

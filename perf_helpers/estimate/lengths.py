@@ -85,7 +85,12 @@ class WorstBatch:
         peaks = {"peak_bytes": self.estimate.peak_bytes, "packed_peak_bytes": self.packed and self.packed.peak_bytes}
         largest = {name: getattr(self, name) for name in ("largest_batch", "largest_length")}
         told = {name: found and {"size": found[0], **found[1].to_dict()} for name, found in largest.items()}
-        return {name: getattr(self, name) for name in names} | peaks | told | (self.fits.to_dict() if self.fits else {})
+        return (
+            {name: getattr(self, name) for name in names}
+            | peaks
+            | told
+            | (self.fits.to_dict() if self.fits is not None else {})
+        )
 
     def __repr__(self) -> str:
         tokens, (rows, width) = sum(self.lengths), max(self.shapes[self.step], key=lambda shape: shape[0] * shape[1])
@@ -96,7 +101,7 @@ class WorstBatch:
             f"{1 - tokens / self.padded_tokens:.0%} of them padding",
             *([f"packed: peak {bytes_text(self.packed.peak_bytes)}; {tokens:,} tokens"] if self.packed else []),
             f"worst first: samples {', '.join(map(str, self.order[:16]))}{', ...' * (len(self.order) > 16)}",
-            *([repr(self.fits)] if self.fits else []),
+            *([repr(self.fits)] if self.fits is not None else []),
         ]
         largest = {"largest batch": self.largest_batch, "largest length": self.largest_length}
         return "\n".join(lines + [f"{what}: {found[0]:,}; {found[1]!r}" for what, found in largest.items() if found])

@@ -104,3 +104,16 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
         found = Lab("gpu", executor=stage).train("lt", task=task, measure=("memory",), **recipe).memory
     said = estimate(task, card="t4", **recipe).memory
     assert (said.peak_bytes, said.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
+
+
+@pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
+def test_unequal_lengths_take_what_torchs_allocator_says(more):
+    """Of whole sequences of steps: also what blocks of one shape leave behind for the next."""
+    task = Task(
+        "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
+    )
+    options = {"per_device_train_batch_size": 2, "train_sampling_strategy": "group_by_length"}
+    with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
+        run = Lab("gpu", executor=stage).train("unequal", task=task, measure=("memory",), **options)
+    said = estimate(task, device="cuda", compute_capability=(8, 0), **options).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
