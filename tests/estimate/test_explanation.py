@@ -45,7 +45,7 @@ def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
     alone = estimate(LLAMA, **where, **a, optim="sgd").peak_bytes
     expected = {"gradient_checkpointing": (between - peaks[0],) * 2, "optim": (peaks[1] - between, alone - peaks[0])}
     assert found.switches == expected
-    by_category = {name: 0 for name in found.by_category()}
+    by_category = dict.fromkeys(found.by_category(), 0)
     for (category, *_), (size, _) in found.tensors.items():
         by_category[category] += size
     assert by_category == {name: sizes[0] for name, sizes in found.by_category().items()}
@@ -53,7 +53,8 @@ def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
 
 
 def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
-    found = explain(LLAMA, BATCH, BATCH | adapters(), device="cpu")
+    large = {"per_device_train_batch_size": 32}  # so that activations live at the peak
+    found = explain(LLAMA, large, large | adapters(), device="cpu")
     states = {tensor: sizes for tensor, sizes in found.tensors.items() if tensor[0] == "optimizer_states"}
     (name, size), *_ = [(tensor, sizes[0]) for tensor, sizes in states.items() if "mlp.up_proj" in tensor[1]]
     assert name[1] == "model.layers.*.mlp.up_proj.weight" and size == 2 * 2 * 64 * 96 * 4  # of two layers, two moments
@@ -66,6 +67,8 @@ def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
     source = transformers.__path__[0].removesuffix("transformers") + file
     with open(source, encoding="utf-8") as lines:
         assert "self.act_fn(self.gate_proj(x)) * self.up_proj(x)" in lines.readlines()[int(number) - 1]
+    weight = ("weights", "model.layers.*.self_attn.q_proj.weight", "")
+    assert [sizes for tensor, sizes in found.tensors.items() if tensor[:3] == weight] == [(2 * 64 * 64 * 4,) * 2]
     assert not any(tensor[1].startswith("base_model") for tensor in found.tensors)
     assert found.warnings["A"] == () and "the frozen weights are in fp32" in found.warnings["B"][0]
 
