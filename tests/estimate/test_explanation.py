@@ -13,6 +13,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 300}
 LLAMA = Task("llama-2-7b", seq_len=16, config=SMALL)
 MIXTURE = Task("mixtral-8x7b", seq_len=16, config=SMALL | {"num_local_experts": 4})
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = Task("vit-base", config=IMAGES | {"image_size": 32, "patch_size": 16})
 BATCH = {"per_device_train_batch_size": 2}
 T4 = {"device": "cuda", "compute_capability": (7, 5)}
 QLORA = BATCH | {"load_in_4bit": True, "dtype": "bfloat16"}
@@ -97,12 +99,16 @@ def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
     assert copies.endswith(f"{300 * 64 * 2 / 1e3:.1f} kB")
 
 
-def test_checkpointing_that_trains_nothing_is_named():
+def test_checkpointing_through_which_no_gradient_flows_is_told():
     again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    frozen = BATCH | {"freeze": "embeddings"}  # of a text model transformers lets the embeddings' result require one
+    found = explain(IMAGES, frozen, frozen | again, device="cpu")
+    assert found.warnings["A"] == ()
+    (idle,) = found.warnings["B"]
+    assert idle.startswith("no gradient reaches these") and ".layer.*." in idle or "layers.*." in idle, idle
+    assert "classifier" not in idle
     with pytest.raises(ValueError, match="nothing trains: re-entrant checkpointing"):
-        explain(
-            LLAMA, BATCH | {"freeze": "embed_tokens,lm_head,norm"}, BATCH | {"freeze": "embed,lm_head,norm"} | again
-        )
+        explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
 
 
 def test_what_cannot_be_switched_alone_is_switched_with_the_next():
