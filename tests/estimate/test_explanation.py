@@ -1,6 +1,7 @@
 """Two recipes beside each other: every sum is exact, prices are differences of estimates, warnings are of the model."""
 
 import json
+import re
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_checkpointing_through_which_no_gradient_flows_is_told():
     found = explain(IMAGES, frozen, frozen | again, device="cpu")
     assert found.warnings["A"] == ()
     (idle,) = found.warnings["B"]
-    assert idle.startswith("no gradient reaches these") and ".layer.*." in idle or "layers.*." in idle, idle
+    assert idle.startswith("no gradient reaches these") and re.search(r"vit\.(encoder\.)?layers?\.\*\.", idle), idle
     assert "classifier" not in idle
     with pytest.raises(ValueError, match="nothing trains: re-entrant checkpointing"):
         explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
