@@ -24,6 +24,7 @@ help:
 	@echo "make test      check, then the tests and every lesson"
 	@echo "make test-all  test, levels, wheel, and the core of rehearse: what CI runs"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
+	@echo "make strangers an hour of the estimate for CUDA against torch's allocator; with NIGHTLY=1 a part of make test-all"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
 	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
 	@echo "make matrix    the course under the oldest and the newest libraries, and two between: what differs"
@@ -54,16 +55,22 @@ check: $(STAMP)
 # What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
 # one; the last line says which failed.
 TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
-STAGES = failed=; \
+# MINUTES: after so many of them no further stage begins, on a slow machine with a limit; 0: each one does.
+MINUTES ?= 0
+STAGES = failed=; start=$$(date +%s); \
 	stage() { \
-		name=$$1; began=$$(date +%s); shift; "$$@" || failed="$$failed $$name,"; \
+		name=$$1; began=$$(date +%s); shift; \
+		if [ $(MINUTES) -gt 0 ] && [ $$((began - start)) -gt $$((60 * $(MINUTES))) ]; then \
+			echo "make $@: $$name is left to the night: $$(((began - start) / 60)) minutes have passed"; return; \
+		fi; \
+		"$$@" || failed="$$failed $$name,"; \
 		echo "make $@: $$name took $$((($$(date +%s) - began + 59) / 60)) minutes"; \
 	};
 SUM = [ -z "$$failed" ] || { echo "make $@: failed in$${failed%,}" >&2; exit 1; }
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
 	@$(STAGES) \
-	stage units $(BIN)/python -m pytest -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
+	stage units $(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
 	stage lessons $(BIN)/python -m pytest $(TIMED); \
 	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
 	$(SUM)
@@ -71,14 +78,16 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# What .ci/run calls. torch's CUDA build may not be installable everywhere: then it is not tried, and no GPU is rehearsed.
+# What .ci/run calls; with NIGHTLY=1 an hour of strangers follows. torch's CUDA build may not be installable everywhere: then it is
+# not tried, and no GPU is rehearsed.
 test-all: $(STAMP)
 	@$(STAGES) \
-	stage test $(MAKE) --no-print-directory test ARGS=; \
+	stage test $(MAKE) --no-print-directory test ARGS= MINUTES=0; \
 	stage levels $(MAKE) levels; \
 	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
 		stage wheel $(MAKE) wheel; \
 		stage rehearse $(MAKE) rehearse LESSONS=core; \
+		if [ -n "$(NIGHTLY)" ]; then stage strangers $(MAKE) strangers; fi; \
 	else \
 		echo "make test-all: torch's CUDA build cannot be installed here: it is not tried, and no GPU is rehearsed" >&2; \
 	fi; \
@@ -107,6 +116,11 @@ ifeq ($(LESSONS),all)
 	.venv-cuda/bin/python benchmarks/measure_cuda.py --out build/cuda.json
 	.venv-cuda/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
+
+# An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
+strangers:
+	$(MAKE) $(CUDA) .venv-cuda/.stamp
+	.venv-cuda/bin/python benchmarks/measure_strangers.py --seed $(shell date +%Y%m%d) --out build/strangers.json
 
 # Each set of benchmarks/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
 # hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.
@@ -156,5 +170,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse strangers matrix wheel gpu fresh
 fresh: ;

@@ -19,7 +19,7 @@ def configuration(architecture: str, draw: random.Random) -> dict:
     """A config.json of that architecture."""
     given = dict(ARCHITECTURES[architecture])
     family = FAMILIES[given.pop("family")](draw) if "family" in given else {}
-    return family | {name: _drawn(value, draw) for name, value in given.items()}
+    return family | {name: drawn(value, draw) for name, value in given.items()}
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
@@ -28,7 +28,7 @@ def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
     return Task(str(path), seq_len=seq_len)
 
 
-def _drawn(value, draw: random.Random):
+def drawn(value, draw: random.Random):
     if not isinstance(value, dict):
         return value
     return draw.choice(value["choice"]) if "choice" in value else draw.randint(*value["range"])

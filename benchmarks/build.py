@@ -28,6 +28,7 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
+import published_lora
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
@@ -49,6 +50,7 @@ PLACES = {  # block between markers: the page that has it
     "rehearsed": ROOT / "docs" / "rehearsal.md",
     "estimate": ROOT / "docs" / "estimate.md",
     "cuda": ROOT / "docs" / "estimate.md",
+    "adapters": ROOT / "docs" / "estimate.md",
 }
 PAGE = RESULTS / "README.md"
 BESIDE = RESULTS / "estimate.json"  # by benchmarks/measure_estimate.py
@@ -361,6 +363,7 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
         "estimate": _estimate(),
+        "adapters": cuda_page.adapters(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
     }
     texts = {path: path.read_text(encoding="utf-8") for path in PLACES.values()}
@@ -411,6 +414,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         cuda_page.cuda_tools(),
         "## The estimate against published measurements",
         cuda_page.published(),
+        "## LoRA on a T4, and which torch it was",
+        published_lora.page(),
     ]
     return "\n\n".join(parts) + "\n"
 

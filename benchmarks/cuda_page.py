@@ -41,6 +41,24 @@ def _equal_or_off(found: dict) -> str:
     )
 
 
+def adapters() -> str:
+    """How near the estimate is for adapters and quantized bases, on a CPU and for CUDA."""
+    report = read_record(RESULTS / "adapters.json")
+    on_cpu, on_cuda = (report["summary"][kind] for kind in ("cpu", "cuda"))
+    kinds = {row["arguments"]["peft"].get("peft_type", "LoRA") for row in report["rows"]}
+    made_with = f"{versions(report, 'torch', 'transformers', 'peft', 'bitsandbytes')}, {report['date'][:10]}"
+    equal = on_cpu["equal_in_every_category"]
+    lines = [
+        f"{on_cpu['compared']} generated trainings ({len(kinds)} kinds of adapters; bases of 16, 8 and 4 bits too) on "
+        f"a CPU ({made_with}): **{equal} equal to the byte in every category**.",
+        f"{on_cuda['compared']} others for CUDA against torch's own allocator, rehearsed: "
+        f"{_equal_or_off(on_cuda['estimated'])}.",
+        f"Left out, for peft or the library refuses them, or for values that a rehearsal has not: "
+        f"{on_cpu['left_out'] + on_cuda['left_out']}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
 def ranks() -> str:
     """One rank of several: what torch's own allocator handed out, the estimate, and the formulas of ZeRO."""
     report = read_record(RANKS)

@@ -34,6 +34,7 @@ from perf_helpers.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
 BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples that an update sees
+SOLD = ("t4", "v100", "a10g", "4090", "a100-40", "a100", "h100")  # the cards that models are put on in turns
 SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # of a micro-batch that a card holds that nobody sells
 MOST_SAMPLES = 60  # of a micro-batch
 OPTIMIZERS = ({}, {}, *({"optim": name} for name in ("adafactor", "adamw_bnb_8bit", "adamw_torch", "sgd")))
@@ -64,7 +65,7 @@ def pair(number: int, seed: int) -> Pair:
     turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
     if kind == 3:
-        architecture, on = [*LARGE][turn % len(LARGE)], [*CARDS.values()][(turn + turn // len(LARGE)) % len(CARDS)]
+        architecture, on = [*LARGE][turn % len(LARGE)], CARDS[SOLD[(turn + turn // len(LARGE)) % len(SOLD)]]
         config, capability = LARGE[architecture], on.capability
         lengths = (1024,) if on.memory_bytes < 20e9 else (2048,) if on.memory_bytes < 50e9 else (4096,)
     else:

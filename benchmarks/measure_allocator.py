@@ -6,7 +6,7 @@ torch's CUDA build runs in a rehearsal, a process for each configuration with it
 event the bytes allocated, reserved and requested, the numbers of small and large segments, the address of the new block
 and whether there was no room are compared; after every trace the peaks, the retries and each block of each segment.
 
-Addresses are compared as segment and place in it: the driver puts segments where it likes, and the double does not.
+Addresses are compared as segment and place in it: where the driver puts segments only counts with torch up to 2.11.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from runner import Measurement
 
 from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import Settings, release
 from perf_helpers.estimate.segments import MIB
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
@@ -132,8 +132,9 @@ def trace(seed: str, room: int) -> list[Event]:
     return at_random(chance, least, most, live)
 
 
-def compare(text: str, seeds: list[str]) -> dict:
-    """Run traces on torch's allocator and on the double, in a process whose torch has these settings.
+def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
+    """Run traces on torch's allocator and on the double, in a process whose torch has these settings. `torch_version`:
+    whose rules the double has; None: those of the torch that runs.
 
     Returns the numbers of traces, events, requests that found no room and retries, and the first differences.
     """
@@ -146,7 +147,7 @@ def compare(text: str, seeds: list[str]) -> dict:
     found = dict.fromkeys(("traces", "events", "out_of_memory", "retries"), 0) | {"mismatches": []}
     for seed in seeds:
         live, places = {}, {}
-        double = CachingAllocator(settings, capacity)
+        double = CachingAllocator(settings, capacity, rules=release(torch_version))
         torch.cuda.reset_peak_memory_stats()
         retries = torch._C._cuda_memoryStats(0)["num_alloc_retries"]
         for number, event in enumerate(trace(seed, capacity)):

@@ -117,7 +117,7 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
         if events:
             torch.cuda.memory._record_memory_history(max_entries=10**8, stacks="python", context="alloc")
         with tempfile.TemporaryDirectory() as folder:
-            train(experiment, folder, steps=2, keep_losses=False)
+            train(experiment, folder, steps=experiment.steps_on_a_gpu, keep_losses=False)
         stats = torch.cuda.memory_stats()
         if events and os.environ.get("RANK", "0") == "0":
             events.write_text(json.dumps(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]))

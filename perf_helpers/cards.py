@@ -1,6 +1,9 @@
 """Kinds of GPU, whether one is here or not: their memory, their compute capability, and what a CUDA context takes."""
 
-from dataclasses import dataclass
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from perf_helpers.texts import nearest_text, parse_bytes, whole_number
 
@@ -24,18 +27,33 @@ class Card:
     memory_bytes: int  # what torch can have of it: `total_memory` of its properties
     devices: int = 1
     context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
+    is_board: bool = False  # whether its memory is the whole board's, of which torch may have `OF_BOARD` only
+
+    @property
+    def limit_bytes(self) -> int:
+        """What may be used of it: the margin is kept free, and of a board what torch may not have."""
+        return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
 
-# Memory: the total capacity in torch's out-of-memory messages, in GiB; the least of them where drivers differ.
+OF_BOARD = 0.94  # the least share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
+# What names of one card differ in: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
+_NO_NAME = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gb|[^a-z0-9]"
+)
+
+
+def _plain(name: str) -> str:
+    """A card's name without what does not tell it apart from others."""
+    return _NO_NAME.sub("", re.sub(r"[-_]+", " ", name.lower()))
+
+
+_KNOWN = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 CARDS = {
-    "t4": Card("T4 16 GB", (7, 5), int(14.56 * 2**30)),
-    "v100": Card("V100 16 GB", (7, 0), int(15.77 * 2**30)),
-    "a10g": Card("A10G 24 GB", (8, 6), int(22.06 * 2**30)),
-    "4090": Card("RTX 4090 24 GB", (8, 9), int(23.64 * 2**30)),
-    "a100-40": Card("A100 40 GB", (8, 0), int(39.39 * 2**30)),
-    "a100": Card("A100 80 GB", (8, 0), int(79.14 * 2**30)),
-    "h100": Card("H100 80 GB", (9, 0), int(79.1 * 2**30)),
+    key: Card(it["name"], (*it["capability"],), parse_bytes(it["memory"]), is_board=it.get("board", False))
+    for key, it in _KNOWN.items()
 }
+# By what is left of their names: "4090", "RTX 4090 24 GB".
+_BY_NAME = {_plain(word): key for key, entry in _KNOWN.items() for word in (key, entry["name"], *entry.get("also", ()))}
 SIZES = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
 
 
@@ -58,7 +76,7 @@ def card(
         ValueError: an unknown name, a capability that this torch has no kernels for, a memory that is none.
     """
     if name is None and (compute_capability is None or device_memory is None):
-        raise ValueError(f"name a card ({', '.join(CARDS)}), or a compute capability and a memory")
+        raise ValueError("name a card (t4, a100, h100 or another of cards.CARDS), or a compute capability and a memory")
     known = None if name is None else named(name)
     memory_bytes, its_capability = memory_of_card(name, device_memory, compute_capability)
     capability = tuple(its_capability)
@@ -67,14 +85,17 @@ def card(
     if whole_number("devices", devices) > 16:
         raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
-    return Card(known.name if known else described, capability, memory_bytes, devices)
+    if known is None or device_memory is not None:
+        return Card(known.name if known else described, capability, memory_bytes, devices)
+    return replace(known, capability=capability, devices=devices)
 
 
 def named(name: str) -> Card:
-    """The card that people call so. ValueError: there is none of that name."""
-    if name.lower() not in CARDS:
-        raise ValueError(f"no card {name!r}. {nearest_text(name.lower(), CARDS)}")
-    return CARDS[name.lower()]
+    """The card that people, torch or nvidia-smi call so. ValueError: there is none of that name."""
+    key = _BY_NAME.get(_plain(name))
+    if key is None:
+        raise ValueError(f"no card {name!r}. {nearest_text(_plain(name) or name, CARDS)}")
+    return CARDS[key]
 
 
 def memory_of_card(
@@ -86,7 +107,7 @@ def memory_of_card(
         ValueError: an unknown name, a memory that is none, or neither of them.
     """
     if name is None and memory is None:
-        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or name a card: {', '.join(CARDS)}")
+        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or name a card, e.g. t4, a100, h100")
     known = named(name) if name is not None else None
     size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
     return size, capability or (known.capability if known else None)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from perf_helpers import plots
-from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab import Lab, Task, arguments, hardware, optional_packages
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.records import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, nearest_text
@@ -36,7 +36,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this mac
 Snapshot = Annotated[
     Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
 ]
-Card = Annotated[str | None, typer.Option(help="A GPU, here or not: t4, v100, a10g, 4090, a100-40, a100, h100.")]
+Card = Annotated[str | None, typer.Option(help="A GPU, here or not, e.g. t4, 'RTX 4090', a100-80gb.")]
 Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
 CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
@@ -137,7 +137,14 @@ def estimate(
     allocator_settings: Annotated[
         str, typer.Option("--allocator-settings", help="What PYTORCH_CUDA_ALLOC_CONF would say.")
     ] = "",
+    torch_version: Annotated[
+        str | None, typer.Option("--torch", help="Whose allocator is meant, e.g. 2.10; default: that of the installed.")
+    ] = None,
     snapshot: Snapshot = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A file with the tokens of each sample: its worst batch.")
+    ] = None,
+    multiple: Annotated[int, typer.Option("--pad-to-multiple-of", "--pad_to_multiple_of", help="With --lengths.")] = 1,
     json_output: Json = False,
 ) -> None:
     """Predict the peak memory of a training without running it; no GPU is needed.
@@ -147,6 +154,16 @@ def estimate(
     from perf_helpers import estimate as room
 
     given = arguments.parse(context.args).given
+    if lengths is not None:
+        if inference or snapshot or processes > 1 or seq_len or allocator_settings:
+            raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
+        from perf_helpers.estimate import lengths as module
+
+        whose = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
+        task, pads = Task(model, architecture=architecture), {"pad_to_multiple_of": multiple}
+        worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
+        told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
+        return _print(told if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
         card=card,
@@ -155,17 +172,18 @@ def estimate(
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
+        torch_version=torch_version,
         snapshot=snapshot,
         **given,
     )
-    memory = estimated.memory
+    memory, fitting = estimated.memory, estimated.fits(card) if card else None
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
+        about |= fitting.to_dict() if fitting else {}
         _print({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
-    fits = ("does not fit " if estimated.is_too_large else "fits ") if card else ""
     peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-    lines = [f"{model} {fits}on {card or estimated.device}: {peak}", *_sizes(memory)]
+    lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *([repr(fitting)] if fitting else [])]
     lines += [f"followed in {estimated.seconds:.1f} s"]
     _print(lines + [f"- {assumption}" for assumption in estimated.assumptions])
 
@@ -465,6 +483,8 @@ def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
+    if any(word.startswith("--peft") for word in sys.argv):
+        optional_packages.offer("peft")
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
     try:

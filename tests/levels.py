@@ -2,6 +2,7 @@
 
     python tests/levels.py                 tests that depend on a CPU's instructions; lessons 07 and 14, strictly
     python tests/levels.py --all           at every level, not only the lowest and the one that most machines have
+    python tests/levels.py --lowest        the tests at the lowest level alone
     python tests/levels.py tests/estimate  arguments for pytest
 
 A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
@@ -53,10 +54,11 @@ def main(arguments: list[str]) -> int:
     if not machine.system or ("x86" not in machine.system and "AMD64" not in machine.system):
         print(f"levels: {machine.system} has no such levels, nothing to run")
         return 0
-    every, failed, given = below(machine.cpu_features), [], [word for word in arguments if word != "--all"]
+    every, failed = below(machine.cpu_features), []
+    given = [word for word in arguments if word not in ("--all", "--lowest")]
     tests = [sys.executable, "-m", "pytest", "-q", *(given or ["-n", "2", "--dist", "worksteal", *TESTS])]
     course = [sys.executable, "-m", "perf_helpers.cli", "course", *LESSONS, "--strict", "--no-speeds", "--out"]
-    levels = every if "--all" in arguments else usual(every)
+    levels = every if "--all" in arguments else usual(every)[: 1 if "--lowest" in arguments else None]
     todo = [(level, "tests", tests) for level in levels]
     for level in () if given else every if "--all" in arguments else [without_bf16(every)]:
         todo.append((level, f"lessons {', '.join(LESSONS)}", [*course, f"build/levels/{'-'.join(level)}"]))

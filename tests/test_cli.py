@@ -103,6 +103,39 @@ def test_a_mistake_elsewhere_is_one_line_too(words, hint):
     assert hint in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        *(("", "there are none"), ("3 words", "'words' (number 2 of them)"), ("-1", "'-1'"), ("0", "'0'")),
+        *(("nan", "'nan'"), ("9" * 5000, "is no length"), ("600", "positions for 512 tokens")),
+    ],
+)
+def test_a_bad_file_of_lengths_is_one_line_and_exit_code_2(text, hint, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "lengths.txt"
+    file.write_text(text)
+    monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+    monkeypatch.setattr(sys, "argv", ["perf-helpers", "estimate", "--model", "bert-tiny", "--lengths", str(file)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    told = capsys.readouterr()
+    assert (caught.value.code, told.out) == (2, "") and hint in told.err and len(told.err.splitlines()) == 1
+
+
+def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("9 30 7\n12 5 4")
+    words = ["estimate", "--model", "bert-tiny", "--device", "cpu", "--per_device_train_batch_size", "2", "--seed", "3"]
+    words += ["--lengths", str(file), "--pad-to-multiple-of", "8"]
+    told, printed = run(*words), run(*words, "--json")
+    assert told.returncode == printed.returncode == 0, told.stderr
+    assert (
+        "6 samples of 4 to 30 tokens, 3 steps; the worst is step " in told.stdout and ", 2 x 32 tokens" in told.stdout
+    )
+    worst = json.loads(printed.stdout)
+    assert worst["shapes"][worst["step"]] == [[2, 32]] and 1 in worst["order"][:2] and worst["peak_bytes"] > 0
+    assert run(*words, "--seq-len", "9").returncode == 2
+
+
 def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
     """Where the Hub does not answer: at an address where nobody listens."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")

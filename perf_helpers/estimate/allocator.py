@@ -11,13 +11,13 @@ import collections
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import Release, Settings, release
 from perf_helpers.estimate.segments import MIB, SEGMENT_BYTES, Addresses, Part, Pool, Segment, next_multiple, shown
 
 KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
 UNLIMITED = 1 << 62
-FIRST_ADDRESS = 0x7F0000000000  # of the first segment, as drivers give them
+TOP_ADDRESS = 0x7F0000000000  # where the first segment ends
 
 
 def rounded(size: int) -> int:
@@ -43,13 +43,13 @@ class CachingAllocator:
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
     `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
-    Of free blocks of one size torch 2.13 takes the one in the oldest segment, then the one at the lowest address, so
-    where the driver puts segments does not matter; before pull request 183591 the address alone decided. Here each lies
-    above all before. Only of two expandable segments of one pool the one at the lower address grows first, and which
-    that is no source says. The younger one is assumed, as in a rehearsal: Linux gives addresses from the top down.
+    Which of several free blocks of one size is taken, each release of torch decides in its own way. Where the address
+    decides, as it always does of two expandable segments, it counts where the driver puts segments: each lies below all
+    before, or in the highest gap, as Linux gives addresses. A real T4's fall so (docs/upstream/lora-on-a-t4.md).
 
     Args:
         settings: as torch reads them at its start; they stay.
+        rules: of the release that is followed; None: the installed one's.
         capacity: bytes that the device has for segments: its memory less the context and whatever else holds of it.
             An expandable segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
         tell: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
@@ -62,19 +62,21 @@ class CachingAllocator:
         settings: Settings | None = None,
         capacity: int | None = None,
         tell: Callable[[str, int, int], Any] = lambda *_: None,
+        rules: Release | None = None,
     ):
-        settings = settings or Settings()
+        settings, ties = settings or Settings(), (rules or release()).ties
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
         self._tell = tell
         self._pages = SEGMENT_BYTES, settings.large_segment_size_mb * MIB  # of pools for small blocks, and for large
         # By stream, for small blocks and for large ones.
-        self._pools = collections.defaultdict(lambda: (Pool(True, self._pages[0]), Pool(False, self._pages[1])))
+        small, large = ((is_small, page, ties) for is_small, page in zip((True, False), self._pages, strict=True))
+        self._pools = collections.defaultdict(lambda: (Pool(*small), Pool(*large)))
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
-        self._order, self._next = 0, FIRST_ADDRESS  # how many segments were taken; where the next one lies
-        self._spaces = Addresses(FIRST_ADDRESS)
+        self._order = self._made = 0  # how many segments were taken; how many blocks were made
+        self._spaces = Addresses(TOP_ADDRESS)
         self._device_bytes = 0  # taken of the device: segments in its pages
         self._capacity = UNLIMITED if capacity is None else capacity
         self._expands = settings.expandable_segments
@@ -101,6 +103,7 @@ class CachingAllocator:
         rest = block.size - size
         if rest >= BLOCK_BYTES if pool.is_small or self._expands else rest > MIB and size < self._max_split:
             pool.add(block.cut(size))
+            self._is_new(block)
         block.requested, block.key = requested, key
         self._used[key] = block
         self.allocated_bytes += block.size
@@ -187,10 +190,15 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Part:
-        address = self._spaces.take(size) if self._expands else self._next
-        self._next += next_multiple(size, SEGMENT_BYTES)
+        address = self._spaces.take(next_multiple(size, SEGMENT_BYTES))
         self._order += 1
         block = self._heads[address] = Part(pool, address, size, address, self._order)
+        return self._is_new(block)
+
+    def _is_new(self, block: Part) -> Part:
+        """torch makes a block of its own for it."""
+        self._made += 1
+        block.age = self._made
         return block
 
     def _reserve(self, size: int, device_bytes: int) -> None:
@@ -202,6 +210,7 @@ class CachingAllocator:
         """Give a segment back that is one free block."""
         block.pool.remove(block)
         del self._heads[block.address]
+        self._spaces.give(block.address)
         self._reserve(-block.size, -next_multiple(block.size, SEGMENT_BYTES))
         self._tell("segment_free", block.address, block.size)
 
@@ -257,7 +266,7 @@ class CachingAllocator:
             return None
         block.pool.remove(block)
         if size < block.size:
-            block.pool.add(block.cut(size))
+            block.pool.add(self._is_new(block.cut(size)))
         block.is_mapped = True
         self._reserve(size, size)
         self._tell("segment_map", block.address, size)
@@ -273,9 +282,9 @@ class CachingAllocator:
         block.pool.remove(block)
         if block.address < begin:
             before, block = block, block.cut(begin - block.address)
-            block.pool.add(before)
+            block.pool.add(self._is_new(before))
         if end < block.address + block.size:
-            block.pool.add(block.cut(end - block.address))
+            block.pool.add(self._is_new(block.cut(end - block.address)))
         block.is_mapped = False
         self._reserve(begin - end, begin - end)
         self._tell("segment_unmap", begin, end - begin)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory, rounded
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import Release, Settings
 from perf_helpers.estimate.trace_records import Label, Log
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, Phase, explain
 from perf_helpers.texts import name_text
@@ -72,14 +72,15 @@ class Replay:
         return explain(live, int(self.allocated[position]))
 
 
-def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Replay:
+def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
     """The log on torch's allocator.
 
     Args:
         settings: as in PYTORCH_CUDA_ALLOC_CONF; ValueError where torch has no such option.
         capacity: bytes that the card has for segments; None: no limit.
+        rules: of torch's release; None: the installed one's.
     """
-    allocator = CachingAllocator(Settings.parse(settings), capacity)
+    allocator = CachingAllocator(Settings.parse(settings), capacity, rules=rules)
     first, allocated = log.position("start"), []
     try:
         for number, _ in enumerate(_played(log, allocator)):
@@ -87,7 +88,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None) -> Repla
                 allocator.reset_peaks()
             allocated.append(allocator.allocated_bytes)
     except OutOfMemory:
-        return replace(replayed(log, settings), is_too_large=True)
+        return replace(replayed(log, settings, rules=rules), is_too_large=True)
     allocated = np.array([*allocated, allocator.allocated_bytes], dtype=np.int64)
     return Replay(log, allocated, allocator.peak_reserved_bytes)
 
@@ -119,12 +120,12 @@ def place(file: str | os.PathLike) -> Path:
     return path
 
 
-def save(file: Path, log: Log, settings: str = "", capacity: int | None = None) -> None:
+def save(file: Path, *of) -> None:
     """Write the snapshot of a log; the arguments are those of `replayed`."""
-    file.write_bytes(pickle.dumps(snapshot(log, settings, capacity), protocol=_PROTOCOL))
+    file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
 
-def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[str, Any]:
+def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
     """The allocator's memory after a log, and all that led to it, as `torch.cuda.memory._snapshot()` has them. Where
     there is no room it ends as torch's does: with an entry "oom". The arguments are those of `replayed`."""
     trace: list[dict[str, Any]] = []
@@ -142,7 +143,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None) -> dict[
         for name in ("free_requested", "free_completed") if action == "free" else (action,):
             trace.append({"action": name, "time_us": len(trace), **known})
 
-    allocator = CachingAllocator(Settings.parse(settings), capacity, tell=note)
+    allocator = CachingAllocator(Settings.parse(settings), capacity, note, rules)
     lengths = []  # of the trace after so many events
     with contextlib.suppress(OutOfMemory):
         for label in _played(log, allocator):  # noqa: B007, `note` reads it

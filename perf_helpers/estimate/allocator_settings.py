@@ -3,9 +3,11 @@
 Covers those that decide about the device's memory. Not covered: what they do (`allocator`).
 """
 
+import importlib.metadata
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from perf_helpers.texts import nearest_text
@@ -124,3 +126,49 @@ def _read(name: str, value: str) -> Any:
         return reader(value)
     except (LookupError, ValueError):
         raise ValueError(f"{name}:{value}: give {wanted}") from None
+
+
+# ---- what changed between releases of torch
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a release of torch decides about the device's memory, and another one otherwise."""
+
+    torch: str  # "2.13"
+    # Which of several free blocks of one size is taken: the one at the lowest "address", the "block" that torch made
+    # first, or the one of the "segment" that was taken first, and in it at the lowest address.
+    ties: str
+    shares_workspace: bool  # whether cuBLASLt has cuBLAS' workspace; else one of LT_WORKSPACE_BYTES for each thread
+
+
+LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize
+# Ties: c10/cuda/CUDACachingAllocator.cpp, named after the comparators in each wheel's libc10_cuda.so; by age since pull
+# request 178362, by the segment's since 183591. Workspaces: pull requests 151163, 168175 and 173002. Each was seen in a
+# rehearsal of that release: `benchmarks/measure_allocator.py`, `tests/rehearsal/test_kernels_rehearsed.py`.
+RELEASES = {
+    each.torch: each
+    for each in (
+        Release("2.10", "address", False),
+        Release("2.11", "address", False),
+        Release("2.12", "block", True),
+        Release("2.13", "segment", True),
+        Release("2.14", "segment", True),
+    )
+}
+
+
+def release(torch_version: str | None = None) -> Release:
+    """The rules of a release, "2.11" or "2.11.0+cu130"; None: of the installed one. As torch does, it heeds
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE, 1 or 0.
+
+    Raises:
+        ValueError: no rules are known of it.
+    """
+    version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
+    known = RELEASES.get(".".join(re.split(r"[.+]", version)[:2]))
+    if known is None:
+        known = nearest_text(version, RELEASES)
+        raise ValueError(f"torch_version={version!r}: the rules of its allocator are not known. {known}")
+    told = {"1": True, "0": False}.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
+    return known if told is None else replace(known, shares_workspace=told)

@@ -53,6 +53,8 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
             library.impl(name, replacement, "AutogradCPU")
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
+        with contextlib.suppress(ImportError, AttributeError):  # else a program's own arguments refuse bf16
+            stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
         if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
             with contextlib.suppress(ImportError, AttributeError):
                 from transformers.integrations import moe

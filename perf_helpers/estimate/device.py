@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels, quantized_kernels
+from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
 from perf_helpers.lab.tracker import name_of
@@ -37,12 +38,20 @@ class DeviceTracker(FakeTracker):
     Args:
         capability: the GPU's compute capability.
         is_function: a user's loop is followed, whose fake tensors are on the device from the start.
+        rules: of torch's release; None: the installed one's.
     """
 
     places_modules = True
 
-    def __init__(self, capability: tuple[int, int], is_function: bool = False, cache: OperationCache | None = None):
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        is_function: bool = False,
+        cache: OperationCache | None = None,
+        rules: Release | None = None,
+    ):
         super().__init__(cache)
+        self._rules = rules or release()
         self._is_function = is_function
         self._kernels = kernels.Kernels(capability, self.lies_on_device)
         self.is_there = is_function  # whether anything was sent to the device
@@ -53,7 +62,7 @@ class DeviceTracker(FakeTracker):
         self._on_host: set[int] = set()  # of its results, those that lie on the host
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # that were current when something was made, by number
-        self._threads: set[bool] = set()  # that have multiplied: autograd's (True) and the one that called it
+        self._workspaces: set[tuple[bool, str]] = set()  # of autograd's thread (True) and of the one that called it
 
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
         """Whatever sends something to a GPU is noticed inside this context. `paged`: an optimizer
@@ -175,12 +184,18 @@ class DeviceTracker(FakeTracker):
             else:
                 held.append(self._hold(step, name_of(function)))
         if self._kernels.multiplies(function, args, kwargs):
-            in_autograd = self.phase == Phase.BACKWARD
-            if in_autograd not in self._threads:
-                self._threads.add(in_autograd)
-                self._hold(self._kernels.workspace_bytes, "cuBLAS workspace")
+            self._take_workspace("cuBLAS workspace", self._kernels.workspace_bytes)
+            if not self._rules.shares_workspace and _is_lt(function, args, kwargs):
+                self._take_workspace("cuBLASLt workspace", LT_WORKSPACE_BYTES)
         for block in reversed(held):
             self.log.append((block, -1))
+
+    def _take_workspace(self, name: str, size: int) -> None:
+        """A thread's first product of a kind takes a workspace, which it keeps."""
+        thread = self.phase == Phase.BACKWARD
+        if (thread, name) not in self._workspaces:
+            self._workspaces.add((thread, name))
+            self._hold(size, name)
 
     def _hold(self, size: int, operation: str) -> Block:
         block = Block(size, Category.INSIDE_OPERATIONS, operation)
@@ -194,6 +209,16 @@ def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None)
 
     state.threshold = threshold or state.threshold
     return MatMul8bitLt.apply(tensor, weight, out, bias, state)
+
+
+def _is_lt(function, args, kwargs) -> bool:
+    """Whether cuBLASLt does the product: one that a bias of one number a column is added to
+    (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    if function.overloadpacket not in (torch.ops.aten.addmm, torch.ops.aten._addmm_activation):
+        return False
+    bias, _, columns = args[:3]
+    fits = bias.dim() == 1 and bias.is_contiguous() and bias.numel() == columns.shape[1] > 1
+    return fits and kwargs.get("beta", 1) == 1
 
 
 class _Placing(TorchFunctionMode):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from perf_helpers import cards
 from perf_helpers.estimate import prediction
 from perf_helpers.estimate.allocator_replay import place, save
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import Settings, release
 from perf_helpers.estimate.prediction import Device, MemoryEstimate, Tell
 from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
@@ -28,7 +28,7 @@ _MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
 
 
 def estimate(
-    task: Task,
+    task: Task | str,
     *,
     name: str = "",
     card: str | None = None,
@@ -36,6 +36,7 @@ def estimate(
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
+    torch_version: str | None = None,
     training: bool = True,
     optimizer: Callable | None = None,
     function: Callable[[Task], Any] | None = None,
@@ -50,6 +51,7 @@ def estimate(
     there; `assumptions` names what was modelled. A question that was asked before is answered from memory.
 
     Args:
+        task: the model and its data; of a text, a `Task` of that model.
         name: what the estimate is called in tables and pictures.
         card: a GPU by its name in `cards.CARDS`, e.g. "h100", here or not: "cuda", its compute capability and memory.
         device: "cpu" or "cuda"; None: this machine's.
@@ -57,6 +59,8 @@ def estimate(
         device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
             given back, and what does not fit is told by `is_too_large`. None: the card's, else enough for anything.
         allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
+        torch_version: whose allocator and workspaces are meant on "cuda", e.g. "2.10" (`allocator_settings.RELEASES`);
+            all else is that of the installed torch. None: the installed one's.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
@@ -72,9 +76,10 @@ def estimate(
     """
     import cloudpickle
 
+    task = Task(task) if isinstance(task, str) else task
     if not isinstance(task, Task):
         raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
-    whose = target(device, compute_capability, device_memory, allocator_settings, card)
+    whose = target(device, compute_capability, device_memory, allocator_settings, torch_version, card)
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -99,7 +104,7 @@ def estimate(
             made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
         made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
-            save(file, log, whose.settings, whose.memory_bytes)
+            save(file, log, whose.settings, whose.memory_bytes, whose.rules)
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 
@@ -120,6 +125,7 @@ def target(
     compute_capability: tuple[int, int] | None = None,
     device_memory: int | None = None,
     allocator_settings: str = "",
+    torch_version: str | None = None,
     card: str | None = None,
 ) -> Device:
     """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
@@ -132,10 +138,13 @@ def target(
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
+        if torch_version is not None:
+            raise ValueError(f"torch_version={torch_version!r} is of CUDA's allocator: choose device='cuda'")
         return Device(kind)
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
     Settings.parse(allocator_settings)  # says what is wrong with them
-    return Device(kind, tuple(compute_capability or here), allocator_settings, device_memory)
+    capability, rules = tuple(compute_capability or here), release(torch_version)
+    return Device(kind, capability, allocator_settings, device_memory, rules)
 
 
 class Knowledge:

@@ -20,6 +20,7 @@ import numpy as np
 
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
+from perf_helpers.estimate.allocator_settings import Release, release
 from perf_helpers.estimate.trace_records import Log, Trace, highest
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
@@ -27,6 +28,7 @@ from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, explain
 from perf_helpers.texts import bytes_text
+from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
@@ -43,6 +45,37 @@ class Device:
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
     memory_bytes: int | None = None  # that the card has for segments; None: enough
+    rules: Release | None = None  # of torch's allocator; None: the installed one's
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Whether a training fits a card. `bool` gives the answer; of one that is unknown it raises `unknown.NeedsValues`
+    with the reason."""
+
+    what: str  # the estimate's name
+    card: cards.Card
+    answer: bool | Unknown
+    needed_bytes: int  # reserved by the allocator, and the context
+    context_bytes: int  # of these, assumed
+
+    def __bool__(self) -> bool:
+        return bool(self.answer)
+
+    def to_dict(self) -> dict[str, Any]:
+        answer = None if isinstance(self.answer, Unknown) else self.answer
+        limit = {"limit_bytes": self.card.limit_bytes, "text": repr(self)}
+        return {"fits": answer, "needed_bytes": self.needed_bytes} | limit
+
+    def __repr__(self) -> str:
+        """One sentence: what is needed, what is there, and the margin."""
+        why = self.answer.why if isinstance(self.answer, Unknown) else ""
+        answer = "it is UNKNOWN whether it fits" if why else "fits" if self.answer else "does not fit"
+        context = f" ({bytes_text(self.context_bytes)} of it assumed for the CUDA context)" * bool(self.context_bytes)
+        there = f"{bytes_text(self.card.memory_bytes)} there{', the whole board' * self.card.is_board}"
+        margin = f"a margin of {bytes_text(self.card.memory_bytes * cards.MARGIN)} ({cards.MARGIN:.0%}) stays free"
+        text = f"{self.what}: {answer} the {self.card.name}: {bytes_text(self.needed_bytes)} needed{context}"
+        return f"{text}, {there}, of which {margin}" + f"; {why}" * bool(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +93,8 @@ class MemoryEstimate:
     processes: int = 1  # ranks of the training; the figures are those of one rank
     is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
     attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
+    compute_capability: tuple[int, int] | None = None  # that was asked for; None on a CPU
+    device_memory: int | None = None  # bytes for the allocator that were asked for; None: enough for anything
 
     @property
     def peak_bytes(self) -> int:
@@ -70,6 +105,30 @@ class MemoryEstimate:
         CUDA context, or `context_bytes` where that is not known; a CPU has none."""
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
+
+    def fits(self, card: str | cards.Card) -> Fits:
+        """Whether it fits a card, by its name (`cards.CARDS`), with `cards.MARGIN` of its memory free.
+
+        True and False are said of the card that was asked for, or one of its compute capability. What fits without the
+        margin and not with it is unknown, and so is every other card: its attention kernels and workspaces differ.
+
+        Raises:
+            ValueError: an unknown card.
+        """
+        card = cards.named(card) if isinstance(card, str) else card
+        context = (self.memory.context_bytes or card.context_bytes) * (self.device == "cuda")
+        needed, memory = self.needed_bytes(context), card.memory_bytes
+        if self.compute_capability != card.capability:
+            where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
+            made = "a CPU" if self.device == "cpu" else "compute capability {}.{}".format(*self.compute_capability)
+            answer = Unknown(f"this was estimated for {made}, not for {where}: ask estimate(..., card={card.name!r})")
+        elif self.peak_bytes + context > memory or (self.is_too_large and self.device_memory >= memory - context):
+            answer = False
+        elif needed > card.limit_bytes:
+            answer = Unknown("it is within the margin, or cached segments would have to be given back: near the edge")
+        else:
+            answer = True
+        return Fits(self.name, card, answer, needed, context)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,6 +168,8 @@ def estimated(experiment: Experiment, followed: "Followed", device: Device) -> M
         processes=experiment.processes,
         is_too_large=is_too_large,
         attention=attention_kernels(followed.trace),
+        compute_capability=device.compute_capability if on_cuda else None,
+        device_memory=device.memory_bytes if on_cuda else None,
     )
 
 
@@ -220,10 +281,12 @@ def trace_of(
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker
 
-    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache)
+    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        return follow(experiment, tracker)
+        found = follow(experiment, tracker)
+    third = experiment.steps_on_a_gpu > experiment.metered_steps
+    return replace(found, log=found.log.with_a_third_step()) if third else found
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:
@@ -232,11 +295,25 @@ def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Prob
     if device.kind == "cuda":
         from perf_helpers.estimate import cuda
 
-        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions()))
+        return Followed(trace, trace.high, (*assumptions, *cuda.assumptions(), _answers_for(device.rules or release())))
     totals, unsure = _with_hidden(trace, probe.under(worker.threads_of(experiment)))
     return Followed(trace, totals, (*assumptions, *unsure))
 
 
+def _answers_for(rules: Release) -> str:
+    """Of which torch the memory is, in words."""
+    workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
+    return (
+        f"torch {rules.torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and cuBLASLt has "
+        f"{workspace}; all else is followed by the torch installed here."
+    )
+
+
+_TAKEN = {
+    "address": "the one at the lowest address, where addresses fall",
+    "block": "the one that it made first",
+    "segment": "the one in the oldest segment",
+}
 _OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
 _OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
 _OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather; on a GPU with room for a flat copy"
@@ -323,7 +400,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
     """What the allocator makes of the births and deaths of a training, and whether it is too large for the card."""
-    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes)
+    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(
         memory,

@@ -4,7 +4,8 @@ Covers cutting, joining and finding. Not covered: when that is done (`allocator`
 """
 
 import bisect
-from collections.abc import Hashable
+import operator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Part:
     size: int  # bytes
     base: int  # the segment's first address
     order: int  # how many segments were taken up to this one
+    age: int = 0  # how many blocks torch had made up to this one; what is split off behind it keeps it
     previous: "Part | None" = None
     next: "Part | None" = None
     is_mapped: bool = True  # False: addresses without memory, in an expandable segment
@@ -47,7 +49,7 @@ class Part:
 
     def cut(self, size: int) -> "Part":
         """Keep the first `size` bytes; the rest, a part of its own."""
-        rest = Part(self.pool, self.address + size, self.size - size, self.base, self.order)
+        rest = Part(self.pool, self.address + size, self.size - size, self.base, self.order, self.age)
         rest.is_mapped = self.is_mapped
         rest.previous, rest.next, self.next = self, self.next, rest
         if rest.next is not None:
@@ -63,26 +65,35 @@ class Part:
             behind.next.previous = self
 
 
-class Pool:
-    """The free parts of small segments, or of large ones: BlockPool in torch."""
+TIES: dict[str, Callable[[Part], int]] = {
+    "address": lambda part: 0,
+    "block": operator.attrgetter("age"),
+    "segment": operator.attrgetter("order"),
+}
 
-    def __init__(self, is_small: bool, page: int):
+
+class Pool:
+    """The free parts of small segments, or of large ones: BlockPool in torch. `ties`: by what parts of one size are
+    ordered, see `allocator_settings.Release`."""
+
+    def __init__(self, is_small: bool, page: int, ties: str = "segment"):
         self.is_small = is_small
         self.page = page  # bytes by which expandable segments grow
-        self.free: list[tuple[int, int, int, Part]] = []  # (bytes, segment's order, address, part), sorted
+        self._tie = TIES[ties]
+        self.free: list[tuple[int, int, int, Part]] = []  # (bytes, what decides a tie, address, part), sorted
         self.unmapped: list[tuple[int, Part]] = []  # (address, part), sorted
 
     def add(self, part: Part) -> None:
         """A free part can be found from now on."""
         if part.is_mapped:
-            bisect.insort(self.free, (part.size, part.order, part.address, part))
+            bisect.insort(self.free, (part.size, self._tie(part), part.address, part))
         else:
             bisect.insort(self.unmapped, (part.address, part))
 
     def remove(self, part: Part) -> None:
         """A part cannot be found any more."""
         if part.is_mapped:
-            del self.free[bisect.bisect_left(self.free, (part.size, part.order, part.address))]
+            del self.free[bisect.bisect_left(self.free, (part.size, self._tie(part), part.address))]
         else:
             del self.unmapped[bisect.bisect_left(self.unmapped, (part.address,))]
 
@@ -96,7 +107,7 @@ class Pool:
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
             other.take_in(part)
-            part = other
+            other.age, part = part.age, other
         self.add(part)
         return part
 

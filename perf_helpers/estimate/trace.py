@@ -35,6 +35,7 @@ from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
+from perf_helpers.lab.watcher import Block
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
 aten = torch.ops.aten
@@ -42,6 +43,7 @@ aten = torch.ops.aten
 # What these make is carried out, for others look at it: samplers at orders, the makers of masks at positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
+_REPEATED = 32  # micro-batches of a step: beyond these, time is saved
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
@@ -58,7 +60,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
-        stack.enter_context(_few_micro_batches())
+        if not experiment.task.lengths:  # equal micro-batches repeat each other
+            stack.enter_context(_few_micro_batches(tracker))
         deepspeed = experiment.arguments.get("deepspeed")
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
@@ -73,7 +76,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
-                train(experiment, folder, steps=2, keep_losses=False)
+                train(experiment, folder, experiment.metered_steps, keep_losses=False)
             else:
                 infer(experiment)
         numbers = counted(parameters.values())
@@ -141,6 +144,25 @@ class FakeTracker(Tracker):
         """Told of a module that goes to a device; the module."""
         return module
 
+    def repeated(self, begin: tuple[int, int], end: tuple[int, int], result: Block, dtype) -> FakeTensor | None:
+        """What happened between two moments happens again: a new tensor without dimensions in place of the one whose
+        block is `result`; None where more than that was left behind, or anything given back that was there before.
+        `begin`, `end`: lengths of the log and of the operations."""
+        entries, (first, last) = self.log[begin[0] : end[0]], (begin[1], end[1])
+        born, dead = ({id(block) for block, sign in entries if sign == which} for which in (1, -1))
+        if born ^ dead != {id(result)}:
+            return None
+        made = _fake(Spec((), (), dtype), self.fake)
+        self._follow(made.untyped_storage(), result.category, result.operation)
+        twins, shift = {id(result): self.log.pop()[0]}, len(self.log) - begin[0]
+        for block, sign in entries:
+            if id(block) not in twins:
+                twins[id(block)] = dataclasses.replace(block)
+            self.log.append((twins[id(block)], sign))
+        self.begun += [(length + shift, operation) for length, operation in self.begun[first:last]]
+        self.operations += [(length + shift, *about) for length, *about in self.operations[first:last]]
+        return made
+
     def cache_emptied(self) -> None:
         self.emptied.append(len(self.log))
 
@@ -156,6 +178,8 @@ class FakeTracker(Tracker):
             return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
             return True  # for a decision, as whether a layer is left out
+        if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
+            return True  # for a seed, which a loader draws before a sampler draws its order
         if function.overloadpacket in _REAL_IN_FORWARD:
             return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
@@ -396,8 +420,9 @@ def _to(tracker: FakeTracker) -> Callable:
     return to
 
 
-def _few_micro_batches() -> contextlib.AbstractContextManager:
-    """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second."""
+def _few_micro_batches(tracker: FakeTracker) -> contextlib.AbstractContextManager:
+    """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second, on
+    a GPU with all that it asks the allocator for, whose free blocks may lie otherwise after each."""
     from transformers import Trainer
 
     plain, state = Trainer.training_step, {}
@@ -406,8 +431,12 @@ def _few_micro_batches() -> contextlib.AbstractContextManager:
         step, micro_batches = trainer.state.global_step, trainer.current_gradient_accumulation_steps
         number = state[step] = state.get(step, -1) + 1
         if 2 <= number < micro_batches - 1:
-            return torch.zeros((), dtype=state["dtype"])
+            again = tracker.repeated(*state["second"]) if number < _REPEATED and tracker.places_modules else None
+            return torch.zeros((), dtype=state["dtype"]) if again is None else again
+        begin = len(tracker.log), len(tracker.operations)
         loss = plain(trainer, model, inputs, *rest, **options)
+        if number == 1:
+            state["second"] = begin, (len(tracker.log), len(tracker.operations)), tracker.block(loss), loss.dtype
         state["dtype"] = loss.dtype
         return loss
 

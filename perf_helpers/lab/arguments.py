@@ -193,8 +193,12 @@ class Arguments:
         """As Python, to paste."""
         lines = [f"    {name}={value!r}," for name, value in self.training.items()]
         text = "\n".join(["TrainingArguments(", *lines, ")"])
-        given = ", ".join(f"{name}={value!r}" for name, value in self.model.items())
-        return f"{text}\n# and where the model is loaded: from_pretrained(..., {given})" if given else text
+        given = [f"{name}={value!r}" for name, value in self.model.items()]
+        given += [f"quantization_config=BitsAndBytesConfig(**{self.quantization!r})"] if self.quantization else []
+        if given:
+            text += f"\n# and where the model is loaded: from_pretrained(..., {', '.join(given)})"
+        peft = self.adapters.get("peft")
+        return text if peft is None else f"{text}\n# then get_peft_model(model, ...) with peft's {peft!r}"
 
 
 @functools.cache

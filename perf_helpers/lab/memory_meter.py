@@ -34,10 +34,10 @@ class MemoryMeter:
     model is built: what was allocated earlier is not seen on CPU.
 
     Args:
-        categories: follow every tensor, for the breakdown. On a CPU following tensors allocates too, for the dispatch
-            mode wraps each scalar among an operation's arguments in an 8-byte tensor, and autograd does less in place:
-            so the total comes from a run without categories, and `Memory.explained` joins the two. On CUDA those wraps
-            lie on the host, and one run always does both.
+        categories: follow every tensor, for the breakdown. Where a dispatch mode is on, torch does less in place (see
+            `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h: autograd's sums, the mask and the bias that
+            plain attention and a linear layer add), and on a CPU each scalar among an operation's arguments becomes a
+            tensor: so the total comes from a run without categories, and `Memory.explained` joins the two.
         on_cpu: the experiment uses the CPU although there is a GPU.
         by_tensors: on a CPU the total is what tensors take, with what each operation allocates inside itself, and one
             run does both. For several ranks: threads of gloo may free a tensor last, and the allocator tells the
@@ -47,7 +47,7 @@ class MemoryMeter:
 
     def __init__(self, categories: bool = False, on_cpu: bool = False, by_tensors: bool = False):
         self._cuda = torch.cuda.is_available() and not on_cpu
-        self._categories = categories or self._cuda or by_tensors
+        self._categories = categories or (by_tensors and not self._cuda)
         self._replay = _replayed_by_tensors if by_tensors else _replayed
 
     def __enter__(self):
@@ -57,8 +57,8 @@ class MemoryMeter:
             self._tracker = _CpuTracker() if self._categories else Watcher()
             self._profile = self._stack.enter_context(_profile())
         else:
-            self._tracker = _CudaTracker()
-            if file := os.environ.get("REHEARSAL_SNAPSHOT"):
+            self._tracker = _CudaTracker() if self._categories else _CudaWatcher()
+            if (file := os.environ.get("REHEARSAL_SNAPSHOT")) and not self._categories:
                 self._stack.enter_context(_recorded(file))
         self._parameters = self._stack.enter_context(watched(self._tracker))
         return self
@@ -284,13 +284,29 @@ def _is_gloo_at_work(thread: Path) -> bool:
     return False
 
 
-class _CudaTracker(Tracker):
-    """Asks the CUDA allocator after each operation whether its peak has moved."""
+class _CudaWatcher(Watcher):
+    """Asks the CUDA allocator for its peak, and at each mark for its total."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._at_marks: list[int] = []
+
+    def mark(self, label):
+        super().mark(label)
+        if label == "start":
+            torch.cuda.reset_peak_memory_stats()
+        self._at_marks.append(torch.cuda.memory_allocated())
+
+    def account(self) -> _Account:
+        return _Account(torch.cuda.max_memory_allocated(), -1, self._at_marks, [])
+
+
+class _CudaTracker(_CudaWatcher, Tracker):
+    """Asks it also after each operation whether its peak has moved."""
 
     def __init__(self):
         super().__init__(granularity=512, device="cuda")
         self._peak, self._peak_operation = 0, -1
-        self._at_marks: list[int] = []
         self._at_operations: list[int] = []
 
     def execute(self, function, args, kwargs):
@@ -312,12 +328,11 @@ class _CudaTracker(Tracker):
     def mark(self, label):
         super().mark(label)
         if label == "start":
-            torch.cuda.reset_peak_memory_stats()
             self._peak = 0
-        self._at_marks.append(torch.cuda.memory_allocated())
 
     def account(self) -> _Account:
-        return _Account(torch.cuda.max_memory_allocated(), self._peak_operation, self._at_marks, self._at_operations)
+        plain = super().account()
+        return dataclasses.replace(plain, peak_operation=self._peak_operation, at_operations=self._at_operations)
 
 
 @contextlib.contextmanager

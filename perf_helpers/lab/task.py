@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Task(Record):
         data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
         seed: of the weights and of the data.
+        lengths: tokens in each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest,
+            or to the next multiple of `pad_to_multiple_of`, or where it is `packed` laid out in one row without
+            padding, as `DataCollatorWithFlattening` does. Meter and estimate follow all batches, in place of two.
     """
 
     model: str = "bert-small"
@@ -52,11 +56,18 @@ class Task(Record):
     config: dict[str, Any] = field(default_factory=dict)
     data: str = "random"
     seed: int = 0
+    lengths: tuple[int, ...] = ()
+    pad_to_multiple_of: int = 1
+    packed: bool = False
 
     def __post_init__(self):
+        if self.lengths:
+            whole_number("lengths", min(self.lengths))
+            for name, value in (("seq_len", max(self.lengths)), ("dataset_size", len(self.lengths))):
+                object.__setattr__(self, name, value)
         if self.data not in ("random", "learnable"):
             raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
-        for name in ("seq_len", "dataset_size"):
+        for name in ("seq_len", "dataset_size", "pad_to_multiple_of"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name))
 
@@ -224,7 +235,20 @@ class Task(Record):
         """A `datasets.Dataset` of `dataset_size` examples in torch format. The data lie in Arrow, not in tensors."""
         from datasets import Dataset
 
-        return Dataset.from_dict(self.arrays()).with_format("torch")
+        arrays = self.arrays()
+        for name, array in arrays.items() if self.lengths else ():
+            arrays[name] = [row[:size] if row.ndim else row for row, size in zip(array, self.lengths, strict=True)]
+        return Dataset.from_dict(arrays).with_format("torch")
+
+    def collator(self) -> Callable[[list[dict]], dict] | None:
+        """What makes a batch of examples of `lengths`; None where all are equally long: the Trainer's own."""
+        if not self.lengths:
+            return None
+        if self.packed:
+            from transformers import DataCollatorWithFlattening
+
+            return DataCollatorWithFlattening()
+        return functools.partial(_padded, multiple=self.pad_to_multiple_of)
 
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
         """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
@@ -234,6 +258,20 @@ class Task(Record):
 
     def __str__(self) -> str:
         return f"{self.model}, {self.dataset_size} x {self.seq_len or 'model length'} ({self.data})"
+
+
+def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
+    """Examples as one batch, as the library's collators pad: ids with 0, labels of tokens with -100, and a mask."""
+    import torch
+
+    columns = {name: [example[name] for example in examples] for name in examples[0]}
+    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    width = -(-max(map(len, columns["input_ids"])) // multiple) * multiple
+
+    def filled(row, value: int):
+        return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if row.dim() else row
+
+    return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
 
 
 def positions(config) -> int | None:

@@ -36,6 +36,8 @@ class Experiment:
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
+        if self.training and self.arguments.quantization and not self.arguments.get("peft"):
+            raise ValueError("peft: a model of 8 or 4 bits learns by adapters alone. Give them, e.g. peft={'r': 8}")
 
     @property
     def kind(self) -> str:
@@ -50,6 +52,19 @@ class Experiment:
         if not self.training:
             return self.arguments.get("per_device_eval_batch_size") or 8
         return self.arguments.samples_per_step(self.processes)
+
+    @property
+    def metered_steps(self) -> int:
+        """Optimizer steps, or passes, that the memory meter and an estimate follow: two, or as many as lengths make."""
+        unequal = self.training and not self.function and self.task.lengths
+        return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
+
+    @property
+    def steps_on_a_gpu(self) -> int:
+        """The same for the allocator there: the second step of a training wants the blocks of each later one, but finds
+        the free blocks as the first step has left them."""
+        alike = self.training and not self.function and not self.task.lengths
+        return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
@@ -105,7 +120,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             return loss
 
     kind = LossKeeper if keep_losses else Trainer
-    trainer = kind(model=model, args=args, train_dataset=dataset, optimizers=(optimizer, None))
+    collator = experiment.task.collator()
+    trainer = kind(model=model, args=args, train_dataset=dataset, data_collator=collator, optimizers=(optimizer, None))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [sum(loss.item() for loss in step) for step in losses]

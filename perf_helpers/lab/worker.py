@@ -29,9 +29,9 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform an experiment under one meter. Whatever ends it, there is an outcome.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter; of compiled code the last of a few), "categories"
-            (the same, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under the time meter
-            alone) or "none".
+        measure: "memory" (two optimizer steps under the memory meter, on a GPU three; of compiled code the last of a
+            few), "categories" (two, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under
+            the time meter alone) or "none".
         on_step: called after each optimizer step with its number.
     """
     try:
@@ -58,7 +58,9 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
                 meter, steps = memory_meter.CompiledMemoryMeter(on_cpu), _COMPILING_STEPS + 1
             else:
                 by_tensors = experiment.is_counted_by_tensors
-                meter, steps = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors), 2
+                alone = measure == "memory" and torch.cuda.is_available() and not on_cpu
+                steps = experiment.steps_on_a_gpu if alone else experiment.metered_steps
+                meter = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors)
             with meter:
                 outcome = _execute(experiment, folder, steps, keep_losses=False)
             return outcome.replace(memory=meter.result())
@@ -125,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Why the experiment is not even started: weights and gradients alone exceed this machine's memory."""
+    """Why the experiment is not even started: weights, and gradients where all learn, exceed this machine's memory."""
     if experiment.function or hardware.is_rehearsal():  # there the card's allocator says so, in its own words
         return None
     import torch
@@ -138,12 +140,17 @@ def _refusal(experiment: Experiment) -> str | None:
     on_cpu = experiment.arguments.get("use_cpu") or not torch.cuda.is_available()
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
-    size = 4 if experiment.arguments.get("dtype") in (None, "float32") else 2
-    needed = 2 * size * parameters
+    arguments = experiment.arguments
+    size = 4 if arguments.get("dtype") in (None, "float32") else 2
+    if (quantized := arguments.quantization) and not on_cpu:  # on a CPU the whole ones are there first
+        size = 0.5 if quantized.get("load_in_4bit") else 1
+    alone = bool(quantized or arguments.get("peft"))
+    needed = size * parameters * (1 if alone else 2)
     if not available or needed <= available:
         return None
+    what = "weights" if alone else "weights and gradients"
     return (
-        f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: its weights and gradients alone take "
+        f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: its {what} alone take "
         f"{needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
     )
 

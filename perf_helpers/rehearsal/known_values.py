@@ -39,6 +39,7 @@ LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with rand
 # whatever lay there before.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
+_COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
@@ -182,6 +183,8 @@ class Values(TorchFunctionMode):
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
+            if name in _COMPARES:  # the allocator is asked as on a device, whose answer is not known
+                function(*args, **kwargs)
             return _on_cpu(function, args, kwargs)
         tensor = args[0]
         if name in ("__repr__", "__format__"):

@@ -3,6 +3,7 @@
 Against torch's own it is held in rehearsals: `benchmarks/measure_allocator.py`, whose record is checked here.
 """
 
+import importlib.metadata
 import itertools
 import json
 import pickle
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.estimate import allocator
+from perf_helpers.estimate import allocator, allocator_settings
 from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import Settings, release
 
 RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 
@@ -137,7 +138,7 @@ def test_the_numbers_of_segments_requested_bytes_and_peaks():
 
 def test_what_there_is_is_shown_by_address():
     memory = filled("", 5, 16)
-    first, second = memory.segments()
+    second, first = memory.segments()  # the driver's addresses fall
     assert [(block.size // MIB, block.requested // MIB, block.key) for block in first.blocks] == [
         (5, 5, 0),
         (15, 0, None),
@@ -146,13 +147,64 @@ def test_what_there_is_is_shown_by_address():
     assert first.blocks[1].address == first.address + 5 * MIB and not first.is_small and not first.is_expandable
 
 
-def test_of_equal_blocks_the_one_in_the_oldest_segment_is_taken():
-    memory = filled("", 12, 12)
-    oldest = address(memory, 0)
-    memory.free(1)
+TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c"}
+
+
+@pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
+def test_of_equal_blocks_each_release_takes_its_own(torch_version):
+    """Three free blocks of 4 MiB: `a` in the youngest segment, which lies lowest; `b` made before both others; `c` in
+    the oldest segment, cut anew since."""
+    memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
+    lies = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
+    assert lies["a"] < lies["b"] < lies["c"]
     memory.free(0)
-    memory.allocate("a", 12 * MIB)
-    assert address(memory, "a") == oldest
+    memory.free(1)
+    memory.allocate("again", 4 * MIB)
+    memory.allocate("behind it", 16 * MIB)
+    for key in (4, 2, "again"):
+        memory.free(key)
+    memory.allocate("new", 4 * MIB)
+    assert address(memory, "new") == lies[TIES[torch_version]]
+
+
+def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
+    """What stays in the older segment keeps it from being joined: a tie costs a segment."""
+    reserved = {}
+    for torch_version in ("2.11", "2.13"):
+        memory = filled("", 9, 10, 9, 10, rules=release(torch_version))
+        memory.free(0)
+        memory.free(2)
+        memory.allocate("kept", 9 * MIB)
+        memory.free(3)
+        memory.allocate("large", 19 * MIB)
+        reserved[torch_version] = memory.reserved_bytes // MIB
+    assert reserved == {"2.11": 60, "2.13": 40}
+
+
+def test_a_segment_that_was_given_back_leaves_a_gap_for_the_next():
+    memory = filled("", 30, 40, 20)
+    gap = address(memory, 1)
+    memory.free(1)
+    memory.empty_cache()
+    memory.allocate("fits", 40 * MIB)
+    memory.allocate("below", 20 * MIB)
+    assert address(memory, "fits") == gap and address(memory, "below") < address(memory, 2)
+
+
+def test_a_release_is_known_by_its_number_and_the_installed_one_without(monkeypatch):
+    installed = importlib.metadata.version("torch")
+    assert release() == release(installed) == release(".".join(installed.split(".")[:2]))
+    assert release("2.11.0+cu130").ties == "address" and not release("2.11").shares_workspace
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+    assert release("2.11").shares_workspace
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
+    assert not release("2.14").shares_workspace
+
+
+@pytest.mark.parametrize("torch_version", ["2.9.1", "2.1", "3", ""])
+def test_a_release_without_known_rules_is_refused_with_those_that_are_known(torch_version):
+    with pytest.raises(ValueError, match=f"torch_version='{torch_version}': .*2.10, 2.11, 2.12, 2.13, 2.14"):
+        release(torch_version)
 
 
 def test_a_full_device_gets_unused_segments_back():

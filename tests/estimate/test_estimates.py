@@ -1,5 +1,6 @@
 """The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
 
+import importlib.metadata
 import json
 
 import pytest
@@ -153,9 +154,10 @@ class TestCommandLine:
         assert result.exit_code == 0 and "- rounding: " in result.stdout and "optimizer states" not in result.stdout
 
     def test_a_card_has_a_capability_and_a_memory(self):
-        assert "bert-tiny fits on T4: peak" in self.run("--card", "T4").stdout
+        told = self.run("--card", "T4").stdout
+        assert "bert-tiny on T4: peak" in told and "bert-tiny: fits the T4 16 GB: " in told and "margin of" in told
         words = ["estimate", "--model", "gpt2-large", "--card", "t4", "--per_device_train_batch_size", "2"]
-        assert "gpt2-large does not fit on t4: peak" in CliRunner().invoke(cli.app, words).stdout
+        assert "gpt2-large: does not fit the T4 16 GB: " in CliRunner().invoke(cli.app, words).stdout
         wrong = self.run("--card", "t5")
         assert isinstance(wrong.exception, ValueError) and "no card 't5'" in str(wrong.exception)
 
@@ -169,6 +171,24 @@ def test_a_card_is_its_capability_and_its_memory_less_a_context():
     said = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
     assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **said).memory
     assert estimate(**options, card="t4", device_memory=2**20).is_too_large
+
+
+def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_another(monkeypatch):
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name, plain=importlib.metadata.version: "2.13.0+cpu" if name == "torch" else plain(name),
+    )
+    options = {"device": "cuda", "compute_capability": (7, 5), "per_device_train_batch_size": 2}
+    plain, same, older = (estimate(TINY, **options, torch_version=each) for each in (None, "2.13", "2.11.0"))
+    assert plain.memory == same.memory
+    assert [each.assumptions[-1].partition(":")[0] for each in (plain, older)] == ["torch 2.13", "torch 2.11"]
+    assert "a workspace of its own" in older.assumptions[-1]
+    assert older.peak_bytes - plain.peak_bytes == 2**20, "cuBLASLt's, of the one thread that adds biases"
+    with pytest.raises(ValueError, match=r"torch_version='2.9': .*2.10"):
+        estimate(TINY, **options, torch_version="2.9")
+    with pytest.raises(ValueError, match=r"torch_version='2.11' is of CUDA's allocator"):
+        predicted(torch_version="2.11")
 
 
 def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):

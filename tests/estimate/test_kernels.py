@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from perf_helpers.estimate import kernels
+from perf_helpers.estimate.allocator_settings import release
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
 
@@ -52,3 +53,30 @@ def test_the_first_product_of_each_thread_brings_a_workspace():
         square @ square
     held = [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "cuBLAS workspace"]
     assert held == [8_519_680] * 2 == [kernels.Kernels((8, 0)).workspace_bytes] * 2
+
+
+LT = {
+    "a bias": lambda rows, bias: torch.nn.functional.linear(rows, torch.zeros(64, 64), bias),
+    "a bias, in one matrix": lambda rows, bias: torch.addmm(bias, rows[0], torch.zeros(64, 64)),
+    "a bias, then GELU": lambda rows, bias: torch._addmm_activation(bias, rows[0], torch.zeros(64, 64), use_gelu=True),
+}
+NOT_LT = {
+    "no bias": lambda rows, bias: torch.nn.functional.linear(rows, torch.zeros(64, 64)),
+    "a matrix added": lambda rows, bias: torch.addmm(torch.zeros(2, 64), rows[0], torch.zeros(64, 64)),
+    "one column": lambda rows, bias: torch.addmm(bias[:1], rows[0], torch.zeros(64, 1)),
+    "twice the bias": lambda rows, bias: torch.addmm(bias, rows[0], torch.zeros(64, 64), beta=2),
+}
+
+
+@pytest.mark.parametrize(("torch_version", "own"), [("2.10", True), ("2.11", True), ("2.12", False), ("2.14", False)])
+@pytest.mark.parametrize("name", LT | NOT_LT)
+def test_cublaslt_has_a_workspace_of_its_own_up_to_torch_2_11(name, torch_version, own):
+    tracker = DeviceTracker((7, 5), rules=release(torch_version))
+    tracker.is_there = True
+    with tracker, torch.no_grad():
+        rows, bias = torch.zeros(3, 2, 64), torch.zeros(64)
+        for phase in ("forward", "forward", "backward"):
+            tracker.phase = phase
+            (LT | NOT_LT)[name](rows, bias)
+    held = [block.bytes for block, sign in tracker.log if sign > 0 and block.operation == "cuBLASLt workspace"]
+    assert held == ([2**20] * 2 if own and name in LT else [])

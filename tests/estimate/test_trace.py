@@ -25,7 +25,7 @@ def tracker():
 
 
 def fake(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty((1, *shape), dtype=dtype)[0]  # a single number would be made, for seeds are drawn into such
 
 
 def loop(task):

@@ -79,6 +79,8 @@ def test_data_fits_the_model_that_a_configuration_names(tmp_path, model_type, ar
         ("llama-2-13b", 13015.9),
         ("llama-3-8b", 8030.3),
         ("llama-3-70b", 70553.7),
+        ("llama-3.2-1b", 1235.8),
+        ("llama-3.2-3b", 3212.7),
         ("llama-3.1-405b", 405853.4),
         ("mistral-7b", 7241.7),
         ("qwen2.5-7b", 7615.6),
@@ -175,3 +177,26 @@ def test_the_gpu_profile_is_the_guides_set_up():
         512,
         4,
     )
+
+
+def test_examples_of_unequal_lengths_are_padded_to_the_longest_of_a_batch():
+    task = Task("gpt2", lengths=(3, 5, 2), pad_to_multiple_of=4, config={"vocab_size": 50})
+    rows = [task.dataset()[i] for i in range(3)]
+    assert [len(row["input_ids"]) for row in rows] == [3, 5, 2] and task.dataset_size == 3
+    batch = task.collator()(rows[::2])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 4)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert batch["labels"][1].tolist() == [*rows[2]["labels"].tolist(), -100, -100]
+    assert task.collator()(rows)["input_ids"].shape == (3, 8)
+
+
+def test_packed_examples_are_one_row_without_padding():
+    task = Task("gpt2", lengths=(3, 5), packed=True, config={"vocab_size": 50})
+    batch = task.collator()([task.dataset()[i] for i in range(2)])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] and "attention_mask" not in batch
+
+
+def test_lengths_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="lengths=0: give a whole number"):
+        Task("gpt2", lengths=(3, 0))
+    assert Task("gpt2").collator() is None, "the Trainer's own"

@@ -6,7 +6,7 @@ import sys
 import cloudpickle
 import pytest
 
-from perf_helpers.estimate.allocator_settings import Settings
+from perf_helpers.estimate.allocator_settings import RELEASES, Settings, release
 from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import Rehearsal, build
 
@@ -36,6 +36,16 @@ def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
     with Rehearsal(measure.ROOM) as stage:
         found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
     assert found["mismatches"]
+
+
+def test_the_rules_of_another_release_are_found_out(measure):
+    """Free blocks of one size are frequent enough that the traces tell releases apart."""
+    here, seeds = release(), [f"test-{number}" for number in range(40)]
+    others = {each.ties: name for name, each in RELEASES.items() if each.ties != here.ties}
+    with Rehearsal(measure.ROOM) as stage:
+        found = {ties: stage.submit(measure.compare, "", seeds, name).result() for ties, name in others.items()}
+        assert stage.submit(measure.compare, "", seeds).result()["mismatches"] == []
+    assert len(others) == 2 and all(each["mismatches"] for each in found.values())
 
 
 SAID = {

@@ -38,6 +38,38 @@ def test_allocated_is_what_torchs_allocator_says(capability, tmp_path):
         assert row["estimated"]["reserved"] == pytest.approx(row["rehearsed"]["reserved"], rel=0.03)
 
 
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
+def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
+    """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
+    arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
+    one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
+    with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
+        lab = Lab("gpu", executor=stage)
+        program = lab.run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
+        by_arguments = lab.train("by arguments", task=one.task(tmp_path), measure="memory", **arguments).memory
+    said = [(each.peak_bytes, each.reserved_bytes) for each in (by_arguments, one.estimated(tmp_path).memory)]
+    assert said == [(program["allocated"], program["reserved"])] * 2
+    assert sum(by_arguments.breakdown.values()) == by_arguments.peak_bytes
+
+
+MODERN = {"model_type": "modernbert", "hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 6}
+MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+
+
+def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
+    """A block of 512 KiB more than it asks for, with fewer free ones to choose from."""
+    config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
+    one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
+    with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
+        run = Lab("gpu", executor=stage).run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
+    said = one.estimated(tmp_path).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (run["allocated"], run["reserved"])
+
+
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
 WRITING = {
     "llama": Task("llama-2-7b", seq_len=20, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 512}),
@@ -61,3 +93,14 @@ def test_what_writes_takes_what_torchs_allocator_says(capability):
             said = estimate(task, device="cuda", compute_capability=capability, training=False, **options).memory
             found, said = ((each.peak_bytes, each.reserved_bytes) for each in (run.memory, said))
             assert said == found, (task.model, options)
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, monkeypatch):
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", shared)
+    task = Task("bert-tiny", seq_len=24, config={"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300})
+    recipe = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "optim": "sgd", "fp16": True}
+    with Rehearsal(card("t4")) as stage:
+        found = Lab("gpu", executor=stage).train("lt", task=task, measure=("memory",), **recipe).memory
+    said = estimate(task, card="t4", **recipe).memory
+    assert (said.peak_bytes, said.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)

@@ -206,6 +206,20 @@ def test_what_is_whole_or_boolean_is_computed(here):
     assert here(integers) == expected
 
 
+def asked_by_a_question():
+    import torch
+
+    numbers = torch.arange(4, device="cuda")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    found = 3 in numbers, 9 in numbers
+    return found, torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+
+def test_a_question_about_known_values_asks_the_allocator_as_on_a_device(here):
+    # Which are equal, and whether any is: transformers asks so whether a batch is padded.
+    assert here(asked_by_a_question) == ((True, False), 4)
+
+
 def sizes():
     import torch
 

@@ -1,0 +1,159 @@
+"""Predicts what LoRA trainings took that others measured on a Tesla T4, by rehearsing them under a release of torch.
+
+python benchmarks/published_lora.py   by a Python with the release of torch for CUDA that is to rehearse
+python benchmarks/build.py            the table in results/README.md
+
+It needs peft. published_lora.toml has the facts. A prediction is committed before the card's figures are put beside it.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+FACTS = Path(__file__).with_suffix(".toml")
+
+
+def facts() -> dict:
+    """The file of facts, what is reserved in bytes."""
+    found = tomllib.loads(FACTS.read_text(encoding="utf-8"))
+    for card in found["trainings"].values():
+        card["reserved"] = card.pop("reserved_mib") * 2**20
+    return found
+
+
+def train(name: str) -> dict:
+    """Perform a training on this process's GPU as its source describes it; peaks and what is reserved, in bytes.
+
+    One step to warm up, one measured, and one with the peak reset between its phases. The output of the model lives on
+    in the backward, as in a loop that keeps it in a variable.
+    """
+    import peft
+    import torch
+    import transformers
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.initialization import no_init_weights
+    from transformers.integrations import sdpa_attention
+
+    model_name, attention, sizes = name.split(", ")
+    batch, length = map(int, sizes.split(" x "))
+    config = transformers.AutoConfig.for_model(**facts()["models"][model_name], use_cache=False)
+    with no_init_weights():  # nobody reads them
+        chosen = {"dtype": torch.float16, "attn_implementation": attention}
+        model = transformers.AutoModelForCausalLM.from_config(config, **chosen)
+    model.tie_weights()
+    model.to("cuda")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=32, lora_alpha=64, lora_dropout=0.0, target_modules=layers)
+    model = peft.get_peft_model(model, adapters).train()
+    found = {"loaded": torch.cuda.memory_allocated()}
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+    ids = torch.randint(0, config.vocab_size, (batch, length), device="cuda")
+
+    def step(mark=lambda phase: None) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        output = model(input_ids=ids, labels=ids)
+        mark("forward")
+        output.loss.backward()
+        mark("backward")
+        optimizer.step()
+        mark("optimizer")
+
+    def keep(phase: str) -> None:
+        found[phase] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    pinned = contextlib.nullcontext()
+    if attention == "sdpa":
+        sdpa_attention.use_gqa_in_sdpa = lambda *_, **__: False
+        sdpa_attention.repeat_kv = lambda heads, times: heads.repeat_interleave(times, 1) if times > 1 else heads
+        pinned = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    with pinned:
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        found["reserved"] = torch.cuda.max_memory_reserved()
+        keep("allocated")
+        step(keep)
+    return found
+
+
+def rehearsed(name: str) -> dict:
+    """`train` in a process of its own on a rehearsed card; RuntimeError if it did not end well."""
+    from perf_helpers import rehearsal
+    from perf_helpers.rehearsal.rehearsal_process import command
+
+    with command(rehearsal.CARDS[facts()["card"]]) as (python, environment):
+        done = subprocess.run([python, __file__, "--train", name], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def predictions() -> dict[str, dict]:
+    """The record of each torch that rehearsed the trainings, by its version."""
+    from runner import RESULTS, read_record
+
+    records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
+    return {record["versions"]["torch"]: record for record in records}
+
+
+def compared(record: dict) -> list[dict]:
+    """Of each training that a torch rehearsed: by how many bytes it is off the card, allocated and reserved."""
+    card = facts()["trainings"]
+    return [
+        {"name": row["name"]} | {what: row[what] - card[row["name"]][what] for what in ("allocated", "reserved")}
+        for row in record["rows"]
+    ]
+
+
+def page() -> str:
+    """The card's figures beside those of each torch, in Markdown."""
+    from tables import MIB, table, versions
+
+    about, found = facts(), predictions()
+    lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
+    head, rows = ["training"], {name: [name] for name in about["trainings"]}
+    for what, unit in (("allocated", 1), ("reserved", MIB)):
+        head.append(f"{what} by the card, {'bytes' if unit == 1 else 'MiB'}")
+        for name, card in about["trainings"].items():
+            rows[name].append(f"{card[what] // unit:,}")
+        for torch, record in found.items():
+            head.append(f"torch {torch} less the card, MiB")
+            off = {row["name"]: row[what] / MIB for row in compared(record)}
+            for name, cells in rows.items():
+                cells.append((f"{off[name]:+,.2f}" if off[name] else "equal") if name in off else "not rehearsed")
+    for record in found.values():
+        off, made = compared(record), versions(record, "torch", "transformers", "peft")
+        allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
+        told = (
+            f"- {made}, predicted {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
+        )
+        lines.append(f"{told}, reserved in {reserved}")
+    return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
+
+
+def measurement():
+    from runner import Measurement
+
+    return Measurement(
+        __doc__,
+        f"lora_t4_predictions_{importlib.metadata.version('torch')}.json",
+        lambda options: facts()["trainings"],
+        lambda cases, options: ((name, {"name": name} | rehearsed(name)) for name in cases),
+        lambda rows, options: {"what": "LoRA trainings rehearsed on a T4, in bytes; nothing was computed"},
+        name_of=lambda number, row: row["name"],
+        packages=("peft",),
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train"]:
+        print(json.dumps(train(sys.argv[2])))
+    else:
+        sys.exit(measurement().main())

@@ -1,0 +1,591 @@
+# %% [markdown]
+# # Must every parameter learn?
+#
+# Training holds four numbers for each parameter that learns: the weight, its gradient and two of AdamW's. So let few learn, and keep the rest in few bits. Then people write: "I use LoRA, and it saves almost nothing", or "QLoRA takes *more* than LoRA". Both are right, and you will see why.
+#
+# **You will see**
+# - adapters in ten lines, how few parameters they train, and what they leave as it was: activations and frozen weights
+# - four bits a weight by hand, what double quantization saves, and how a quantized base comes to take more than a whole one
+# - what adapters cost and gain: seconds by parts, losses on a model that was trained before, outputs after merging
+# - how checkpointing can train nothing, without an error
+
+# %% tags=["parameters"]
+profile = "auto"
+strict = False
+out = ""
+
+# %% tags=["setup"]
+import copy
+import logging
+import statistics
+import time
+import warnings
+from itertools import pairwise
+
+import bitsandbytes as bnb
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from perf_helpers import Lab, Task, claims, exercises, optional_packages, plots, widgets
+from perf_helpers.lab import interleaving
+from perf_helpers.lab.adapters import quantized
+from perf_helpers.records import CPU, Ratio
+
+lab = Lab(profile, strict=strict, out=out, lesson="25_adapters")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at each product
+torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
+no_peft = optional_packages.offer("peft")
+if not no_peft:
+    import peft
+
+# %% [markdown]
+# ## Idea
+#
+# A weight matrix of `out x in` numbers stays **frozen**. Beside it stand two thin ones: `down`, `rank x in`, and `up`, `out x rank`. Their product is added to what the layer says, and only they learn. That is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts as it was.
+#
+# A frozen weight is only read. So it may be kept in 4 bits: **QLoRA** ([Dettmers and others, 2023](https://arxiv.org/abs/2305.14314)).
+#
+# All of this runs on the CPU, with a GPU too.
+#
+# ## Predict
+#
+# Our Llama has 4 layers. All its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter of 250. The batch is 8 texts of 64 tokens.
+
+# %%
+asked = "How many per cent of full training's peak memory does training with these adapters take?"
+widgets.predict(lab, "peak", asked, "%", 0, 110)
+
+# %% [markdown]
+# ## By hand: an adapter
+
+
+# %%
+class Adapter(torch.nn.Module):
+    def __init__(self, layer, rank, alpha=8):
+        super().__init__()
+        self.layer, self.scale = layer, alpha / rank
+        where = dict(device=layer.weight.device)
+        self.down = torch.nn.Parameter(torch.randn(rank, layer.in_features, **where) / layer.in_features**0.5)
+        self.up = torch.nn.Parameter(torch.zeros(layer.out_features, rank, **where))
+
+    def forward(self, x):
+        return self.layer(x) + self.scale * (x @ self.down.T) @ self.up.T
+
+
+def adapt(model, rank, names=("q_proj", "v_proj")):
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for part in list(model.modules()):
+        for name, layer in list(part.named_children()):
+            if name in names:
+                setattr(part, name, Adapter(layer, rank))
+    return model
+
+
+def learning(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+# %% [markdown]
+# How few parameters is that? The paper says 10,000 times fewer for GPT-3: 96 layers, 12,288 wide, rank 4 beside the matrices for queries and values. We build the attention of that size on the device `meta`, where tensors have shapes and no bytes.
+
+
+# %%
+def fewer(layers=96, width=12288, rank=4, words=50257):
+    """All parameters of a GPT-3 over those that learn; its MLP has 8 x width^2 weights a layer, its attention 4."""
+    with torch.device("meta"):
+        layer = {name: torch.nn.Linear(width, width) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        attention = torch.nn.ModuleDict(layer)
+    own = sum(parameter.numel() for parameter in attention.parameters())
+    trained = sum(parameter.numel() for parameter in learning(adapt(attention, rank)))
+    return (layers * (own + 8 * width**2) + words * width) / (layers * trained)
+
+
+times_fewer = fewer()
+print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f} times")
+
+# %% [markdown]
+# ## The library's
+#
+# peft does the same, and more kinds of it. Given our `down` and `up`, its model says what ours says. Then `merge_and_unload` adds the product to the frozen weight: nothing stands beside it any more. Does the model still say the same?
+
+
+# %%
+SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+
+
+def llama(**sizes):
+    torch.manual_seed(0)
+    made = dict(vocab_size=128, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None) | SMALL
+    return LlamaForCausalLM(LlamaConfig(**made | sizes))
+
+
+def with_peft(model, rank=4):
+    how = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, how)
+
+
+def filled(model):
+    """Adapters that have learnt: random numbers in place of the zeros, the same for ours and for peft's."""
+    torch.manual_seed(1)
+    for parameter in learning(model):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def apart(one, other, rows):
+    """The largest difference of two models' logits, over the largest logit."""
+    with torch.no_grad():
+        said, again = (model.eval()(input_ids=rows).logits for model in (one, other))
+    return ((said - again).abs().max() / said.abs().max()).item()
+
+
+# %%
+found, notes = {}, {}  # by claim; what is not found stays away
+rows = torch.randint(1, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+if not no_peft:
+    ours, theirs = filled(adapt(llama(), 4)), filled(with_peft(llama()))
+    print(f"ours and peft's differ by {apart(ours, theirs, rows):.1e}, with and without by", end=" ")
+    print(f"{apart(theirs, llama(), rows):.2f}")
+    found["merged-same"] = apart(theirs, copy.deepcopy(theirs).merge_and_unload(), rows)
+    four = filled(with_peft(quantized(llama(), {"load_in_4bit": True}, "cpu")))
+    with warnings.catch_warnings(action="ignore"):  # peft says that they may differ
+        in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
+    notes["merged-same"] = f"into a base of 4 bits: {in_four:.1%}"
+    print(f"merged, they differ by {found['merged-same']:.1e}; {notes['merged-same']}")
+
+# %% [markdown]
+# Merged into a whole base the outputs are the same, and cost nothing more. Merged into a base of 4 bits the sum has to be quantized anew, and what the adapters learnt is partly rounded away. So merge into the base in 16 bits.
+#
+# ## Where the bytes go
+#
+# The same training twice: all weights, then adapters of rank 4. Then rank 32. Each bar is the moment of the peak.
+
+# %%
+WIDER = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+task = Task("llama-2-7b", seq_len=64, config=WIDER | dict(vocab_size=2000))
+
+
+def counted(name, rank=None, task=task, **arguments):
+    lora = dict(peft={"r": rank, "target_modules": ["q_proj", "v_proj"]}) if rank else {}
+    common = dict(per_device_train_batch_size=8, use_cpu=True)
+    return lab.train(name, task=task, measure=("memory",), **common | lora | arguments)
+
+
+def part(run, kind, phase=None):
+    """Bytes of a category, at the peak or at the end of a phase; None if not measured."""
+    if not run.peak_bytes or not run.memory.breakdown:
+        return None
+    return (run.memory.phase_breakdowns[phase] if phase else run.memory.breakdown)[kind]
+
+
+def over(one, other):
+    return one / other if one is not None and other else None
+
+
+full = counted("all weights")
+runs = [full] if no_peft else [full, counted("rank 4", 4), counted("rank 32", 32)]
+plots.memory(runs)
+
+# %%
+kinds = ("weights", "frozen_weights", "gradients", "optimizer_states", "activations")
+rows = [[run.name, *(plots.bytes_text(part(run, kind, "backward" if kind == "gradients" else "forward") or 0)
+                     for kind in kinds)] for run in runs]  # fmt: skip
+display(plots.Table(["what learns", *(kind.replace("_", " ") for kind in kinds)], rows))
+if not no_peft:
+    few, more = runs[1:]
+    kept = [sum(part(run, kind, "backward") or 0 for kind in ("gradients", "optimizer_states")) for run in (full, few)]
+    trained = few.memory.trainable_parameters if few.peak_bytes else None
+    found["lora-states"] = over(kept[1] or None, trained and 12 * trained)
+    found["lora-memory"] = over(few.peak_bytes or None, full.peak_bytes)
+    found["lora-activations"] = over(part(few, "activations", "forward"), part(full, "activations", "forward"))
+    found["lora-rank"] = over(part(more, "activations", "forward"), part(few, "activations", "forward"))
+    if trained:
+        share = trained / few.memory.parameters
+        print(f"{share:.2%} of the parameters learn; gradients and states: {kept[1]:,} of {kept[0]:,} bytes")
+        widgets.revealed(lab, "peak", 100 * found["lora-memory"])
+
+# %% [markdown]
+# Gradients and states are as good as gone. Look at what is left.
+#
+# - **Frozen weights** are whole: the forward pass reads them.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept. Only the inputs of frozen matrices, which serve *their* gradients alone, need not be kept. The rank hardly matters: a token keeps `rank` numbers more beside each adapter.
+#
+# So "LoRA saves little" is said where activations were the peak: long texts, large batches, large vocabularies. There lessons 04 to 06 help. And LoRA saves much where weights and states were the peak: large models, few tokens.
+
+# %%
+answers = ["a rank of 1", "half of the tokens in a batch", "adapters beside more matrices"]
+exercises.question(
+    lab,
+    "next-step",
+    "Adapters of rank 4 still do not fit. What makes the peak of this lesson's model much smaller?",
+    {
+        answers[0]: "The adapters' own bytes are the smallest part already, and activations do not know the rank.",
+        answers[1]: "Activations go with the tokens, and they are the largest part here.",
+        answers[2]: "More adapters keep more inputs: the peak grows.",
+    },
+    right=answers[1],
+)
+
+# %% [markdown]
+# ## By hand: four bits
+#
+# Lesson 09 had a code book of 256 values and blocks of 256 numbers. Here there are 16 values, and 64 numbers to a block. Weights are spread like a bell curve, so the book takes its **quantiles**: values are dense where weights are. That is **NF4**.
+
+
+# %%
+def code_book():
+    """NF4: quantiles of the bell curve, eight above 0, seven below, and 0 itself."""
+    ends = (31 / 32 + 29 / 30) / 2
+    above, below = (torch.special.ndtri(torch.linspace(ends, 0.5, n + 1).double())[:-1] for n in (8, 7))
+    book = torch.cat([above, torch.zeros(1), -below]).sort().values
+    return (book / book.abs().max()).float()
+
+
+def quantize(tensor, book, block=64):
+    blocks = tensor.view(-1, block)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    return torch.bucketize(blocks / absmax, (book[1:] + book[:-1]) / 2), absmax
+
+
+def dequantize(codes, absmax, book, shape):
+    return (book[codes] * absmax).view(shape)
+
+
+def error(weight, block, book=None):
+    book = code_book() if book is None else book
+    return ((dequantize(*quantize(weight, book, block), book, weight.shape) - weight).norm() / weight.norm()).item()
+
+
+NF4 = code_book()
+weight = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)) / 45
+once = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+mine = dequantize(*quantize(weight, NF4), NF4, weight.shape)
+same = torch.isclose(mine, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
+assert same > 0.999  # a number midway between two values may fall either way
+even = torch.linspace(-1, 1, 16)
+print(f"{same:.3%} of the numbers as the library has them; error {error(weight, 64):.1%}, with one scale", end=" ")
+print(f"{error(weight, weight.numel()):.1%}, with even steps {error(weight, 64, even):.1%}")
+
+# %%
+figure, (above, below) = plt.subplots(2, 1, figsize=(8, 3.5), sharex=True, height_ratios=[3, 1], layout="constrained")
+above.hist((weight.view(-1, 64) / once[1].absmax.view(-1, 1))[:2000].flatten().numpy(), 120, color=plots.SERIES[0])
+above.set(ylabel="weights", title="weights / the largest of their block")
+for row, book in enumerate((even, NF4)):
+    below.plot(book, [row] * 16, "|", color=plots.SERIES[row + 1], markersize=14)
+below.set(yticks=[0, 1], yticklabels=["even steps", "NF4"], ylim=(-0.6, 1.6), xlabel="value")
+plt.show()
+
+# %% [markdown]
+# A block's scale has 32 bits, half a bit for each of 64 weights. **Double quantization** writes the scales themselves in 8 bits, with a scale of 32 bits for 256 of them.
+
+
+# %%
+def scale_bits(weight, double):
+    """Bits a weight of what is kept beside the codes."""
+    _, state = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
+    parts = [state.absmax, *([state.state2.absmax, state.state2.code, state.offset] if double else [])]
+    return 8 * sum(part.nbytes for part in parts) / weight.numel()
+
+
+beside = [scale_bits(weight, double) for double in (False, True)]
+print(f"bits a weight for scales: {beside[0]:.3f}, quantized {beside[1]:.3f}, by hand {8 / 64 + 32 / 64 / 256:.3f}")
+
+# %% [markdown]
+# ## Why QLoRA can take more
+#
+# Now a model whose vocabulary is a large part of it, as in small models of today. Weights are in bf16, or in 4 bits. `prepare_model_for_kbit_training` is what peft's guide tells you to call in between.
+
+# %%
+words = Task("llama-2-7b", seq_len=16, config=WIDER | dict(vocab_size=16000))
+nf4 = dict(load_in_4bit=True, quantization_config={"bnb_4bit_quant_type": "nf4"})
+sixteen = [counted("all weights, bf16", task=words, dtype="bfloat16")]
+if not no_peft:
+    sixteen.append(counted("bf16", 4, words, dtype="bfloat16"))
+    for prepare in (True, False):
+        name = "4 bits, prepared" if prepare else "4 bits, not prepared"
+        how = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
+        sixteen.append(counted(name, 4, words, **nf4 | how))
+kinds = ("weights", "frozen_weights", "quantized_weights", "activations", "temporaries")
+rows = [[run.name, plots.bytes_text(run.peak_bytes or 0), *(plots.bytes_text(part(run, kind) or 0) for kind in kinds)]
+        for run in sixteen]  # fmt: skip
+plots.Table(["base", "peak", *(kind.replace("_", " ") for kind in kinds)], rows)
+
+# %%
+whole = sum(part(sixteen[0], kind, "backward") or 0 for kind in ("weights", "gradients", "optimizer_states"))
+bytes_each = over(whole or None, sixteen[0].memory.parameters if sixteen[0].peak_bytes else None)
+if not no_peft:
+    found["qlora-less"] = over(sixteen[2].peak_bytes or None, sixteen[1].peak_bytes)
+    if found["qlora-less"]:
+        not_prepared = sixteen[3].peak_bytes / sixteen[1].peak_bytes
+        notes["qlora-less"] = f"not prepared: {not_prepared:.2f}"
+        print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
+
+# %% [markdown]
+# The layers shrank to a quarter. But embeddings and head are not quantized, and preparing casts them, and the norms, **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). What flows through the model is fp32 then, too, logits included. And for each product a whole weight is made of the 4 bits, and is gone after it: those are temporaries. With a vocabulary this large that outweighs what the layers save. Leave the preparing out, or cast back, and see that the loss stays well.
+#
+# The other way round: in a model of 7 billion parameters the vocabulary is 4 % of the weights, and the layers decide.
+#
+# **Can such numbers be trusted?** Somebody measured seventeen trainings with LoRA on a Tesla T4. Rehearsed on a CPU with the right release of torch, what torch allocates is equal to theirs **to the byte**, in all seventeen. Thirteen of them carried the label of another release, with which they did *not* agree: the label was wrong, and the bytes told. What 4 bits hold varies by some MiB from run to run even on one card.
+#
+# ## Seconds, by parts
+#
+# A step is forward, backward, update. An adapter adds to the first, takes from the second (no gradient of the frozen weights), and all but ends the third. A base of 4 bits is expanded in each product.
+
+
+# %%
+def stepping(model, spent, rows=8, tokens=64):
+    optimizer = torch.optim.AdamW(learning(model), lr=1e-4)
+    batch = torch.randint(1, 512, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+    def step():
+        moments = [time.process_time()]
+        loss = model(input_ids=batch, labels=batch).loss
+        moments.append(time.process_time())
+        loss.backward()
+        moments.append(time.process_time())
+        optimizer.step()
+        optimizer.zero_grad()
+        moments.append(time.process_time())
+        spent.append([end - begin for begin, end in pairwise(moments)])
+
+    return step
+
+
+# %%
+def seconds(_):
+    torch.set_num_threads(1)
+    sizes = WIDER | dict(vocab_size=512, num_hidden_layers=2)
+    models = {name: llama(**sizes) for name in ("all", "adapters", "all, again")}
+    models["adapters"] = adapt(models["adapters"], 4)
+    models["4 bits"] = adapt(quantized(llama(**sizes), {"load_in_4bit": True}, "cpu"), 4)
+    spent = {name: [] for name in models}
+    taken = interleaving.in_turns([stepping(model, spent[name]) for name, model in models.items()], 8)
+    parts = {name: [statistics.median(each) for each in zip(*rows[1:])] for name, rows in spent.items()}
+    return dict(zip(models, taken)), parts
+
+
+# %%
+taken, parts = lab.run(seconds, "steps", measure=("none",), use_cpu=True).value or ({}, {})
+FLOOR = 1.1  # two processes of the same code differ by so much
+quicker = Ratio.of_turns([[taken[name] for name in ("all", "adapters", "all, again")]], CPU, FLOOR) if taken else None
+rows = [[name, *(f"{1e3 * each:.1f}" for each in (*spent, sum(spent)))] for name, spent in parts.items()]
+plots.Table(["what learns", "forward", "backward", "update", "step"], rows, "ms of computing, one thread")
+
+# %% [markdown]
+# ## Do few parameters learn as well?
+#
+# A model first learns a language: each word has one that follows it, except that one time in five any word may come. Then it meets a dialect, in which some words are followed by others. We train all weights, or adapters beside *all* matrices of the layers, as QLoRA's authors advise. Each way gets the best of three learning rates, then fresh seeds.
+
+
+# %%
+def text(rows, seed, dialect=False):
+    generator = torch.Generator().manual_seed(seed)
+    follows = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    if dialect:
+        follows[:12] = follows[:12].roll(1)  # twelve words in 96
+    words = [torch.randint(96, (rows,), generator=generator)]
+    for _ in range(23):
+        strays = torch.rand(rows, generator=generator) < 0.2
+        words.append(torch.where(strays, torch.randint(96, (rows,), generator=generator), follows[words[-1]]))
+    return torch.stack(words, 1) + 32
+
+
+def train(model, rate, steps, seed, dialect):
+    optimizer = torch.optim.AdamW(learning(model), lr=rate)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        batch = text(16, 1000 * seed + step, dialect)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def score(model, rows):
+    with torch.no_grad():
+        return model(input_ids=rows, labels=rows).loss.item()
+
+
+# %%
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RATES = {"all": (1e-3, 3e-3, 1e-2), 2: (3e-3, 1e-2, 3e-2), 16: (3e-3, 1e-2, 3e-2)}  # by rank
+
+
+def learnt(base, rank, rate, seed, steps=60):
+    torch.manual_seed(seed)
+    model = copy.deepcopy(base)
+    model = model if rank == "all" else adapt(model, rank, MATRICES)
+    return score(train(model, rate, steps, seed, dialect=True), text(128, 10**6, dialect=True))
+
+
+def gains(base, ranks, seeds=range(2, 6)):
+    """What each way takes off the loss in the dialect, for each seed, with the best of its learning rates."""
+    before, best = score(base, text(128, 10**6, dialect=True)), {}
+    for rank in ranks:
+        best[rank] = min(RATES[rank], key=lambda rate: learnt(base, rank, rate, seed=1))
+    return before, {rank: [before - learnt(base, rank, best[rank], seed) for seed in seeds] for rank in ranks}
+
+
+def interval(ratios):
+    """Their mean with Student's 95 % interval, of four."""
+    middle, half = statistics.mean(ratios), 3.18 * statistics.stdev(ratios) / 2
+    return Ratio(middle, middle - half, middle + half)
+
+
+# %%
+base = train(llama(vocab_size=128), 5e-3, 200, seed=0, dialect=False)
+before, gained = gains(base, ("all", 2, 16))
+rows = [["before", f"{before:.3f}"], *([key, f"{before - statistics.mean(each):.3f}"] for key, each in gained.items())]
+display(plots.Table(["rank", "loss in the dialect"], rows))
+as_good = {rank: interval([a / b for a, b in zip(gained[rank], gained["all"])]) for rank in (2, 16)}
+print({rank: f"{one.low:.3f} to {one.high:.3f} of the gain of all weights" for rank, one in as_good.items()})
+
+# %% [markdown]
+# ## Checkpointing that trains nothing
+#
+# Checkpointing (lesson 06) calls a layer without recording, and again in the backward pass. torch has two kinds. The **reentrant** one records nothing for a layer none of whose *inputs* needs a gradient. A frozen embedding gives just such inputs, and adapters *inside* do not count. If the head learns too, there is a loss and a backward pass, and no error. How many adapters get a gradient?
+
+
+# %%
+def with_gradient(reentrant, inputs):
+    """The share of adapters that get a gradient, while the head learns too; and the warnings."""
+    model = adapt(llama(), 4).train()
+    model.lm_head.weight.requires_grad_(True)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(**reentrant)
+    if inputs:
+        model.enable_input_require_grads()  # new
+    with warnings.catch_warnings(record=True, action="always") as told:
+        batch = text(4, 0)
+        model(input_ids=batch, labels=batch).loss.backward()
+    adapters = [layer.up for layer in model.modules() if isinstance(layer, Adapter)]
+    return sum(up.grad is not None for up in adapters) / len(adapters), {str(one.message)[:80] for one in told}
+
+
+old = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+ways = {
+    "reentrant": (old, False),
+    "reentrant, inputs need gradients": (old, True),
+    "the library's default": ({}, False),
+}
+reached = {name: with_gradient(*way) for name, way in ways.items()}
+silent = 1 - reached["reentrant"][0]
+plots.Table(["checkpointing", "adapters with a gradient", "said"], [[name, *one] for name, one in reached.items()])
+
+# %% [markdown]
+# A warning, and a training of the head alone. `enable_input_require_grads` mends it; so does `use_reentrant=False`, the library's default since transformers 5.
+#
+# And what does checkpointing keep? peft's page on memory says: every nth gradient between layers. Here is what is there when the forward pass ends, before there is any gradient.
+
+# %%
+if not no_peft:
+    fewer_kept = counted("checkpointing", 4, gradient_checkpointing=True)
+    held = [part(fewer_kept, kind, "forward") for kind in ("gradients", "activations")]
+    found["checkpointing-keeps"] = over(held[0], sum(held)) if None not in held else None
+    print(f"kept for the backward pass: {held[0] or 0:,} bytes of gradients, {held[1] or 0:,} of activations")
+    plots.memory([runs[1], fewer_kept])
+
+# %% [markdown]
+# ## What held
+
+# %% tags=["claim"]
+display(claims.check("lora-parameters", times_fewer))
+for id in ("lora-states", "lora-memory", "lora-activations", "lora-rank"):
+    display(claims.check(id, found.get(id), missing=no_peft, note=notes.get(id, "")))
+claims.check("lora-faster", quicker)
+
+# %% tags=["claim"]
+note = f"of rank 16; of rank 2: {as_good[2].low:.2f} to {as_good[2].high:.2f}"
+display(claims.check("lora-quality", as_good[16], note=note))
+display(claims.check("double-quantization", beside[0] - beside[1]))
+display(claims.check("full-16-bits", bytes_each))
+for id in ("merged-same", "qlora-less", "checkpointing-keeps"):
+    display(claims.check(id, found.get(id), missing=no_peft, note=notes.get(id, "")))
+note = f"with the library's default {reached['the library' + chr(39) + 's default'][0]:.0%} get one"
+claims.check("checkpointing-silent", silent, note=note)
+
+# %% [markdown]
+# ## Explore
+#
+# A model of 7 billion parameters, by arithmetic: what is there before the first activation?
+
+
+# %% tags=["widget"]
+def draw(bits, tokens):
+    layers, width, others = 32, 4096, 262e6  # others: embeddings and head, in 16 bits
+    matrices, ranks = 6.48e9, [4, 16, 64, 256]
+    frozen = (matrices * bits / 8 + 2 * others) / 1e9
+    learns = [16 * layers * rank * 4 * width / 1e9 for rank in ranks]
+    kept = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
+    series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [kept] * 4}
+    return plots.lines(ranks, series, "rank", "GB", title=f"7 billion parameters, {bits} bits, {tokens} tokens")
+
+
+_ = widgets.explore(draw, bits=[16, 8, 4.5, 4.127], tokens=[2048, 512, 8192])
+
+# %% [markdown]
+# ## Exercise: half of it
+#
+# The training with adapters of rank 4 has to fit in **half of its peak**. Eight samples an update, fp32, adapters of at least rank 4 beside queries and values. You give the arguments of `counted`.
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "Which part of the second bar is the largest?",
+        "Neither rank nor bits of the base touch that part.",
+        "Lessons 05 and 06 are about it. Two arguments of the Trainer, or one.",
+    )
+)
+answer = None  # dict(rank=4, ...)
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    if no_peft or not runs[-1].peak_bytes:
+        return exercises.not_measured(no_peft or "memory was not measured here")
+    batch, times = answer.get("per_device_train_batch_size", 8), answer.get("gradient_accumulation_steps", 1)
+    if batch * times != 8:
+        return exercises.wrong(f"{batch * times} samples an update, not 8")
+    if answer.get("dtype") or (answer.get("rank") or 0) < 4:
+        return exercises.wrong("fp32, and a rank of 4 or more")
+    run = counted("yours", **answer)
+    if not run.peak_bytes:
+        return exercises.wrong(run.message)
+    said = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
+    return exercises.right(said) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{said}: too much")
+
+
+exercises.check(lab, "half", check, answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+exercises.prove(
+    check,
+    solution=dict(rank=4, per_device_train_batch_size=2, gradient_accumulation_steps=4),
+    mistake=dict(rank=4, **nf4),  # the base is the smaller part
+)
+
+# %% [markdown]
+# **A challenge.** Your own model: `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`. Which is the shortest text at which activations are more than the frozen weights? Say it first, then ask.
+#
+# ## Mistakes that strangers make
+#
+# - *A lower rank, to save memory.* It saves the adapters' own bytes, the smallest part.
+# - *QLoRA because it is smaller than LoRA.* Compare the peaks, after preparing.
+# - *Merged into the quantized base.* The adapters' work is rounded to 16 values.
+# - *The learning rate of full training.* Adapters want about ten times as much.
+# - *"Trainable: 0.1 %", so a thousandth of the memory.* Of gradients and states alone.
+#
+# ## Recap
+#
+# - Adapters trained a ten-thousandth of a GPT-3. Gradients and states went, frozen weights and most activations stayed, whatever the rank.
+# - Four bits were 16 quantiles and a scale for 64 weights; double quantization saved what its paper says. Preparing cast a large vocabulary up, and QLoRA took more than LoRA.
+# - The backward pass and the update got cheaper, the forward pass dearer. Merged outputs were the same in a whole base.
+# - Reentrant checkpointing trained no adapter, with a warning alone.
+
+# %% tags=["finish"]
+claims.finish(lab)

@@ -1,0 +1,149 @@
+"""The worst batch of a data set: against trainings on all of it, and what is said of lengths that are none."""
+
+import random
+
+import pytest
+
+from perf_helpers import Lab, Task
+from perf_helpers.estimate import lengths as module
+from perf_helpers.estimate.lengths import checked, read, worst_batch
+from perf_helpers.estimate.prediction import MemoryEstimate
+from perf_helpers.records import Memory
+
+SAMPLES = (*random.Random(2).choices(range(3, 61), k=22),)
+BERT = Task("bert-tiny", config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+LLAMA = Task("llama-2-7b", config=SMALL | {"vocab_size": 500})
+
+
+def measured(task, **arguments):
+    run = Lab("cpu").train("all", task=task.replace(lengths=SAMPLES), measure=("memory",), **arguments)
+    return run.memory.peak_bytes
+
+
+@pytest.mark.parametrize("multiple, arguments", [(1, {}), (16, {"gradient_accumulation_steps": 2, "bf16": True})])
+def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, arguments):
+    arguments |= {"per_device_train_batch_size": 4, "data_seed": 5}
+    found = worst_batch(BERT, SAMPLES, pad_to_multiple_of=multiple, device="cpu", **arguments)
+    assert found.estimate.peak_bytes == measured(BERT.replace(pad_to_multiple_of=multiple), **arguments)
+    widest = max(length for step in found.shapes for _, length in step)
+    assert (4, widest) in found.shapes[found.step] and widest == -(-max(SAMPLES) // multiple) * multiple
+    assert found.padded_tokens == sum(rows * length for step in found.shapes for rows, length in step)
+    assert sorted(found.order) == [*range(22)] and max(SAMPLES) in {SAMPLES[i] for i in found.order[:8]}
+    assert found.packed is None, "BERT is no causal model"
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_packed_batches_too(passes):
+    """With two micro-batches the worst is not the one with most tokens: in the second there are gradients already."""
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": passes}
+    found = worst_batch(LLAMA, SAMPLES, device="cpu", **arguments)
+    assert found.packed.peak_bytes == measured(LLAMA.replace(packed=True), **arguments)
+    assert found.packed.peak_bytes < found.estimate.peak_bytes
+    assert f"{sum(SAMPLES):,} tokens" in repr(found)
+
+
+def shapes_trained_on(task, **options):
+    """What a Trainer with a collator of its user's gives to the model, in the first epoch."""
+    import tempfile
+
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import Trainer, TrainingArguments
+
+    seen = []
+
+    def collate(rows):
+        ids = [torch.zeros(length, dtype=torch.long) for length in (row["length"] for row in rows)]
+        return {"input_ids": pad_sequence(ids, batch_first=True), "labels": torch.tensor([0] * len(rows))}
+
+    class Watched(Trainer):
+        def training_step(self, model, inputs, *rest, **more):
+            seen.append(list(inputs["input_ids"].shape))
+            return super().training_step(model, inputs, *rest, **more)
+
+    quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "num_train_epochs": 1, "seed": 0}
+    quiet |= {"remove_unused_columns": False, "disable_tqdm": True}
+    rows = [{"input_ids": [0] * length, "length": length} for length in SAMPLES]
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, **quiet, **options)
+        Watched(model=task.build_model(), args=args, train_dataset=rows, data_collator=collate).train()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"data_seed": 3}, {"train_sampling_strategy": "group_by_length"}, {"dataloader_drop_last": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_shapes_are_those_that_a_trainer_trains_on(options):
+    options |= {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3}
+    found = worst_batch(BERT, SAMPLES, device="cpu", **options)
+    run = Lab("cpu").run(lambda task: shapes_trained_on(task, **options), task=BERT, measure=())
+    assert [[*shape] for step in found.shapes for shape in step] == run.value
+    assert {len(step) for step in found.shapes[:-1]} == {3}
+
+
+def straight(task, **options):
+    """An estimate that takes 1 MB for each token of a batch, padding included, and 1 GB besides."""
+    rows = options.get("per_device_train_batch_size", 8)
+    size = 10**9 + 10**6 * max(rows * max(task.lengths[i : i + rows]) for i in range(0, len(task.lengths), rows))
+    about = {"task": {}, "arguments": {}, "assumptions": (), "seconds": 0.0, "own_bytes": None}
+    return MemoryEstimate("m", device="cuda", memory=Memory(size, "estimated"), compute_capability=(7, 5), **about)
+
+
+def test_the_largest_batch_and_length_that_fit_a_card(monkeypatch):
+    monkeypatch.setattr(module, "estimate", straight)
+    monkeypatch.setattr(module.processes, "call", lambda *_, **__: [[[0, 1]], [[2]]])
+    found = worst_batch(BERT, [100, 50, 40], card="t4", per_device_train_batch_size=2)
+    room = (found.fits.card.limit_bytes - found.fits.context_bytes - 10**9) // 10**6  # tokens of a batch
+    assert found.fits.answer is True and (found.step, found.largest_batch[0]) == (0, room // 100)
+    assert found.largest_length[0] == 512, "the positions of BERT"
+    assert worst_batch(BERT, [100, 50, 40], card="t4", per_device_train_batch_size=100).largest_length[0] == 128
+    none = worst_batch(BERT, [500] * 3, card="1650", per_device_train_batch_size=64)
+    assert none.largest_batch[0] == 4 and none.largest_length[0] == 32 and none.fits.answer is False
+    told = none.to_dict()
+    assert told["fits"] is False and told["largest_batch"]["size"] == 4 and "largest batch: 4; m: fits" in repr(none)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ([], "there are none"),
+        ([5, 0], "'0' .number 2 of them. is no length: give whole numbers of tokens from 1 to 1,048,576"),
+        ([-3], "'-3'"),
+        ([float("nan")], "'nan'"),
+        ([2.5], "'2.5'"),
+        (["many"], "'many'"),
+        ([True], "'True'"),
+        ([10**30], "'10000000000000000000' .number 1"),
+        ([[], [7]], "'0' .number 1"),
+    ],
+)
+def test_what_is_no_length_is_named(values, message):
+    with pytest.raises(ValueError, match=f"^lengths: .*{message}"):
+        worst_batch(BERT, values)
+
+
+def test_lengths_come_from_files_columns_and_rows(tmp_path):
+    import datasets
+    import numpy as np
+
+    file = tmp_path / "lengths.txt"
+    file.write_text("[3, 4,\n5]\n6\t7\n")
+    assert read(file) == (3, 4, 5, 6, 7)
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [1]], "length": [3, 1]})
+    assert checked(rows["input_ids"]) == checked(rows["length"]) == checked(np.array([3, 1])) == (3, 1)
+    file.write_bytes(b"\xff\xfe\x00")
+    for wrong in (file, tmp_path, tmp_path / "none.txt"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            read(wrong)
+
+
+def test_what_a_model_cannot_take_is_said_before_anything_is_followed():
+    with pytest.raises(ValueError, match="seq_len=576: bert-tiny has positions for 512 tokens only"):
+        worst_batch(BERT, [510], pad_to_multiple_of=64)
+    with pytest.raises(ValueError, match="pad_to_multiple_of=0: give a whole number of at least 1"):
+        worst_batch(BERT, [5], pad_to_multiple_of=0)
+    with pytest.raises(ValueError, match="batch_rebalance"):
+        worst_batch(BERT, [5], train_sampling_strategy="batch_rebalance")

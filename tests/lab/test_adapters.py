@@ -1,0 +1,166 @@
+"""What learns and how the rest is kept: the models that are built, what is told apart, and what is refused."""
+
+import json
+
+import pytest
+
+from perf_helpers import Lab, Task, cli
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import adapters, arguments, optional_packages
+from perf_helpers.lab.arguments import Arguments
+
+missing = optional_packages.offer("peft")
+needs_peft = pytest.mark.skipif(missing is not None, reason=str(missing))
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA = Task("llama-2-7b", seq_len=24, config=SIZES | {"vocab_size": 128})
+GPT2 = Task("gpt2", seq_len=24, config={"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128})
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+LINEAR = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)  # numbers in the linear layers of LLAMA's blocks
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("lab"))
+
+
+def trained(lab, task=LLAMA, **given):
+    run = lab.train("one", task=task, measure=("memory",), per_device_train_batch_size=2, **given)
+    assert run.ok, run.message
+    return run.memory
+
+
+@needs_peft
+@pytest.mark.parametrize("rank", [4, 16])
+def test_what_learns_is_what_lora_says(lab, rank):
+    """Two matrices for each of q and v, and AdamW's two states for them; everything else is carried."""
+    memory = trained(lab, peft={"r": rank, "target_modules": ["q_proj", "v_proj"]})
+    numbers = 2 * rank * ((64 + 64) + (64 + 32))
+    assert memory.trainable_parameters == numbers
+    steps = memory.breakdown["optimizer_states"] - 8 * numbers
+    assert 0 < steps < 8 * 4 * 4 + 1, "a step count for each of eight matrices"
+    assert memory.phase_breakdowns["backward"]["gradients"] == 4 * numbers
+    whole = 4 * (LINEAR + 2 * 128 * 64 + 5 * 64)
+    assert memory.breakdown["frozen_weights"] == whole and memory.parameters == whole // 4 + numbers
+
+
+@needs_peft
+@pytest.mark.parametrize(("given", "bits", "blocks"), [(NF4, 4, 64), ({"load_in_8bit": True}, 8, None)], ids=["4", "8"])
+def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks):
+    memory = trained(lab, quantization_config=given, peft={"r": 4}, dtype="bfloat16")
+    rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)  # each has a scale of its own in 8 bits
+    constants = 4 * LINEAR // blocks + 14 * 16 * 4 if blocks else 4 * rows  # and in 4 a code book of 16
+    assert memory.breakdown["quantized_weights"] == LINEAR * bits // 8 + constants
+    embeddings_and_norms = 4 * (2 * 128 * 64 + 5 * 64)  # in fp32: prepare_model_for_kbit_training
+    assert memory.breakdown["frozen_weights"] == embeddings_and_norms
+
+
+@needs_peft
+def test_double_quantization_saves_what_its_paper_says(lab):
+    """A scale of 4 bytes for each 64 weights becomes one byte, with a second scale for each 256 of these."""
+    once, twice = (
+        trained(lab, quantization_config=NF4 | {"bnb_4bit_use_double_quant": double}, peft={"r": 4}).breakdown
+        for double in (False, True)
+    )
+    saved = once["quantized_weights"] - twice["quantized_weights"]
+    scales, layers = LINEAR // 64, 14
+    of_small_layers = sum(-(-size // 64 // 256) * 4 for size in 2 * [4096, 2048, 2048, 4096, 6144, 6144, 6144])
+    assert saved == 3 * scales - of_small_layers - layers * (256 * 4 + 4), "and each layer has a code book of 256"
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"peft": {"peft_type": "IA3"}},
+        {"peft": {"r": 4, "use_dora": True, "target_modules": "all-linear"}, "bf16": True},
+        {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
+        {"peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 5}},
+        {"peft": {"r": 4}, "load_in_8bit": True, "optim": "paged_adamw_8bit"},
+        {"freeze": "embed,layers.0.", "optim": "adafactor"},
+    ],
+    ids=lambda given: str([*given.get("peft", given).values()][:2]),
+)
+def test_the_estimate_is_what_is_counted(lab, given):
+    found = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
+    memory = trained(lab, **given)
+    assert (found.peak_bytes, found.breakdown) == (memory.peak_bytes, memory.breakdown)
+    assert found.trainable_parameters == memory.trainable_parameters < memory.parameters
+
+
+@needs_peft
+def test_gpt2_keeps_its_weights_the_other_way_round(lab):
+    """Conv1D: quantized it is a linear layer all the same, and says what the whole one does."""
+    import torch
+
+    whole = GPT2.build_model().eval()
+    batch = GPT2.batch(2)
+    expected = whole(**batch).logits
+    quantized = adapters.quantized(GPT2.build_model(), NF4, "cpu").eval()
+    assert type(quantized.transformer.h[0].mlp.c_fc).__name__ == "Linear4bit"
+    off = (quantized(**batch).logits - expected).norm() / expected.norm()
+    assert 0 < off < 0.15
+    assert torch.equal(quantized.lm_head.weight, whole.lm_head.weight), "the head stays whole"
+
+
+def test_frozen_layers_learn_nothing(lab):
+    memory = trained(lab, freeze="layers.0.")
+    assert memory.breakdown["frozen_weights"] == 4 * (LINEAR // 2 + 2 * 64)
+    assert memory.trainable_parameters == memory.parameters - LINEAR // 2 - 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"peft": {"rank": 8}}, "no 'rank'"),
+        ({"peft": {"peft_type": "LORAX"}}, "LORA"),
+        ({"quantization_config": {"load_in_4bits": True}}, "load_in_4bit"),
+        ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}}, "say load_in_4bit or load_in_8bit"),
+        ({"freeze": "no such layer"}, "no parameter has that in its name"),
+        ({"load_in_4bit": True}, "learns by adapters alone"),
+    ],
+)
+@needs_peft
+def test_what_does_not_exist_is_refused_by_name(lab, given, words):
+    with pytest.raises(ValueError, match=words):
+        estimate(LLAMA, device="cpu", **given)
+    with pytest.raises(ValueError, match=words):
+        lab.train("refused", task=LLAMA, measure=("memory",), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"peft": "no_such_file.json"}, "peft='no_such_file.json': cannot be read"),
+        ({"peft": "{r: 8}"}, "not JSON"),
+        ({"peft": 8}, "give a mapping"),
+        ({"load_in_4bit": "yes"}, "give True or False"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "Keep one"),
+        ({"freeze": ["layers.0."]}, "give parts of names"),
+    ],
+)
+def test_a_wrong_argument_is_one_message_before_anything_is_built(given, words):
+    with pytest.raises(ValueError, match=words):
+        Arguments.of(given)
+
+
+def test_configurations_are_read_from_files_and_from_the_command_line(tmp_path):
+    folder = tmp_path / "an adapter é"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 3}))
+    (tmp_path / "lora.json").write_text(json.dumps({"r": 2}))
+    assert Arguments.of({"peft": str(folder)}).adapters["peft"] == {"r": 3}
+    read = arguments.parse(["--peft", str(tmp_path / "lora.json"), "--load_in_4bit", "--freeze", "embed"])
+    assert read.adapters == {"peft": {"r": 2}, "load_in_4bit": True, "freeze": "embed"}
+    assert read.quantization == {"load_in_4bit": True} and not read.training
+    assert arguments.parse(["--peft", '{"r": 5}']).adapters["peft"] == {"r": 5}
+
+
+@needs_peft
+def test_the_command_line_offers_peft(tmp_path, monkeypatch, capsys):
+    words = ["estimate", "--model", "bert-tiny", "--seq_len", "16", "--peft", '{"r": 2}', "--device", "cpu", "--json"]
+    monkeypatch.setattr("sys.argv", ["perf-helpers", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["arguments"]["peft"] == {"r": 2} and 0 < said["trainable_parameters"] < said["parameters"] / 10
