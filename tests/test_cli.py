@@ -88,6 +88,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
         (["cours"], "Did you mean 'course'"),
         (["sweep", "no.toml"], "no.toml: cannot be read (No such file or directory)"),
         (["advise", "--model", "bert-tiny", "--memory", "1GB", "--effective-batch", "2", "--must", "optim=x"], "optim"),
+        (["explain", "--model", "bert-tiny", "--bf16"], "--then: say it once"),
+        (["explain", "--model", "bert-tiny", "--bf16", "--then"], "training arguments of the second recipe after it"),
+        (["explain", "--model", "bert-tiny", "--then", "--bf16", "--card", "t4"], "--card holds for both recipes"),
+        (["explain", "--model", "bert-tiny", "--bf16", "--then", "--bf16"], "a and b are one recipe"),
+        (["explain", "--model", "bert-tiny", "--then", "--optim", "adamx"], "Did you mean 'adamw_torch'"),
+        (["explain", "--model", "bert-tony", "--then", "--bf16"], "Did you mean 'bert-tiny'"),
+        (["explain", "--model", "bert-tiny", "--card", "t5", "--then", "--bf16"], "t5"),
     ],
 )
 def test_a_mistake_elsewhere_is_one_line_too(words, hint):
@@ -141,6 +148,28 @@ def test_an_experiment_that_fails_is_exit_code_1():
     assert done.returncode == 1
     result = json.loads(done.stdout)
     assert result["status"] == "refused" and result["peak_bytes"] is None
+
+
+def test_two_recipes_are_explained_what_follows_then_is_the_second():
+    words = [
+        "explain",
+        "--model",
+        "bert-tiny",
+        "--seq-len",
+        "16",
+        "--device",
+        "cpu",
+        "--per_device_train_batch_size",
+        "2",
+    ]
+    done = run(*words, "--then", "--optim", "sgd", "--per_device_train_batch_size=4", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["a"]["arguments"] == {"per_device_train_batch_size": 2}
+    assert found["b"]["arguments"] == {"per_device_train_batch_size": 4, "optim": "sgd"}
+    difference = found["b"]["peak_bytes"] - found["a"]["peak_bytes"]
+    assert sum(prices["bytes"] for prices in found["switches"].values()) == found["difference_bytes"] == difference
+    assert [*found["switches"]] == ["per_device_train_batch_size", "optim"] and found["versions"]["torch"]
 
 
 def test_doctor_tells_people_and_programs():

@@ -38,7 +38,9 @@ _LIBRARIES = {"torch", "accelerate", "peft", "bitsandbytes", "perf_helpers", "co
 _CALLERS = ("transformers/trainer", "perf_helpers/lab/training.py")
 _IDLE = "re-entrant checkpointing passes a gradient on only where an input requires one. Give use_reentrant=False"
 
-Tensor = tuple[str, str, str, str]  # category, module or parameter with "*" for numbers, operation, file:line
+# Category, module or parameter with "*" for numbers, operation, file:line. All weights are of one category, and of none
+# of its operations: a weight is one tensor, whether it learns, is frozen, or quantized.
+Tensor = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 def _explained(experiment: Experiment, device: prediction.Device, probe: Any, tell: prediction.Tell):
     """The estimate, bytes by tensor at its peak, and warnings. To be called by `prediction.with_known`."""
+    from perf_helpers.lab.tracker import WEIGHTS
+
     (followed,) = prediction.follow_all([experiment], device, probe, tell, _witnessed)
     made, (blocks, ends, warnings) = prediction.estimated(experiment, followed, device), followed.trace.told
     log, on_cuda, live = followed.trace.log, device.kind == "cuda", Counter()
@@ -179,7 +183,8 @@ def _explained(experiment: Experiment, device: prediction.Device, probe: Any, te
     for event in log.events[:peak]:
         number, sign = (event, 1) if event >= 0 else (~event, -1)
         (size, label), (module, source) = log.blocks[number], blocks[number]
-        live[str(label.category), module, label.operation, source] += sign * (rounded(size) if on_cuda else size)
+        what = ("weights", module, "") if label.category in WEIGHTS else (str(label.category), module, label.operation)
+        live[*what, source] += sign * (rounded(size) if on_cuda else size)
     hidden = "rounding of the allocator" if on_cuda else made.memory.peak_operation
     live[str(Category.INSIDE_OPERATIONS), "", hidden, ""] += made.peak_bytes - live.total()
     return made, Counter({tensor: size for tensor, size in live.items() if size}), warnings
@@ -202,7 +207,7 @@ def _witnessed(experiment: Experiment, tracker: Any):
         try:
             found = trace.follow(experiment, tracker)
         except RuntimeError as error:
-            if "does not require grad" in str(error):
+            if "does not require grad" in str(error) and experiment.arguments.get("gradient_checkpointing"):
                 raise Invalid(f"nothing trains: {_IDLE}") from None
             raise
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
@@ -222,7 +227,7 @@ class Witness:
         self._idle: list[str] = []  # parameters that should learn and got no gradient
 
     def enter(self, module, _) -> None:
-        self._model = self._model or module
+        self._model = self._model or getattr(module, "module", module)  # of ranks the model is inside
 
     def see(self, function, args, kwargs):
         self._lines[len(self._tracker.operations)] = _line(sys._getframe(1))
@@ -288,10 +293,13 @@ class Witness:
         import torch
 
         weights, found = dict(self._model.named_parameters()), []
-        adapted, owners = "peft" in arguments.adapters, {n: self._modules[n.rpartition(".")[0]] for n in weights}
+        adapted = arguments.adapters.get("peft") is not None
+        owners = {name: self._modules[name.rpartition(".")[0]] for name in weights}
         base = {n: w for n, w in weights.items() if w.is_floating_point() and not (adapted and w.requires_grad)}
-        experts = [n for n, w in base.items() if w.dim() > 2 and not type(owners[n]).__name__.startswith("Conv")]
+        stacked = {n: owners[n] for n, w in base.items() if w.dim() == 3 and len(w) > 1}
+        experts = [n for n, owner in stacked.items() if not isinstance(owner, torch.nn.modules.conv._ConvNd)]
         linear = [n for n, w in base.items() if w.dim() == 2 and isinstance(owners[n], torch.nn.Linear)]
+        copies = [n for n in weights if ".modules_to_save." in n]
         head, table = (getattr(self._model, f"get_{end}put_embeddings", lambda: None)() for end in ("out", "in"))
         tied = [n for n, w in weights.items() if w is getattr(head, "weight", None) is getattr(table, "weight", None)]
 
@@ -305,11 +313,10 @@ class Witness:
             tell("these linear layers are not quantized", linear)
         elif adapted:
             tell("the frozen weights are in fp32", [n for n, w in base.items() if w.dtype is torch.float32])
-        tell(
-            "prepare_model_for_kbit_training cast these to fp32", [n for n, w in weights.items() if id(w) in self._cast]
-        )
-        tell("modules_to_save keeps whole copies, which learn", [n for n in weights if ".modules_to_save." in n])
-        if arguments.adapters:
+        cast = [n for n, w in weights.items() if id(w) in self._cast]
+        tell("prepare_model_for_kbit_training cast these to fp32", cast)
+        tell("modules_to_save keeps whole copies, which learn", copies)
+        if arguments.quantization or copies:
             tell("the head is tied to the embedding, which is held once and whole", tied)
         if arguments.get("gradient_checkpointing"):
             tell(f"no gradient reaches these, for {_IDLE}", [*dict.fromkeys(self._idle)])
@@ -331,6 +338,6 @@ def _is_library(file: str) -> bool:
 
 @functools.cache
 def _shown(file: str) -> str:
-    """A file below the folder that it is imported from."""
+    """A file, from the folder on that Python finds it in."""
     folders = [each for each in sys.path if each and file.startswith(each + os.sep)]
     return file[len(max(folders, key=len)) + 1 :].replace(os.sep, "/") if folders else file

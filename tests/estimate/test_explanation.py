@@ -1,6 +1,7 @@
 """Two recipes beside each other: every sum is exact, prices are differences of estimates, warnings are of the model."""
 
 import json
+import re
 
 import pytest
 
@@ -13,7 +14,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 300}
 LLAMA = Task("llama-2-7b", seq_len=16, config=SMALL)
 MIXTURE = Task("mixtral-8x7b", seq_len=16, config=SMALL | {"num_local_experts": 4})
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = Task("vit-base", config=IMAGES | {"image_size": 32, "patch_size": 16})
 BATCH = {"per_device_train_batch_size": 2}
+LARGE = {"per_device_train_batch_size": 32}  # so that activations live at the peak
 T4 = {"device": "cuda", "compute_capability": (7, 5)}
 QLORA = BATCH | {"load_in_4bit": True, "dtype": "bfloat16"}
 
@@ -30,7 +34,7 @@ def peft():
 
 @pytest.mark.parametrize("where", [{"device": "cpu"}, T4], ids=["cpu", "cuda"])
 def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
-    a, b = BATCH, BATCH | {"gradient_checkpointing": True, "optim": "sgd"}
+    a, b = LARGE, LARGE | {"gradient_checkpointing": True, "optim": "sgd"}
     found = explain(LLAMA, a, b, **where)
     peaks = [estimate(LLAMA, **where, **each).peak_bytes for each in (a, b)]
     assert [found.a.peak_bytes, found.b.peak_bytes] == peaks
@@ -44,8 +48,8 @@ def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
     between = estimate(LLAMA, **where, **a, gradient_checkpointing=True).peak_bytes
     alone = estimate(LLAMA, **where, **a, optim="sgd").peak_bytes
     expected = {"gradient_checkpointing": (between - peaks[0],) * 2, "optim": (peaks[1] - between, alone - peaks[0])}
-    assert found.switches == expected
-    by_category = {name: 0 for name in found.by_category()}
+    assert found.switches == expected and between < peaks[0] and peaks[1] < between
+    by_category = dict.fromkeys(found.by_category(), 0)
     for (category, *_), (size, _) in found.tensors.items():
         by_category[category] += size
     assert by_category == {name: sizes[0] for name, sizes in found.by_category().items()}
@@ -53,7 +57,7 @@ def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
 
 
 def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
-    found = explain(LLAMA, BATCH, BATCH | adapters(), device="cpu")
+    found = explain(LLAMA, LARGE, LARGE | adapters(), device="cpu")
     states = {tensor: sizes for tensor, sizes in found.tensors.items() if tensor[0] == "optimizer_states"}
     (name, size), *_ = [(tensor, sizes[0]) for tensor, sizes in states.items() if "mlp.up_proj" in tensor[1]]
     assert name[1] == "model.layers.*.mlp.up_proj.weight" and size == 2 * 2 * 64 * 96 * 4  # of two layers, two moments
@@ -66,6 +70,8 @@ def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
     source = transformers.__path__[0].removesuffix("transformers") + file
     with open(source, encoding="utf-8") as lines:
         assert "self.act_fn(self.gate_proj(x)) * self.up_proj(x)" in lines.readlines()[int(number) - 1]
+    weight = ("weights", "model.layers.*.self_attn.q_proj.weight", "")
+    assert [sizes for tensor, sizes in found.tensors.items() if tensor[:3] == weight] == [(2 * 64 * 64 * 4,) * 2]
     assert not any(tensor[1].startswith("base_model") for tensor in found.tensors)
     assert found.warnings["A"] == () and "the frozen weights are in fp32" in found.warnings["B"][0]
 
@@ -94,12 +100,16 @@ def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
     assert copies.endswith(f"{300 * 64 * 2 / 1e3:.1f} kB")
 
 
-def test_checkpointing_that_trains_nothing_is_named():
+def test_checkpointing_through_which_no_gradient_flows_is_told():
     again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    frozen = BATCH | {"freeze": "embeddings"}  # of a text model transformers lets the embeddings' result require one
+    found = explain(IMAGES, frozen, frozen | again, device="cpu")
+    assert found.warnings["A"] == ()
+    (idle,) = found.warnings["B"]
+    assert idle.startswith("no gradient reaches these") and re.search(r"vit\.(encoder\.)?layers?\.\*\.", idle), idle
+    assert "classifier" not in idle
     with pytest.raises(ValueError, match="nothing trains: re-entrant checkpointing"):
-        explain(
-            LLAMA, BATCH | {"freeze": "embed_tokens,lm_head,norm"}, BATCH | {"freeze": "embed,lm_head,norm"} | again
-        )
+        explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
 
 
 def test_what_cannot_be_switched_alone_is_switched_with_the_next():
