@@ -291,6 +291,13 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
     return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))
 
 
+def _adapters(cpu):
+    """No gradients of weights and next to no update; four adapters of some ten calls forward and backward."""
+    products, other, calls = forward(cpu, 8, 64, 2)
+    frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call
+    return within(step(cpu, 8, 64, 2, vocabulary=512) / frozen)
+
+
 WEIGHTS = 25e6  # of lesson 20's wide Llama
 
 
@@ -370,6 +377,7 @@ CLAIMS = {
     "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),
     "zero-slows-if-fits": _zero,
     "debug-cost": _detector,
+    "lora-faster": _adapters,
     "moe-seconds": lambda cpu: within(_moe(cpu, 16, 64, training=True) / _moe(cpu, 32, training=True)),
     "moe-faster": _moe_faster,
     "moe-inference": lambda cpu: within(_moe(cpu, 122) / _moe(cpu, 16, 64), 1.1),

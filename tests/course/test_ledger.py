@@ -70,6 +70,8 @@ OWNED = {
     "24": "cooling power-sockets gpu-choice prebuilt-images shutdown-temperature throttled wheels-build-nothing "
     "shapes-recompile shapes-recompile-default pad-to-multiple cost-a-token conda-builds tpu-tensorflow xla-tensorflow "
     "specialized-hardware",
+    "25": "lora-parameters lora-states lora-memory lora-activations lora-rank lora-faster lora-quality "
+    "double-quantization full-16-bits merged-same qlora-less checkpointing-keeps checkpointing-silent",
 }
 NEEDS = {  # what is not in this table is decided on any machine
     "cuda": "batch-multiple-of-eight fp16-needs-eights multiple-varies "
@@ -131,6 +133,11 @@ FIGURES = {
     "cache-bytes": 1,
     "nf4-bits": 0.25,
     "footprint-tells": 1,
+    "lora-parameters": 10_000,
+    "lora-memory": 350 / 1200,
+    "lora-faster": 1.25,
+    "double-quantization": 0.5 - 0.127,
+    "full-16-bits": 780 / 65,
     "moe-params": 10,
     "moe-faster": 4.5,
     "ddp-beats-dp": 110 / 101,
@@ -285,6 +292,14 @@ TRUE_AND_FALSE = {
     "anomaly-names-it": (1.0, 0.75),
     "debug-cost": (1.6, 0.9),
     "resume-peak": (1.0, 1.23),
+    "lora-states": (1.0, 0.67),
+    "lora-activations": (1.0, 0.73),
+    "lora-rank": (1.01, 1.3),
+    "lora-quality": (1.0, 0.0),
+    "merged-same": (4e-7, 0.2),
+    "qlora-less": (0.7, 1.3),
+    "checkpointing-keeps": (1.0, 0.0),
+    "checkpointing-silent": (1.0, 0.0),
     "weights-grow-on-gpu": (1.5, 1.0),
     "restart-needed": (0.5, 0.0),
     "temporaries-freed": (0.8, 1.0),
@@ -374,6 +389,11 @@ FALSE = {
     "cache-bytes": 4,
     "nf4-bits": 0.28125,
     "footprint-tells": 0.94,
+    "lora-parameters": 256,
+    "lora-memory": 1.05,
+    "lora-faster": 0.9,
+    "double-quantization": 0.25,
+    "full-16-bits": 8,
     "load-twice": 1.0,
     "moe-params": 1.0,
     "moe-faster": 0.8,
@@ -467,7 +487,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 248
+        assert len(listed) == 261
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):
