@@ -337,7 +337,7 @@ def _import_peft() -> None:
     if not importlib.util.find_spec("peft"):
         return
     hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, AttributeError):  # a folder of that name, say
         importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
     del sys.modules["bitsandbytes"]
     if hidden:
