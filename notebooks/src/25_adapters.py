@@ -581,7 +581,7 @@ exercises.prove(
 #
 # - Adapters trained a ten-thousandth of a GPT-3. Gradients and states went, frozen weights and most activations stayed, whatever the rank.
 # - Four bits were 16 quantiles and a scale for 64 weights; double quantization saved what its paper says. Preparing cast a large vocabulary up, and QLoRA took more than LoRA.
-# - The backward pass and the update got cheaper, the forward pass dearer. Merged outputs were the same in a whole base.
+# - The backward pass and the update got cheaper, the forward pass hardly dearer. Merged outputs were the same in a whole base.
 # - Reentrant checkpointing trained no adapter, with a warning alone.
 
 # %% tags=["finish"]
