@@ -29,8 +29,7 @@ from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from perf_helpers import Lab, Task, claims, exercises, optional_packages, plots, widgets
-from perf_helpers.lab import interleaving
-from perf_helpers.lab.adapters import quantized
+from perf_helpers.lab import adapters, interleaving
 from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="25_adapters")
@@ -150,7 +149,7 @@ if not no_peft:
     ours, theirs = filled(adapt(llama(), 4)), filled(with_peft(llama()))
     print(f"ours and peft's differ by {apart(ours, theirs, rows):.1e}")
     found["merged-same"] = apart(theirs, copy.deepcopy(theirs).merge_and_unload(), rows)
-    four = filled(with_peft(quantized(llama(), {"load_in_4bit": True}, "cpu")))
+    four = filled(with_peft(adapters.quantized(llama(), {"load_in_4bit": True}, "cpu")))
     with warnings.catch_warnings(action="ignore"):  # peft says that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
     notes["merged-same"] = f"into a base of 4 bits: {in_four:.1%}"
@@ -359,7 +358,7 @@ def seconds(_):
     sizes = WIDER | dict(vocab_size=512, num_hidden_layers=2)
     models = {name: llama(**sizes) for name in ("all", "adapters", "all, again")}
     models["adapters"] = adapt(models["adapters"], 4)
-    models["4 bits"] = adapt(quantized(llama(**sizes), {"load_in_4bit": True}, "cpu"), 4)
+    models["4 bits"] = adapt(adapters.quantized(llama(**sizes), {"load_in_4bit": True}, "cpu"), 4)
     spent = {name: [] for name in models}
     taken = interleaving.in_turns([stepping(model, spent[name]) for name, model in models.items()], 8)
     parts = {name: [statistics.median(each) for each in zip(*rows[1:])] for name, rows in spent.items()}
@@ -581,7 +580,7 @@ exercises.prove(
 #
 # - Adapters trained a ten-thousandth of a GPT-3. Gradients and states went, frozen weights and most activations stayed, whatever the rank.
 # - Four bits were 16 quantiles and a scale for 64 weights; double quantization saved what its paper says. Preparing cast a large vocabulary up, and QLoRA took more than LoRA.
-# - The backward pass and the update got cheaper, the forward pass dearer. Merged outputs were the same in a whole base.
+# - The backward pass and the update got cheaper, the forward pass hardly dearer. Merged outputs were the same in a whole base.
 # - Reentrant checkpointing trained no adapter, with a warning alone.
 
 # %% tags=["finish"]

@@ -119,26 +119,6 @@ def test_half_of_the_gain_is_not_on_par(lesson, ratios, expected):
     assert verdict("lora-quality", lesson.interval(ratios)) is expected
 
 
-def test_adapters_that_get_no_gradient_gain_nothing(lesson):
-    base = lesson.llama()
-    lesson.scope["RATES"] = {"all": (1e-2,), 16: (1e-2,)}
-    short = lesson.learnt
-
-    def learnt(base, rank, rate, seed, steps=12):
-        return short(base, rank, rate, seed, steps)
-
-    lesson.scope["learnt"] = learnt
-    _, right = lesson.gains(base, ("all", 16), seeds=range(2, 4))
-    assert all(gain > 0 for gain in right["all"] + right[16])
-    train = lesson.train
-    lesson.scope["train"] = lambda model, rate, *how: train(
-        model, rate if model.model.norm.weight.requires_grad else 0, *how
-    )
-    _, wrong = lesson.gains(base, ("all", 16), seeds=range(2, 4))
-    lost = [few / whole for few, whole in zip(wrong[16] * 2, wrong["all"] * 2, strict=True)]
-    assert verdict("lora-quality", lesson.interval(lost)) is not HOLDS
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"), [((3.0, 2.0), HOLDS), ((3.0, 2.95), TOO_SMALL), ((2.0, 3.0), REFUTED)]
 )
