@@ -5,6 +5,7 @@ does with a `BitsAndBytesConfig` where it loads a model. Only the weights are ra
 """
 
 import contextlib
+import importlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,10 +108,8 @@ def _boundaries(kind: str, device: Any) -> None:
 def prepared(model, checkpointing: Mapping[str, Any] | None):
     """`peft.prepare_model_for_kbit_training`: frozen, and what is not quantized in fp32. `checkpointing`: arguments of
     activation checkpointing; None: without it."""
-    from peft import prepare_model_for_kbit_training
-
-    on = checkpointing is not None
-    return prepare_model_for_kbit_training(model, on, dict(checkpointing or {}))
+    prepare = importlib.import_module("peft").prepare_model_for_kbit_training
+    return prepare(model, checkpointing is not None, dict(checkpointing or {}))
 
 
 def adapted(model, settings: Mapping[str, Any], family: str):
@@ -123,9 +122,7 @@ def adapted(model, settings: Mapping[str, Any], family: str):
     Raises:
         ValueError: a kind or a field that peft has not, or what it says of the model and the fields.
     """
-    import peft
-
-    settings = dict(settings)
+    peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     name = settings.pop("peft_type", "LORA")
     name = str(getattr(name, "value", name)).upper()
