@@ -12,23 +12,23 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 17_330, 86),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_760, 22),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 18_760, 92),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_100, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 4_010, 18),
-    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 960, 6),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 4_980, 22),
+    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 970, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_320, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 770, 5),
     ("  advise", ["perf_helpers/advise/*.py"], 1_620, 6),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_570, 10),
-    ("  what all share", ["perf_helpers/*.py"], 1_590, 8),
+    ("  what all share", ["perf_helpers/*.py"], 1_680, 9),
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        8_755,
-        47,
+        9_130,
+        48,
     ),
-    ("benchmarks", ["benchmarks/*.py"], 5_830, 33),
+    ("benchmarks", ["benchmarks/*.py"], 6_280, 36),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
 )

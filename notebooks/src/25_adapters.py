@@ -322,7 +322,7 @@ if not no_peft:
         print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
-# The layers shrank to a quarter. But embeddings and head are not quantized, and preparing casts them, and the norms, **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). What flows through the model is fp32 then, too, logits included. And for each product a whole weight is made of the 4 bits, and is gone after it: those are temporaries. With a vocabulary this large that outweighs what the layers save. Leave the preparing out, or cast back, and see that the loss stays well.
+# The layers shrank to a quarter. But embeddings and head are not quantized, and preparing casts them, and the norms, **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). What flows through the model is fp32 then, too, logits included. For each product a whole weight is made of the 4 bits, too, one at a time, and is gone after it. With a vocabulary this large that outweighs what the layers save. Leave the preparing out, or cast back, and see that the loss stays well.
 #
 # The other way round: in a model of 7 billion parameters the vocabulary is 4 % of the weights, and the layers decide.
 #

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
 from perf_helpers.estimate.one_rank import DeviceName
-from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, OperationCache
+from perf_helpers.estimate.operation_cache import OperationCache
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase

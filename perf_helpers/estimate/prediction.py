@@ -180,7 +180,7 @@ def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
     from perf_helpers.estimate.operator_workspaces import Probe
 
-    facts: dict[tuple, Any] = {}  # what operations make (see `trace.OperationCache`), and what they hide
+    facts: dict[tuple, Any] = {}  # what operations make (see `operation_cache`), and what they hide
     for news in learned:
         facts.update(pickle.loads(news))
     before = set(facts)
@@ -273,9 +273,10 @@ def trace_of(
     """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: those of
     `with_known`; `follow`: in the place of `trace.follow`, to look at the training meanwhile."""
     from perf_helpers.estimate import trace
+    from perf_helpers.estimate.operation_cache import OperationCache
 
     follow = follow or trace.follow
-    cache = trace.OperationCache(facts, device.kind)
+    cache = OperationCache(facts, device.kind)
     if device.kind == "cpu":
         return follow(experiment, trace.FakeTracker(cache))
     from perf_helpers.estimate import cuda

@@ -15,8 +15,6 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _foreach_utils
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
+from perf_helpers.estimate.operation_cache import OperationCache, fake
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
@@ -91,7 +90,7 @@ class FakeTracker(Tracker):
     sends_weights = False  # whether weights go to a device one by one, before any module does
     empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
 
-    def __init__(self, cache: "OperationCache | None" = None):
+    def __init__(self, cache: OperationCache | None = None):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -152,7 +151,7 @@ class FakeTracker(Tracker):
         born, dead = ({id(block) for block, sign in entries if sign == which} for which in (1, -1))
         if born ^ dead != {id(result)}:
             return None
-        made = _fake(Spec((), (), dtype), self.fake)
+        made = fake(Spec((), (), dtype), self.fake)
         self._follow(made.untyped_storage(), result.category, result.operation)
         twins, shift = {id(result): self.log.pop()[0]}, len(self.log) - begin[0]
         for block, sign in entries:
@@ -287,103 +286,6 @@ _OF_VALUES = tuple(
 
 
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
-
-
-# ---- what operations make of fake tensors
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A result that lies on the memory of the operation's first argument."""
-
-    spec: Spec
-    offset: int  # in elements
-
-
-# None: the operation works in place and returns its first argument, if anything.
-Made = Spec | View | tuple[Spec | None, ...] | list[Spec | None] | None
-
-
-class OperationCache:
-    """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
-    depends on the arguments alone. Left out is whatever cannot be made again from a `Made`.
-
-    Args:
-        known: what is known already, among other facts; it is added to.
-        device: "cpu" or "cuda", whose kernels make it.
-    """
-
-    def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
-        self.known = {} if known is None else known
-        self._device = device
-
-    def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """What the operation makes of fake tensors, with `ask` where it is not known yet. `tensors`: all its arguments
-        that are one."""
-        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        key = self._device, *operation.signature, operation.structure, offset  # all that the result depends on
-        if key not in self.known:
-            result = ask()
-            self._keep(key, function, args, result, tensors)
-            return result
-        made = self.known[key]
-        if made is None:
-            return args[0] if function._schema.returns else None
-        if type(made) in (tuple, list):
-            return type(made)(part if part is None else _fake(part, mode) for part in made)
-        return _fake(made, mode, args[0])
-
-    def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Keep a result, if the next one can be made of it."""
-        if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
-            return
-        if function._schema.is_mutable:
-            on_fake = tensors and isinstance(tensors[0], FakeTensor)
-            if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
-                self.known[key] = None
-        elif type(result) in (tuple, list):
-            made = type(result)(None if part is None else _made(part, tensors) for part in result)
-            if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
-                self.known[key] = made
-        else:
-            made = _made(result, tensors)
-            if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
-                self.known[key] = made
-
-
-def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
-    if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
-        return None
-    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
-    storage = result.untyped_storage()
-    shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
-    if any(shared):
-        on_first = shared[0] and tensors[0].dtype is result.dtype
-        return View(spec, result.storage_offset()) if on_first else None
-    last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
-    fills = storage.nbytes() == last * result.itemsize * (result.numel() > 0)
-    return spec if fills else None
-
-
-def _fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
-    """A fake tensor as it was described; a view lies on `base`."""
-    if type(made) is View:
-        with torch._C._DisableTorchDispatch():
-            plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
-    else:
-        plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-    fake = torch.Tensor._make_subclass(
-        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
-    )
-    fake.__dict__.update(_state(mode))
-    return fake
-
-
-@functools.lru_cache(maxsize=1)
-def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
-    return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
 
 # ---- what is replaced while a training is followed

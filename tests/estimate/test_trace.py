@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.trace import FakeTracker, OperationCache, follow, recorded
+from perf_helpers.estimate.operation_cache import OperationCache
+from perf_helpers.estimate.trace import FakeTracker, follow, recorded
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment

@@ -1,0 +1,105 @@
+"""What operations make of fake tensors, kept: to ask torch takes most of the time of following a training."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from perf_helpers.estimate.trace_records import Operation, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result that lies on the memory of the operation's first argument."""
+
+    spec: Spec
+    offset: int  # in elements
+
+
+# None: the operation works in place and returns its first argument, if anything.
+Made = Spec | View | tuple[Spec | None, ...] | list[Spec | None] | None
+
+
+class OperationCache:
+    """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
+    depends on the arguments alone. Left out is whatever cannot be made again from a `Made`.
+
+    Args:
+        known: what is known already, among other facts; it is added to.
+        device: "cpu" or "cuda", whose kernels make it.
+    """
+
+    def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
+        self.known = {} if known is None else known
+        self._device = device
+
+    def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
+        """What the operation makes of fake tensors, with `ask` where it is not known yet. `tensors`: all its arguments
+        that are one."""
+        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
+        key = self._device, *operation.signature, operation.structure, offset  # all that the result depends on
+        if key not in self.known:
+            result = ask()
+            self._keep(key, function, args, result, tensors)
+            return result
+        made = self.known[key]
+        if made is None:
+            return args[0] if function._schema.returns else None
+        if type(made) in (tuple, list):
+            return type(made)(part if part is None else fake(part, mode) for part in made)
+        return fake(made, mode, args[0])
+
+    def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Keep a result, if the next one can be made of it."""
+        if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
+            return
+        if function._schema.is_mutable:
+            on_fake = tensors and isinstance(tensors[0], FakeTensor)
+            if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
+                self.known[key] = None
+        elif type(result) in (tuple, list):
+            made = type(result)(None if part is None else _made(part, tensors) for part in result)
+            if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
+                self.known[key] = made
+        else:
+            made = _made(result, tensors)
+            if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
+                self.known[key] = made
+
+
+def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
+    """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
+    if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
+        return None
+    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
+    storage = result.untyped_storage()
+    shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
+    if any(shared):
+        on_first = shared[0] and tensors[0].dtype is result.dtype
+        return View(spec, result.storage_offset()) if on_first else None
+    last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
+    fills = storage.nbytes() == last * result.itemsize * (result.numel() > 0)
+    return spec if fills else None
+
+
+def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
+    """A fake tensor as it was described; a view lies on `base`."""
+    if type(made) is View:
+        with torch._C._DisableTorchDispatch():
+            plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
+    else:
+        plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    tensor = torch.Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    tensor.__dict__.update(_state(mode))
+    return tensor
+
+
+@functools.lru_cache(maxsize=1)
+def _state(mode: FakeTensorMode) -> dict[str, Any]:
+    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
+    return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
