@@ -60,6 +60,7 @@ class DeviceTracker(FakeTracker):
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
+        self._autocast_of_4bit: torch.dtype | None = None  # in which a product of 4 bits is done just now
         self._on_host: set[int] = set()  # of its results, those that lie on the host
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # that were current when something was made, by number
@@ -71,12 +72,21 @@ class DeviceTracker(FakeTracker):
         stack = contextlib.ExitStack()
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it trains with other products of 8 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
+            stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))
         if paged:
             from bitsandbytes.optim.optimizer import Optimizer8bit
 
             stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
         stack.enter_context(_Placing(self))
         return stack
+
+    def _matmul_4bit(self, plain):
+        def matmul_4bit(*args, **kwargs):
+            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            with patch.object(self, "_autocast_of_4bit", dtype):
+                return plain(*args, **kwargs)
+
+        return matmul_4bit
 
     def _paged(self, kind: type):
         plain = kind.get_state_buffer
@@ -142,6 +152,9 @@ class DeviceTracker(FakeTracker):
         if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
         result = super().as_kernels_do(function, args, kwargs)
+        is_4bit = self._autocast_of_4bit and function.namespace == "bitsandbytes"
+        if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
+            return result.to(self._autocast_of_4bit)
         if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result

@@ -37,12 +37,17 @@ def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> t
     return [], made, False
 
 
-def _product_of_4_bits(gpu: GPU, made, tensor, weight, shape, absmax, blocksize, *_, absmax_8bit=None, **__):
+def _product_of_4_bits(
+    gpu: GPU, made, tensor, weight, shape, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, *_, **__
+):
     rows, width = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
     if width % blocksize == 0 and _has_kernel(*gpu)(tensor.dtype, rows, shape[0], width):
         return [tensor], made, False
     scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2  # read, and with their offset
-    return [], [*scales, shape[0] * shape[1] * tensor.element_size(), *made], True
+    count, result = shape[0] * shape[1], made[0]
+    casts = [result.itemsize * size for size in (0 if bias is None else bias.numel(), count, tensor.numel())]
+    casts = casts if result.dtype is not tensor.dtype else []  # autocast's
+    return [], [*scales, count * tensor.element_size(), *casts, *made], True
 
 
 @functools.cache

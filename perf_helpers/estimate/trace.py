@@ -9,10 +9,12 @@ Nothing here is to be called in a process that goes on to train: hooks and repla
 
 import bisect
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -119,7 +121,7 @@ class FakeTracker(Tracker):
             return _number_read(tensors[0])
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
-        if any_fake:
+        if any_fake and function.namespace != "bitsandbytes":  # on which more bears than its arguments
             ask = functools.partial(self._fake_result, function, args, kwargs, operation)
             result = self.cache.result(operation, function, args, tensors, self.fake, ask)
         else:
@@ -291,7 +293,8 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 # ---- what is replaced while a training is followed
 
 
-def _fake_parameters() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _fake_parameters() -> Iterator[None]:
     """Parameters of a class of their own, bitsandbytes', can be made of fake tensors: they are of both classes."""
     plain = torch.Tensor._make_subclass
 
@@ -306,7 +309,16 @@ def _fake_parameters() -> contextlib.AbstractContextManager:
         made.__class__ = both(kind)
         return made
 
-    return patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+    def copied(weight, memo):
+        """DoRA copies a layer to read it; bitsandbytes would make the copy of an empty tensor that is not fake."""
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
+        kept = {name: getattr(weight, name) for name in names}
+        return type(weight).__mro__[1](weight.data.clone(), quant_state=copy.deepcopy(weight.quant_state), **kept)
+
+    with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
+        if bitsandbytes := sys.modules.get("bitsandbytes"):
+            stack.enter_context(patch.object(bitsandbytes.nn.Params4bit, "__deepcopy__", copied))
+        yield
 
 
 def _to(tracker: FakeTracker) -> Callable:

@@ -73,6 +73,7 @@ def test_double_quantization_saves_what_its_paper_says(lab):
     [
         {"peft": {"peft_type": "IA3"}},
         {"peft": {"r": 4, "use_dora": True, "target_modules": "all-linear"}, "bf16": True},
+        {"peft": {"r": 4, "use_dora": True}, "load_in_4bit": True},
         {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
         {"peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 5}},
         {"peft": {"r": 4}, "load_in_8bit": True, "optim": "paged_adamw_8bit"},
