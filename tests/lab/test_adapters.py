@@ -114,8 +114,8 @@ def test_frozen_layers_learn_nothing(lab):
     [
         ({"peft": {"rank": 8}}, "no 'rank'"),
         ({"peft": {"peft_type": "LORAX"}}, "LORA"),
-        ({"quantization_config": {"load_in_4bits": True}}, "load_in_4bit"),
-        ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}}, "say load_in_4bit or load_in_8bit"),
+        ({"quantization_config": {"load_in_4bits": True}, "peft": {"r": 2}}, "load_in_4bit"),
+        ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}, "peft": {"r": 2}}, "say load_in_4bit or load_in_8bit"),
         ({"freeze": "no such layer"}, "no parameter has that in its name"),
         ({"load_in_4bit": True}, "learns by adapters alone"),
     ],
