@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
     ("perf_helpers", ["perf_helpers/**/*.py"], 18_780, 92),
-    ("  lab", ["perf_helpers/lab/*.py"], 5_100, 23),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_110, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 790, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 5_000, 22),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 970, 6),

@@ -31,6 +31,9 @@ _FAMILIES = {
 }
 
 
+_OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
+
+
 @dataclass(frozen=True)
 class Task(Record):
     """A model and the data it is trained on.
@@ -80,6 +83,11 @@ class Task(Record):
         if "config" in changes:
             changes["config"] = {**self.config, **changes["config"]}
         return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As records have it: without what is said of unequal lengths where all are equal, as older ones are."""
+        content = super().to_dict()
+        return content if self.lengths else {name: content[name] for name in content if name not in _OF_LENGTHS}
 
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
