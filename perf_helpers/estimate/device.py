@@ -18,7 +18,7 @@ from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
-from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
@@ -70,6 +70,7 @@ class DeviceTracker(FakeTracker):
         """Whatever sends something to a GPU is noticed inside this context. `paged`: an optimizer
         of bitsandbytes keeps its large states in memory of the host that the driver pages."""
         stack = contextlib.ExitStack()
+        stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it trains with other products of 8 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
             stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))

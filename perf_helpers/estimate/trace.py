@@ -57,7 +57,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
         stack.enter_context(_fake_parameters())
-        stack.enter_context(patch.object(torch.nn.Module, "to", _to(tracker)))
+        if not tracker.places_modules:
+            stack.enter_context(patch.object(torch.nn.Module, "to", to_of(tracker)))
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
@@ -321,7 +322,7 @@ def _fake_parameters() -> Iterator[None]:
         yield
 
 
-def _to(tracker: FakeTracker) -> Callable:
+def to_of(tracker: FakeTracker) -> Callable:
     """`Module.to`: fake weights cannot be exchanged for others, so they stay the objects that they are."""
 
     def to(module, *args, **options):

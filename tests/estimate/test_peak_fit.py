@@ -20,6 +20,7 @@ def trace(*operations, phase=Phase.FORWARD):
         high=zeros,
         marks={},
         parameters=0,
+        trainable=0,
         last_step=(0, len(operations)),
         begins=np.arange(len(operations) + 1),
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from perf_helpers.estimate import estimate
-from perf_helpers.estimate.peak_model import Answer, Choice, Surfaces, precisions
+from perf_helpers.estimate.peak_model import Choice, Surfaces, precisions
 from perf_helpers.lab import processes
 from perf_helpers.lab.task import Task
 
@@ -89,27 +89,6 @@ def test_what_is_known_is_there_in_the_next_session_and_starts_no_process(tmp_pa
     assert not Surfaces(TASKS["bert-tiny"], folder=tmp_path).is_known(Choice()), (
         "a damaged file is one that is not there"
     )
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path, monkeypatch):
-    """As one was written on 2026-11-22: an operation of the passes and one of the update, 8 columns each."""
-    first = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
-    first._save()
-    (file,) = tmp_path.iterdir()
-    zeros = [[0.0] * 8] * 2
-    surface = {"phases": ["backward", "step"], "operations": ["aten.mm.default", "aten._fused_adamw_.default"]}
-    surface |= {"updates": [False, True], "states": 40, "points": [[1, 32], [256, 512]]}
-    surface |= {"coefficients": [[[5.0] * 7 + [36.0], [1.0] * 8], *[zeros] * 5], "after_backward": [[0.0] * 8] * 6}
-    surface |= {"hidden": [[100, 200], [0, 0]]}
-    exact = {"breakdown": {"weights": 3, "inside_operations": 1}, "phase": "step", "operation": "x", "how": "traced"}
-    content = {"surfaces": [[["passes", "fp32", False, False, "sdpa"], surface]]}
-    content["exact"] = [[["fp32", False, False, "sdpa", 1, "AdamW", 2, 32], exact]]
-    file.write_text(json.dumps(content))
-    monkeypatch.setattr(processes, "call", None)
-    read = Surfaces(TASKS["bert-tiny"], folder=tmp_path)
-    assert read.answer(Choice(), 2, 32) == Answer(**exact)
-    found = read.answer(Choice(), 128, 512)
-    assert (found.peak_bytes, found.operation, found.how) == (35 + 200, "aten.mm.default", "interpolated")
 
 
 def test_what_cannot_be_followed_is_told(tmp_path):
