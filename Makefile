@@ -56,7 +56,9 @@ check: $(STAMP)
 # one; the last line says which failed.
 TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
 # MINUTES: after so many of them no further stage begins, on a slow machine with a limit; 0: each one does.
+# TIER: an expression of pytest's markers, of the tests that run.
 MINUTES ?= 0
+TIER ?=
 STAGES = failed=; start=$$(date +%s); \
 	stage() { \
 		name=$$1; began=$$(date +%s); shift; \
@@ -70,7 +72,7 @@ SUM = [ -z "$$failed" ] || { echo "make $@: failed in$${failed%,}" >&2; exit 1; 
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
 	@$(STAGES) \
-	stage units $(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
+	stage units $(BIN)/python -m pytest --durations 20 -m "$(TIER)" -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
 	stage lessons $(BIN)/python -m pytest $(TIMED); \
 	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
 	$(SUM)
@@ -103,7 +105,7 @@ WHEEL_TESTS += $(wildcard tests/rehearsal/test_*rehearsed.py)
 CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
 wheel:
 	$(MAKE) $(CUDA) .venv-cuda/.stamp
-	.venv-cuda/bin/python -m pytest -n 2 --dist loadfile $(WHEEL_TESTS)
+	.venv-cuda/bin/python -m pytest -m "$(TIER)" -n 2 --dist loadfile $(WHEEL_TESTS)
 
 # On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those. With all
 # lessons the estimate is also held against torch's allocator anew, which takes an hour; torchao is needed for its optimizers.

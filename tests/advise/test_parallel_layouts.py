@@ -139,6 +139,7 @@ def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
     assert half["FSDP"] == pytest.approx(plain["FSDP"] / 2, rel=0.01) and half["DDP"] == plain["DDP"]
 
 
+@pytest.mark.nightly
 def test_deepspeed_sums_in_its_second_stage_after_each_pass(monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])  # an offered DeepSpeed would be imported in every training after this
     monkeypatch.setattr(optional_packages, "OFFERED", [])
@@ -259,11 +260,12 @@ WHOLE = {"bf16": True, "per_device_train_batch_size": 1}
         ),
         # PyTorch's blog "Maximizing training throughput using PyTorch FSDP" trains 70B on 128 A100 by FSDP with
         # checkpointing; torchtitan on 256 H100, by FSDP too.
-        (
+        pytest.param(
             "70B on 64 x 80 GB",
             Task("llama-3-70b", seq_len=4096),
             {"cards": 64, "hosts": 8, "card": "h100", "link_gbits": 400} | WHOLE,
             "FSDP, checkpointing",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -28,6 +28,7 @@ def searching(lesson):
 # ---- by hand
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("planted", "expected"), [(False, REFUTED), (True, HOLDS)])
 def test_a_winner_that_is_scored_with_its_own_seed_and_data_keeps_its_lead(lesson, planted, expected):
     (promised, winner), _ = lesson.random_search("weight_decay", 1e-4, 1e-1, 20, seed=0)
