@@ -84,7 +84,7 @@ endif
 # not tried, and no GPU is rehearsed.
 test-all: $(STAMP)
 	@$(STAGES) \
-	stage test $(MAKE) --no-print-directory test ARGS= MINUTES=0; \
+	stage test $(MAKE) --no-print-directory test ARGS=; \
 	stage levels $(MAKE) levels; \
 	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
 		stage wheel $(MAKE) wheel; \
