@@ -127,11 +127,10 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def line(row: dict) -> str:
-    arguments = {name: value for name, value in row["arguments"].items()}
     said = row.get("left_out") or [row.get("counted", row.get("rehearsed")), row["estimated"]]
     if row["device"] == "cpu" and isinstance(said, list) and said[0] == said[1]:
         said = "equal"
-    return f"{row['architecture']}, {arguments}: {said}"
+    return f"{row['architecture']}, {row['arguments']}: {said}"
 
 
 ADAPTERS = Measurement(

@@ -143,8 +143,8 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
     if quantization:
         model = adapters.quantized(model, quantization, device)
     if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
-        checkpointing = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {})
-        model = adapters.prepared(model, None if checkpointing is False else checkpointing)
+        checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
+        model = adapters.prepared(model, checkpointing)
     adapters.freeze(model, wanted.get("freeze") or "")
     if wanted.get("peft") is not None:
         model = adapters.adapted(model, wanted["peft"], task.family())
