@@ -55,11 +55,13 @@ check: $(STAMP)
 # What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
 # one; the last line says which failed.
 TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
-# MINUTES: after so many of them no further stage begins, on a slow machine with a limit; 0: each one does.
+# MINUTES: after so many of them no further stage begins, on a slow machine with a limit, and no lesson six minutes earlier, for the
+# last lesson, the tests after it and the browser take their time; 0: all begin.
 # TIER: an expression of pytest's markers, of the tests that run.
 MINUTES ?= 0
 TIER ?=
-STAGES = failed=; start=$$(date +%s); \
+STAGES = failed=; start=$$(date +%s); end=; \
+	if [ $(MINUTES) -gt 0 ]; then end=$$((start + 60 * ($(MINUTES) - 6))); fi; \
 	stage() { \
 		name=$$1; began=$$(date +%s); shift; \
 		if [ $(MINUTES) -gt 0 ] && [ $$((began - start)) -gt $$((60 * $(MINUTES))) ]; then \
@@ -73,8 +75,8 @@ test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
 	@$(STAGES) \
 	stage units $(BIN)/python -m pytest --durations 20 -m "$(TIER)" -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
-	stage lessons $(BIN)/python -m pytest $(TIMED); \
-	stage browser $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
+	stage lessons env LESSONS_UNTIL=$$end $(BIN)/python -m pytest $(TIMED); \
+	stage browser env LESSONS_UNTIL=$$end $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
 	$(SUM)
 else
 	$(BIN)/python -m pytest $(ARGS)

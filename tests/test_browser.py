@@ -4,6 +4,7 @@ Nothing is measured here. Three lessons run at the smallest sizes; the others ar
 with the state of their widgets. Screenshots are kept in build/screenshots.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -104,6 +105,8 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson[:2] not in RUN])
 def test_an_executed_lesson_shows_its_widgets_within_their_cells(server, page, lesson):
+    if os.environ.get("LESSONS_UNTIL") and not (EXECUTED / f"{lesson}.ipynb").exists():
+        pytest.skip("the time was up before it was executed: left to the night")
     assert (EXECUTED / f"{lesson}.ipynb").exists(), "tests/test_lessons.py executes it"
     assert faults(nbformat.read(EXECUTED / f"{lesson}.ipynb", as_version=4)) == []
     notebook = browser.Notebook(server, page, f"executed {lesson}.ipynb")

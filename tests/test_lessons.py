@@ -1,19 +1,25 @@
 """Every lesson, executed by papermill under strict with the network cut off, and what its verdicts must be."""
 
+import json
 import os
 import shutil
+import time
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from perf_helpers import claims
 from perf_helpers.course import course
+from perf_helpers.course.report import report
 from perf_helpers.course.results import problems
 from perf_helpers.lab.task import TINY
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "build" / "lessons"  # where test_browser.py opens them
 LESSONS = [path.stem for path in course.find_lessons()]
+# Seconds since the epoch after which no lesson begins, where time is limited (CI on a slow machine); 0: each does.
+UNTIL = float(os.environ.get("LESSONS_UNTIL") or 0)
 
 
 def _path_with(folder):
@@ -25,6 +31,23 @@ def _sabotage(monkeypatch, way):
     monkeypatch.setenv("SABOTAGE", way)
 
 
+HOW = {"profile": "cpu", "strict": True, "out": OUT, "timeout_per_lesson": 600}
+
+
+def _until(end):
+    """The course as far as the time goes. It begins with another lesson each day, so that none is always left out."""
+    first, data = 7 * date.today().toordinal() % len(LESSONS), None
+    for name in LESSONS[first:] + LESSONS[:first]:
+        if data is not None and time.time() > end:
+            break
+        one = course.run_course([name], **HOW)
+        data = one if data is None else data | {key: data[key] + one[key] for key in ("lessons", "claims", "runs")}
+    data["lessons"].sort(key=lambda lesson: lesson["name"])
+    (OUT / "results.json").write_text(json.dumps(data))
+    report(OUT)
+    return data
+
+
 @pytest.fixture(scope="session")
 def executed():
     shutil.rmtree(OUT, ignore_errors=True)
@@ -32,7 +55,7 @@ def executed():
         patch.setenv("PYTHONPATH", _path_with("offline"))
         patch.setenv("OFFLINE_ATTEMPTS", str(OUT / "attempts"))
         patch.delenv("HF_HUB_OFFLINE", raising=False)
-        data = course.run_course(profile="cpu", strict=True, out=OUT, timeout_per_lesson=600)
+        data = _until(UNTIL) if UNTIL else course.run_course(**HOW)
     data["attempts"] = (OUT / "attempts").read_text() if (OUT / "attempts").exists() else ""
     return data
 
@@ -40,7 +63,9 @@ def executed():
 @pytest.mark.timeout(3000)  # the first one waits for all lessons
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
-    (lesson,) = [lesson for lesson in executed["lessons"] if lesson["name"] == name]
+    lesson = {lesson["name"]: lesson for lesson in executed["lessons"]}.get(name)
+    if UNTIL and lesson is None:
+        pytest.skip("the time was up: left to the night")
     assert lesson["status"] == "ok", lesson["message"]
     decided = {claim["id"]: claim for claim in executed["claims"] if claim["lesson"] == name}
     assert decided.keys() == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
@@ -57,7 +82,7 @@ def test_the_report_is_one_page_under_5_mb_that_opens_from_disk_and_links_every_
     page = (OUT / "index.html").read_text()
     assert len(page.encode()) < 5_000_000
     assert 'src="http' not in page and "<script" not in page
-    for name in LESSONS:
+    for name in [lesson["name"] for lesson in executed["lessons"]]:
         assert f'href="{name}.html"' in page and (OUT / f"{name}.html").exists()
 
 
@@ -76,7 +101,7 @@ def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
         value = tuple(decision["interval"]) if decision["interval"] else decision["value"]
         assert claims.decide(reversed_claim, value, True) != decision["verdict"], claim.id
         turned += 1
-    assert turned > 10
+    assert turned > (0 if UNTIL else 10)
 
 
 def _reversed(claim):
