@@ -236,6 +236,10 @@ def advise(
     architecture: Architecture = None,
     must: Annotated[list[str] | None, typer.Option(help="A fixed training argument, e.g. optim=adafactor.")] = None,
     avoid: Annotated[list[str] | None, typer.Option(help="A technique or argument that is not wanted.")] = None,
+    may: Annotated[list[str] | None, typer.Option(help="Offered only to who allows it: lora, qlora.")] = None,
+    largest: Annotated[
+        str | None, typer.Option(help="model or sequence: the largest like this model, or the longest, that fits.")
+    ] = None,
     processes: Processes = 1,
     device: Device = None,
     compute_capability: Capability = None,
@@ -260,6 +264,8 @@ def advise(
         card=card,
         must=arguments.parse([f"--{word}" for word in must or []]).given,
         avoid=avoid or [],
+        may=may or [],
+        largest=largest,
         device=device,
         compute_capability=_capability(compute_capability),
         context_memory=context_memory,

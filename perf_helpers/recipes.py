@@ -67,6 +67,25 @@ PLAIN_ATTENTION = Technique(
     {"attn_implementation": "eager"},
     "memory and time: each head's square of length x length is kept",
 )
+LORA = Technique(
+    "LoRA",
+    {"peft": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}},
+    "capacity: the model's weights stay as they are; adapters of rank 16 beside its matrices learn",
+    {"cpu": "lora-faster", "cuda": "lora-faster"},
+)
+QLORA = Technique(
+    "QLoRA",
+    LORA.arguments
+    | {
+        "quantization_config": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        "prepare_model_for_kbit_training": True,
+    },
+    "capacity, precision and time: LoRA on weights kept in 4 bits, which each product unpacks first",
+)
 SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
 
 PRECISIONS = (BF16, FP16, BF16_WEIGHTS)
@@ -78,9 +97,11 @@ QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     ("bf16", "fp16", "dtype"): (None, *PRECISIONS),
     ("optim",): OPTIMIZERS,
     ("attn_implementation",): (None, PLAIN_ATTENTION),
+    (*QLORA.arguments, "load_in_4bit", "load_in_8bit", "freeze"): (None, LORA, QLORA),
 }
+ADAPTERS = (QLORA, LORA)  # what needs less first
 # Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.
-ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION}
+ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION, *ADAPTERS}
 OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION}  # they change what is kept for backward, and nothing else
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perf_helpers.advise.largest import largest as largest_of
 from perf_helpers.advise.measured_speedups import Evidence
 from perf_helpers.advise.search import (
     Candidate,
@@ -24,7 +25,7 @@ from perf_helpers.advise.search import (
 )
 from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
 from perf_helpers.cards import card as card_like
-from perf_helpers.estimate import estimate
+from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
@@ -177,6 +178,8 @@ def advise(
     margin: float = MARGIN,
     must: Mapping[str, Any] | None = None,
     avoid: Iterable[str] = (),
+    may: Iterable[str] = (),
+    largest: str | None = None,
     device: str | None = None,
     compute_capability: tuple[int, int] | None = None,
     context_memory: int | float | str | None = None,
@@ -203,6 +206,9 @@ def advise(
         margin: part of the memory that a recipe leaves free.
         must: training arguments that are fixed, e.g. {"optim": "sgd"}; each settles its question.
         avoid: techniques or arguments that are not wanted, e.g. ["checkpointing", "adafactor", "accumulation"].
+        may: techniques that are offered only to who allows them: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
+        largest: "model" or "sequence": not for this task, but for the largest preset of its kind that fits, or the
+            longest sequence; by the recipe that needs least of those allowed. The answer's task is what was found.
         device: "cpu" or "cuda"; None: a GPU where one is named or here, or where the memory is as large as a GPU's is
             sold (a note says that it was assumed); else this machine's CPU.
         compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
@@ -237,19 +243,30 @@ def advise(
         sold = "" if device else f", for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
         assumed = (f"Assumed: a GPU{sold}; compute capability 9.0, an H100's. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
-    choices = Choices(effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability))
+    choices = Choices(
+        effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability), may
+    )
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     evidence = Evidence(machine, kind, capability, task, runs)
     ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
     predict = functools.partial(estimate, device=kind, processes=processes)
+    line = functools.partial(
+        depth.line, device=kind, processes=processes, compute_capability=capability if kind == "cuda" else None
+    )
     if kind == "cuda":
         predict = functools.partial(predict, compute_capability=capability, device_memory=max(room - context, 0))
     with progress.bar("advising", unit="estimate") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, on_estimate=bar.update)
-        fitting = search.find(most)
-        smallest = None if fitting else search.smallest()
+        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, bar.update, line)
+        if largest is None:
+            fitting = search.find(most)
+            smallest = None if fitting else search.smallest()
+        else:
+            search, leanest, does_fit, told = largest_of(search, largest)
+            task, assumed = search.task.replace(dataset_size=task.dataset_size), (*assumed, told)
+            search.needed(leanest)
+            fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
     free = f"{margin:.0%} of the memory, {bytes_text(limit - room)}, are left free for what no estimate follows."
@@ -331,7 +348,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
-    costs = [technique.cost for technique in candidate.techniques if technique.cost]
+    costs = candidate.costs
     if passes > 1:
         costs.append(f"accumulation: {passes} passes of {size} for each update, on smaller kernels")
     sources = tuple(map(str, ranking.factors(candidate)))

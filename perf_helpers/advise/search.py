@@ -5,6 +5,7 @@ next. Where nothing fits: what would help.
 """
 
 import contextvars
+import functools
 import itertools
 import math
 from bisect import bisect_left
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 from perf_helpers import recipes as known
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH, Evidence, Factor, respelt
 from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.lab import hardware
+from perf_helpers.estimate.depth import Line, layers_of
+from perf_helpers.lab import hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.processes import seconds_left
 from perf_helpers.lab.task import Task
@@ -25,8 +27,9 @@ from perf_helpers.texts import bytes_text, nearest_text
 
 _PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
-_SHARDED = ("weights", "gradients", "optimizer_states")
+_SHARDED = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimizer_states")
 _STEP = 8  # tokens: lengths are tried in multiples of it
+_SURE = 0.99  # part of what shallow models tell of a deep one that it has alive at least; else all layers are followed
 _MOST_AT_ONCE = 4  # estimates; each takes a core and, for a large model, 1 to 2 GB
 
 
@@ -42,6 +45,14 @@ class Candidate(NamedTuple):
         return {technique for technique in self.techniques if technique.cost}
 
     @property
+    def costs(self) -> list[str]:
+        """What they cost, in words."""
+        costs = {technique: technique.cost for technique in self.techniques if technique.cost}
+        if known.BF16_WEIGHTS in costs and not costs.keys().isdisjoint(known.ADAPTERS):
+            costs[known.BF16_WEIGHTS] = "precision: the weights that do not learn are kept in bf16"
+        return [*costs.values()]
+
+    @property
     def without_optimizer(self) -> frozenset[Technique]:
         """Its techniques but the optimizer: those that have the same of these have the same activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
@@ -54,16 +65,27 @@ class Choices:
         samples: that one process sees in an update.
         must, avoid: as `advise` takes them.
         native: the lower precisions that the device computes in by itself.
+        may: what is offered besides, as `advise` takes it.
 
     Raises:
         ValueError: a name that is not known, wishes that contradict each other, or that leave nothing to choose.
     """
 
-    def __init__(self, samples: int, must: Mapping[str, Any], avoid: Iterable[str], native: set[Technique]):
+    def __init__(
+        self,
+        samples: int,
+        must: Mapping[str, Any],
+        avoid: Iterable[str],
+        native: set[Technique],
+        may: Iterable[str] = (),
+    ):
         self.samples = samples
         self.fixed = respelt(Arguments.of(must))  # training arguments that every recipe has
-        avoided = _avoided(avoid)
-        combined = itertools.product(*_answers(self.fixed, avoided, native))
+        avoided = _named("avoid", avoid, [known.ACCUMULATION, *(each.words for each in known.techniques())])
+        offered = _named("may", may, [{each.name} for each in known.ON_DEMAND])
+        if not offered.isdisjoint({each.name for each in known.ADAPTERS}) and (why := optional_packages.offer("peft")):
+            raise ValueError(f"may={list(may)}: LoRA {why}")
+        combined = itertools.product(*_answers(self.fixed, avoided, native, offered))
         self.micro_batches = _micro_batches(samples, self.fixed, avoided)  # samples, ascending
         # Every combination of techniques, with the largest micro-batch.
         self.candidates = [Candidate(tuple(filter(None, each)), self.micro_batches[-1]) for each in combined]
@@ -90,25 +112,24 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
     return {known.BF16, known.BF16_WEIGHTS} if native else set()
 
 
-def _avoided(avoid: Iterable[str]) -> set[str]:
-    """What is avoided, in the spelling of `Technique.words`."""
-    if isinstance(avoid, str):
-        raise ValueError(f"avoid={avoid!r}: give a list of names")
-    spelt = itertools.chain(known.ACCUMULATION, *(technique.words for technique in known.techniques()))
-    words = {word.lower(): word for word in sorted(spelt, reverse=True)}  # of two, that with capitals: a name
-    avoided = set()
-    for name in map(str, avoid):
+def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
+    """The names that an argument gives, in the spelling of those that there are."""
+    if isinstance(given, str):
+        raise ValueError(f"{argument}={given!r}: give a list of names")
+    words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # of two, that with capitals
+    for name in map(str, given):
         if name.lower() not in words:
-            raise ValueError(f"avoid={name!r} is no technique. {nearest_text(name, words.values())}")
-        avoided.add(words[name.lower()])
-    return avoided
+            raise ValueError(f"{argument}={name!r} is no technique. {nearest_text(name, words.values())}")
+    return {words[str(name).lower()] for name in given}
 
 
-def _answers(fixed: Mapping[str, Any], avoided: set[str], native: set[Technique]) -> list[list[Technique | None]]:
-    """The answers allowed to each question. What is `ON_DEMAND` is for who asks for it by `must`."""
-    left_out = known.ON_DEMAND | (_PRECISIONS - native)
+def _answers(
+    fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
+) -> list[list[Technique | None]]:
+    """The answers allowed to each question. What is `ON_DEMAND` is for who asks for it by `must` or `may`."""
+    left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
     if hardware.versions()["bitsandbytes"] is None:
-        left_out.add(known.ADAM_8BIT)
+        left_out |= {known.ADAM_8BIT, known.QLORA}
     answers = []
     for names, options in QUESTIONS.items():
         if set(names) & fixed.keys():  # answered by the user; None: in a way that is no technique of ours
@@ -191,6 +212,7 @@ class RecipeSearch:
     choices: Choices
     ranking: Ranking
     on_estimate: Callable[[], Any]  # called after each estimate
+    line: Callable[..., Line]  # of a task with training arguments, by its number of layers
     count: int = 0  # estimates asked for so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
@@ -198,6 +220,7 @@ class RecipeSearch:
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
     at_once: int = field(default_factory=lambda: hardware.this_machine().cpu_cores or 1)  # at the same time
     _begun: dict[Candidate, Future] = field(default_factory=dict)  # by other threads, for what is looked at next
+    _lines: dict[Candidate, Line] = field(default_factory=dict)
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
@@ -213,11 +236,12 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
+        is_deep = self._layers is not None
         pool = ThreadPoolExecutor(min(self.at_once, _MOST_AT_ONCE))
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
-            if self.estimates and not seconds_left():
+            if (self.estimates or self._lines) and not seconds_left():
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
             beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
@@ -226,7 +250,7 @@ class RecipeSearch:
             if not sizes:
                 continue
             alike = candidate.without_optimizer
-            if self.at_once > 1 and self.estimates:  # the first one learns what all others need
+            if self.at_once > 1 and self.estimates and not is_deep:  # the first one learns what all others need
                 self._look_ahead(pool, ranked[index : index + min(self.at_once + 1, most - len(fitting))], found)
             try:
                 size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
@@ -238,9 +262,11 @@ class RecipeSearch:
                 if size:  # else another optimizer's states may leave more room
                     found[alike] = size
                     fitting.append(candidate._replace(micro_batch=size))
+                    self._begin(pool, fitting[-1])
+        fitting = [*filter(None, map(self._confirmed, fitting))]
         pool.shutdown(wait=False, cancel_futures=True)
         self._begun.clear()  # what was cancelled has no result: whoever asks for it later asks anew
-        if not self.estimates:
+        if not (self.estimates or self.too_large):
             raise failures[0]
         return sorted(fitting, key=self.ranking.key)
 
@@ -257,7 +283,7 @@ class RecipeSearch:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
-        needed = self.needed_by(self._estimated(candidate)) if is_open else states
+        needed = self.needed_by(self._estimated(candidate)) if is_open else round(states)
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
@@ -266,9 +292,58 @@ class RecipeSearch:
         """Begin the estimates that are asked for first of the recipes that are next, in processes beside this one's."""
         for candidate in ranked:
             first = candidate._replace(micro_batch=found.get(candidate.without_optimizer, candidate.micro_batch))
-            if not (first in self.estimates or first in self._begun or self._known_states(first) > self.limit):
-                arguments = self.choices.arguments(first)
-                self._begun[first] = pool.submit(contextvars.copy_context().run, self.predict, self.task, **arguments)
+            if self._known_states(first) <= self.limit:
+                self._begin(pool, first)
+
+    def _begin(self, pool: ThreadPoolExecutor, candidate: Candidate) -> None:
+        """Begin an estimate, where it is not made or begun."""
+        if candidate not in self.estimates and candidate not in self._begun:
+            arguments = self.choices.arguments(candidate)
+            self._begun[candidate] = pool.submit(contextvars.copy_context().run, self.predict, self.task, **arguments)
+
+    @functools.cached_property
+    def _layers(self) -> int | None:
+        return layers_of(self.task)
+
+    def about(self, candidate: Candidate) -> Line | None:
+        """What a deep model takes by its layers; None where all layers are followed at once."""
+        if self._layers is None:
+            return None
+        if candidate not in self._lines:
+            line = self._lines[candidate] = self.line(self.task, **self.choices.arguments(candidate))
+            self._states.setdefault(_of_states(candidate), _SURE * line.states_at(self._layers))
+            self.on_estimate()
+        return self._lines[candidate]
+
+    def told(self, candidate: Candidate) -> int:
+        """The bytes that a recipe needs; of a deep model about so many."""
+        line = self.about(candidate)
+        return line.at(self._layers)[1] + self.context if line else self.needed(candidate)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it does; of a deep model that fits by what shallow ones tell, `_confirmed` says so."""
+        is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
+        if is_open and (line := self.about(candidate)):
+            alive, reserved = (size + self.context for size in line.at(self._layers))
+            if _SURE * alive > self.limit:
+                self.too_large[candidate] = alive
+                return False
+            if reserved <= self.limit:
+                return True
+        return self.needed(candidate) <= self.limit
+
+    def _confirmed(self, candidate: Candidate) -> Candidate | None:
+        """It, or one with a smaller micro-batch, as all layers say that it fits; None: none does."""
+        below = [size for size in self.choices.micro_batches if size < candidate.micro_batch]
+        try:
+            while self.needed(candidate) > self.limit:
+                if not below:
+                    return None
+                candidate = candidate._replace(micro_batch=below.pop())
+        except ValueError as error:
+            self.notes.append(f"{self.choices.name(candidate)} was left out: {error}")
+            return None
+        return candidate
 
     def _known_states(self, candidate: Candidate) -> float:
         """The bytes that its states and the context take at least; negative where none like it was estimated."""
@@ -300,19 +375,44 @@ class RecipeSearch:
         self.on_estimate()
         return estimated
 
+    def furthest(
+        self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
+    ) -> tuple[int, int]:
+        """The largest of ascending sizes of a task at which a recipe fits, looked for from `first` on, and the bytes
+        that it needs there; 0, and what the smallest needs, where it fits at none."""
+        arguments, told, exact = self.choices.arguments(candidate), {}, {}  # bytes by size
+        beyond = 1.0  # of what shallow models tell of a deep one: what all its layers need
+
+        def needed(size: int) -> int:
+            if size not in exact:
+                exact[size] = self.needed_by(self._noted(lambda: self.predict(task_of(size), **arguments)))
+            return exact[size]
+
+        def fits(size: int) -> bool:
+            if size not in exact and (layers := layers_of(task := task_of(size))):
+                if size not in told:
+                    told[size] = self.line(task, **arguments).at(layers)[1] + self.context
+                    self.on_estimate()
+                return beyond * told[size] <= self.limit
+            return needed(size) <= self.limit
+
+        while (found := largest_that_fits(sizes, fits, first)) and needed(found) > self.limit:
+            beyond, first = max(beyond, exact[found] / told.get(found, exact[found])), found
+        return found, needed(found or sizes[0])
+
     def _largest(self, candidate: Candidate, sizes: list[int], first: int) -> int:
         """The largest of these micro-batches that fits, looked for from `first` on; 0: none."""
 
         def of(size: int) -> Candidate:
             return candidate._replace(micro_batch=size)
 
-        found, whole = largest_that_fits(sizes, lambda size: self.needed(of(size)) <= self.limit, first), of(sizes[-1])
-        if whole in self.estimates or whole.micro_batch < self.choices.samples:
+        found, whole = largest_that_fits(sizes, lambda size: self.fits(of(size)), first), of(sizes[-1])
+        if found == sizes[-1] or whole in self.estimates or whole.micro_batch < self.choices.samples:
             return found
         # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
         fewer = self.estimates.get(of(next(size for size in sizes if size > found)))
         least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
-        return whole.micro_batch if least <= self.limit and self.needed(whole) <= self.limit else found
+        return whole.micro_batch if least <= self.limit and self.fits(whole) else found
 
 
 def _of_states(candidate: Candidate) -> frozenset[Technique]:
@@ -367,17 +467,13 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     task = search.task
     if task.family() == "vision" or task.length() <= _STEP:
         return None
-    arguments, needed = search.choices.arguments(smallest), {}  # bytes by length
-
-    def fits(length: int) -> bool:
-        needed[length] = search.needed_by(search.estimate(arguments, seq_len=length))
-        return needed[length] <= search.limit
-
-    if not (length := largest_that_fits(range(_STEP, task.length(), _STEP), fits, first=task.length() // 2)):
+    lengths = range(_STEP, task.length(), _STEP)
+    length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
+    if not length:
         text = f"no length would do: this is for {_STEP} tokens"
-        return Change("fewer tokens", text, False, needed[_STEP])
+        return Change("fewer tokens", text, False, needed)
     text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
-    return Change("fewer tokens", text, True, needed[length])
+    return Change("fewer tokens", text, True, needed)
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:

@@ -1,0 +1,97 @@
+"""The largest model of a kind, and the longest sequence, that fit: by the recipe that needs least of those allowed."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from perf_helpers import recipes as known
+from perf_helpers.advise.search import Candidate, RecipeSearch, largest_that_fits
+from perf_helpers.estimate.depth import layers_of
+from perf_helpers.lab.task import PRESETS, Task, positions
+from perf_helpers.texts import bytes_text
+
+_STEP = 64  # tokens: lengths are tried in multiples of it
+_MOST_TOKENS = 1 << 20
+OF = ("model", "sequence")
+
+Found = tuple[RecipeSearch, Candidate, bool, str]  # with the task that was found; whether it fits; what is said of it
+
+
+def largest(search: RecipeSearch, what: str) -> Found:
+    """The largest model like that of a search's task, or the longest sequence for it.
+
+    Raises:
+        ValueError: `what` is none of `OF`, or there is no ladder of such tasks.
+    """
+    if what not in OF:
+        raise ValueError(f"largest={what!r}: choose one of {', '.join(map(repr, OF))}")
+    return _model(search) if what == "model" else _sequence(search)
+
+
+def _model(search: RecipeSearch) -> Found:
+    rungs = _alike(search.task)
+    candidate, names = _leanest(search), [rung.model for rung in rungs]
+    first = names.index(search.task.model) + 1 if search.task.model in names else (len(rungs) + 1) // 2
+    found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
+    told = f"Looked at: {', '.join(names)}."
+    if found and found < len(rungs):
+        told += _of_the_next(search, candidate, rungs[found])
+    return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), told
+
+
+def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
+    """What is said of the first model that is too large."""
+    if not (layers := layers_of(task)):
+        return f" {task.model} does not fit."
+    line = search.line(task, **search.choices.arguments(candidate))
+    needed = line.at(layers)[1] + search.context
+    fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
+    told = f" {task.model} needs about {bytes_text(needed)}"
+    if not fewer:
+        return f"{told}."
+    parameters = task.replace(config={"num_hidden_layers": fewer}).parameters()
+    return (
+        f"{told}; with {fewer} of its {layers} layers, {parameters / 1e9:.1f} billion parameters, it would about fit."
+    )
+
+
+def _sequence(search: RecipeSearch) -> Found:
+    task, candidate = search.task, _leanest(search)
+    if task.family() == "vision":
+        raise ValueError(f"largest='sequence': {task.model} takes images")
+    most = min(positions(task.build_config()) or _MOST_TOKENS, _MOST_TOKENS)
+    lengths = range(min(_STEP, most), most + 1, _STEP)
+    found, _ = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
+    told = f"Lengths were tried by steps of {_STEP} tokens"
+    told += f", and {task.model} has no more positions." if found == lengths[-1] else "."
+    return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), told
+
+
+def _alike(task: Task) -> Sequence[Task]:
+    """The presets of its kind that have as many positions as it has tokens, the smallest first."""
+    kind = task.build_config().model_type
+    named = [task.replace(model=name, config={}) for name, it in PRESETS.items() if it["model_type"] == kind]
+    length = task.length()
+    sized = []
+    for each in named:
+        config = each.build_config()
+        if (positions(config) or length) >= length:
+            sized.append((config.num_hidden_layers * config.hidden_size**2, each.model, each))
+    if not sized:
+        raise ValueError(f"largest='model': no preset is like {task.model}, with {length} tokens")
+    return [each for _, _, each in sorted(sized, key=lambda row: row[:2])]
+
+
+def _leanest(search: RecipeSearch) -> Candidate:
+    """The recipe that needs least, with the smallest micro-batch: adapters and checkpointing as far as allowed."""
+    left = search.choices.candidates
+    for technique in (*known.ADAPTERS, known.CHECKPOINTING):
+        left = [each for each in left if technique in each.techniques] or left
+    if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
+        left = [each for each in left if known.ADAMW in each.techniques] or left
+    left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
+    return min(left, key=search.told) if len(left) > 1 else left[0]
+
+
+def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
+    """The same search for another task."""
+    return dataclasses.replace(search, task=task, estimates={}, too_large={}, _begun={}, _lines={}, _states={})

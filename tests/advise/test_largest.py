@@ -1,0 +1,125 @@
+"""The largest model of a kind and the longest sequence that fit, held against every answer of a formula; and adapters,
+which are offered to who allows them."""
+
+import dataclasses
+
+import pytest
+
+from perf_helpers import Task, hardware, optional_packages
+from perf_helpers.advise import advise, largest, measured_speedups, search
+from perf_helpers.estimate import MemoryEstimate, depth
+from perf_helpers.records import Memory
+
+GB = 10**9
+LLAMAS = ["llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3-8b", "llama-2-13b", "llama-3-70b", "llama-3.1-405b"]
+
+
+def needed(task, layers=None, **arguments):
+    """Bytes: by layer and width, by tokens, and a part for what does not grow with the layers."""
+    config = task.build_config()
+    layers, width = layers or config.num_hidden_layers, config.hidden_size
+    a_weight = 0.6 if "quantization_config" in arguments else 2 if arguments.get("dtype") == "bfloat16" else 4
+    learning = (
+        0 if "peft" in arguments else 4 + {"adamw_torch_fused": 8, "adamw_bnb_8bit": 2}.get(arguments["optim"], 0)
+    )
+    kept = 4 if arguments.get("gradient_checkpointing") else 60
+    return round((12 * width**2 * (a_weight + learning) + kept * width * task.length()) * layers + width * 10**6)
+
+
+@dataclasses.dataclass
+class Line:
+    task: Task
+    arguments: dict
+    less: float  # part of the truth that shallow models tell
+
+    def at(self, layers):
+        told = round(self.less * needed(self.task, layers, **self.arguments))
+        return told, told
+
+    def states_at(self, layers):
+        return 0
+
+
+@pytest.fixture(params=[1.0, 0.93], ids=["exact", "too low"])
+def told(request):
+    return request.param
+
+
+@pytest.fixture
+def ask(monkeypatch, told):
+    """`advise` for the largest, by a formula in place of the estimate and of shallow models."""
+
+    def estimate(task, *, device="cuda", device_memory=None, processes=1, compute_capability=None, **arguments):
+        peak = needed(task, **arguments)
+        parts = {"weights": peak // 2, "gradients": 0, "optimizer_states": 0, "activations": peak - peak // 2}
+        memory = Memory(peak, "estimated", breakdown=parts, phase_breakdowns={"step": parts})
+        return MemoryEstimate("", {}, {}, device, memory, (), 0.0, None)
+
+    def line(task, *, device, compute_capability, processes, **arguments):
+        return Line(task, arguments, told)
+
+    monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
+    monkeypatch.setattr(depth, "line", line)
+    monkeypatch.setattr(optional_packages, "offer", lambda package: None)
+    monkeypatch.setattr(measured_speedups, "RECORDED", largest.__file__)
+    machine = hardware.Machine("a CPU", "cpu", cpu_cores=2, cpu_features=("avx2",))
+    default = {"effective_batch": 1, "device": "cuda", "runs": [], "machine": machine, "margin": 0, "context_memory": 0}
+    return lambda task, **options: advise(task, **default | options)
+
+
+QLORA = {"bf16": False, "dtype": "bfloat16", "gradient_checkpointing": True, "optim": "adamw_torch_fused"}
+QLORA |= search.known.QLORA.arguments
+
+
+@pytest.mark.parametrize("memory", [12, 24, 48, 80, 2000])
+def test_the_largest_model_is_the_last_that_fits(ask, memory):
+    advice = ask(Task("llama-3-8b", seq_len=2048), memory=memory * GB, may=["QLoRA"], largest="model")
+    fitting = [name for name in LLAMAS if needed(Task(name, seq_len=2048), **QLORA) <= memory * GB]
+    assert [recipe.arguments["quantization_config"] for recipe in advice.recipes] == [QLORA["quantization_config"]]
+    assert advice.task.model == fitting[-1]
+    assert advice.recipes[0].needed_bytes == needed(advice.task, **advice.recipes[0].arguments) <= memory * GB
+    following = LLAMAS[len(fitting) : len(fitting) + 1]
+    assert all(f"{name} needs about" in "".join(advice.notes) for name in following)
+
+
+@pytest.mark.parametrize("memory", [16, 24, 31, 80])
+def test_the_longest_sequence_is_the_last_that_fits(ask, memory):
+    advice = ask(Task("llama-3-8b", seq_len=512), memory=memory * GB, may=["qlora"], largest="sequence")
+    lengths = range(64, 8193, 64)
+    fitting = [n for n in lengths if needed(Task("llama-3-8b", seq_len=n), **QLORA) <= memory * GB]
+    assert advice.task.seq_len <= fitting[-1] and fitting[-1] - advice.task.seq_len <= 64 * (advice.task.seq_len > 64)
+    assert ("no more positions" in "".join(advice.notes)) == (fitting[-1] == 8192)
+
+
+def test_where_not_even_the_smallest_fits_it_says_by_how_much(ask):
+    advice = ask(Task("llama-3-8b", seq_len=2048), memory=2 * GB, largest="model")
+    assert advice.status == "nothing fits" and advice.task.model == LLAMAS[0]
+    assert advice.smallest.needed_bytes > 2 * GB and "over" in repr(advice)
+
+
+def test_adapters_are_offered_to_who_allows_them_and_their_costs_are_told(ask):
+    plain = ask(Task("llama-3-8b", seq_len=512), memory=400 * GB, most=99)
+    assert plain.recipes and not any("peft" in recipe.arguments for recipe in plain.recipes)
+    both = ask(Task("llama-3-8b", seq_len=512), memory=30 * GB, may=["lora", "QLoRA"], most=99)
+    assert both.recipes and all("peft" in recipe.arguments for recipe in both.recipes)
+    assert all(any("capacity" in cost for cost in recipe.costs) for recipe in both.recipes)
+    assert not any("lose updates" in cost for recipe in both.recipes for cost in recipe.costs)
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"may": ["LoRRA"]}, "may='LoRRA' is no technique. Did you mean 'LoRA'"),
+        ({"may": "lora"}, "may='lora': give a list of names"),
+        ({"largest": "modell"}, "largest='modell': choose one of 'model', 'sequence'"),
+    ],
+)
+def test_a_mistake_is_named(ask, options, hint):
+    with pytest.raises(ValueError, match=hint):
+        ask(Task("llama-3-8b", seq_len=512), memory=24 * GB, **options)
+
+
+def test_without_peft_there_is_no_lora(ask, monkeypatch):
+    monkeypatch.setattr(optional_packages, "offer", lambda package: f"needs {package} (make build/{package})")
+    with pytest.raises(ValueError, match=r"may=.*needs peft"):
+        ask(Task("llama-3-8b", seq_len=512), memory=24 * GB, may=["lora"])
