@@ -198,6 +198,8 @@ class Arguments:
         if given:
             text += f"\n# and where the model is loaded: from_pretrained(..., {', '.join(given)})"
         peft = self.adapters.get("peft")
+        if self.quantization and self.adapters.get("prepare_model_for_kbit_training", peft is not None):
+            text += "\n# then prepare_model_for_kbit_training(model)"
         return text if peft is None else f"{text}\n# then get_peft_model(model, ...) with peft's {peft!r}"
 
 

@@ -101,6 +101,12 @@ def test_they_are_shown_as_python_to_paste():
     assert (
         "TrainingArguments(\n    bf16=True,\n)" in text and "from_pretrained(..., attn_implementation='eager')" in text
     )
+    qlora = {"peft": {"r": 8}, "load_in_4bit": True}
+    asked = [Arguments(qlora | more).to_python() for more in ({}, {"prepare_model_for_kbit_training": False})]
+    assert ["# then prepare_model_for_kbit_training(model)\n# then get_peft_model" in text for text in asked] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
