@@ -5,12 +5,14 @@ is just as clean. The standard library's fork server does not serve: it imports 
 the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the connection to its parent closes. Nor does a file: each has a folder of its own,
-which whoever sees its end removes.
+the server, and the server ends when the connection to its parent closes. What a child has started in other sessions
+becomes the server's own when the child has ended, and is ended by it. Nor does a file outlive it: each has a folder of
+its own, which whoever sees its end removes.
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -24,13 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import cloudpickle
+import psutil
 
 from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
@@ -63,6 +66,7 @@ _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
 
+_ADOPT = 36, 1  # PR_SET_CHILD_SUBREAPER, on: become the parent of what descendants leave behind
 own_folder: str | None = None  # of the clean process that this is; None: this is none
 
 
@@ -88,9 +92,9 @@ class ForkServer:
         libraries that did not find it: it is replaced, and its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
-            is_of_now = is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
-            if HAS_FORK and not is_of_now:
-                if is_ours and not self._forked:
+            lives = is_ours and self._process.poll() is None
+            if HAS_FORK and not (lives and self._offered == optional_packages.OFFERED):
+                if is_ours and not (lives and self._forked):
                     self._end()
                 self._begin()
 
@@ -176,7 +180,8 @@ class CleanProcess:
     def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
-        self.folder, job = tempfile.mkdtemp(prefix="perf_helpers-"), cloudpickle.dumps(job)
+        job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
+        self._oom_kills = outcomes.oom_kills()
         self.channel, theirs = multiprocessing.Pipe()
         if HAS_FORK:
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
@@ -217,7 +222,7 @@ class CleanProcess:
         except (EOFError, OSError):
             pass
         self.close()
-        return "result", outcomes.died(self.code)
+        return "result", outcomes.died(self.code, self._oom_kills)
 
     def go(self) -> None:
         """Let it have its next turn."""
@@ -240,27 +245,42 @@ class CleanProcess:
         """End the process and everything it started, and remove its folder. Only ids of our own are signalled."""
         if self.pid is None:
             return
-        SERVER.measuring.discard(self.pid)
-        if HAS_FORK:
-            for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
-                with contextlib.suppress(OSError):
-                    kill(self.pid, signal.SIGKILL)
-            self.code = SERVER.exit_code(self.pid)
-        else:
-            self._process.kill()
-            self._process.join()
-            self.code = self._process.exitcode
-        self.pid = None
-        _remove(self.folder)
-        self.channel.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        with _uninterrupted():
+            SERVER.measuring.discard(self.pid)
+            if HAS_FORK:
+                for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
+                    with contextlib.suppress(OSError):
+                        kill(self.pid, signal.SIGKILL)
+                self.code = SERVER.exit_code(self.pid)
+            else:
+                self._process.kill()
+                self._process.join()
+                self.code = self._process.exitcode
+            self.pid = None
+            _remove(self.folder)
+            self.channel.close()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: it would leave the server's answer for the next question, and a folder."""
+    pressed, is_reached = [], threading.current_thread() is threading.main_thread()
+    before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        if is_reached:
+            signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _remove(folder: str) -> None:
@@ -285,6 +305,7 @@ def serve(descriptor: int) -> None:
     _preload(PRELOAD)
     control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
+    _prctl(*_ADOPT)
     with contextlib.suppress(OSError, EOFError):
         while os.getppid() == parent:
             if not control.poll(2):
@@ -304,12 +325,25 @@ def serve(descriptor: int) -> None:
                     control.send(pid)
                 case "wait", pid:
                     children.pop(pid, None)
-                    control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    for pid, folder in children.items():
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    _end_children(but=children)
+                    control.send(code)
+    for pid in children:
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
+    _end_children()
+    for folder in children.values():
         _remove(folder)
     os._exit(0)
+
+
+def _end_children(but: Iterable[int] = ()) -> None:
+    """End children, and what they leave in turn. A living fork adopts what its own leave: no child here but a fork is
+    one that lives on after its fork."""
+    while left := [child for child in psutil.Process().children() if child.pid not in but]:
+        for child in left:
+            child.kill()
+            os.waitpid(child.pid, 0)
 
 
 def _preload(names: Iterable[str]) -> None:
@@ -353,6 +387,7 @@ def _child(channel: int, output: int, errors: int) -> None:
     try:
         os.setsid()
         die_with_parent()
+        _prctl(*_ADOPT)
         os.dup2(output, 1)
         os.dup2(errors, 2)
         _volunteer()
@@ -365,10 +400,12 @@ def _child(channel: int, output: int, errors: int) -> None:
 
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _volunteer() -> None:
@@ -385,7 +422,7 @@ def _main(channel: connection.Connection) -> None:
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
-    sys.path[:] = place["path"]
+    sys.path[:], tempfile.tempdir = place["path"], None  # the server's may be another one
     on_step = _turns(channel, *turn) if turn else _reporter(channel)
     try:
         result = cloudpickle.dumps(cloudpickle.loads(job)(on_step))
