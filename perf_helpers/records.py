@@ -97,10 +97,9 @@ def _read(kind: Any, value: Any) -> Any:
     """The value of a field of this type: a list is a tuple's, and a dict may be a record's."""
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
-    kinds = kind, *get_args(kind)
-    if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in kinds:
+    if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
         raise ValueError("NaN where none can be")
-    of = [part for part in kinds if isinstance(part, type) and issubclass(part, Record)]
+    of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
     return of[0].from_dict(value) if of and isinstance(value, dict) else value
 
 

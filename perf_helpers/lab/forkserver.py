@@ -5,9 +5,8 @@ is just as clean. The standard library's fork server does not serve: it imports 
 the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the connection to its parent closes. What a child has started in other sessions
-becomes the server's own when the child has ended, and is ended by it. Nor does a file outlive it: each has a folder of
-its own, which whoever sees its end removes.
+the server, and the server ends when the connection to its parent closes, and adopts and ends what a child has left in
+other sessions. Nor does a file: each has a folder of its own, which whoever sees its end removes.
 """
 
 import atexit
@@ -66,7 +65,6 @@ _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
 
-_ADOPT = 36, 1  # PR_SET_CHILD_SUBREAPER, on: become the parent of what descendants leave behind
 own_folder: str | None = None  # of the clean process that this is; None: this is none
 
 
@@ -305,7 +303,7 @@ def serve(descriptor: int) -> None:
     _preload(PRELOAD)
     control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
-    _prctl(*_ADOPT)
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: become the parent of what descendants leave
     with contextlib.suppress(OSError, EOFError):
         while os.getppid() == parent:
             if not control.poll(2):
@@ -328,12 +326,11 @@ def serve(descriptor: int) -> None:
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     _end_children(but=children)
                     control.send(code)
-    for pid in children:
+    for pid, folder in children.items():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
-    _end_children()
-    for folder in children.values():
         _remove(folder)
+    _end_children()
     os._exit(0)
 
 
@@ -387,7 +384,7 @@ def _child(channel: int, output: int, errors: int) -> None:
     try:
         os.setsid()
         die_with_parent()
-        _prctl(*_ADOPT)
+        _prctl(36, 1)  # as the server
         os.dup2(output, 1)
         os.dup2(errors, 2)
         _volunteer()

@@ -3,10 +3,13 @@
 import contextlib
 import os
 import pickle
+import select
+import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe, connection
 from pathlib import Path
@@ -149,7 +152,7 @@ class Rehearsal(ThreadPoolExecutor):
             self._channel.send_bytes(request)
             answer = self._channel.recv_bytes()
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
+            raise BrokenExecutor(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
         failed, value = pickle.loads(answer)
         if failed:
             raise value
@@ -167,6 +170,7 @@ class Rehearsal(ThreadPoolExecutor):
 
 def serve(descriptor: int) -> None:
     """The other side of `Rehearsal`: answers its requests until the channel closes."""
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:
             request = channel.recv_bytes()
@@ -176,3 +180,13 @@ def serve(descriptor: int) -> None:
             except Exception as error:
                 answer = cloudpickle.dumps((True, error))
             channel.send_bytes(answer)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process, whatever it does, when the other side of the channel has ended; with the files of both."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # the other side's end is told in any case
+    poll.poll()
+    shutil.rmtree(os.environ["IPYTHONDIR"], ignore_errors=True)
+    print(end="", flush=True)
+    os._exit(0)
