@@ -262,6 +262,37 @@ def test_an_experiment_on_a_disk_that_is_full_says_so(lab, disk, monkeypatch):
         assert [*folder.iterdir()] == []
 
 
+SMALL_SHM = """
+    import subprocess, sys
+    sys.path[:] = {path!r}
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
+    from perf_helpers.lab.lab import Lab
+
+    def load(task):
+        import torch
+        for _ in torch.utils.data.DataLoader([torch.zeros(100_000)] * 8, batch_size=2, num_workers=workers):
+            pass
+
+    lab = Lab("cpu", out={out!r})
+    for seconds in (8, 90):  # however slow the machine is, it gets that far; torch waits for ever
+        for workers in (1, 0):
+            print(lab.run(load, measure=("none",), timeout=seconds))
+        if "/dev/shm" in lab.runs[-2].message:
+            break
+"""
+
+
+def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed(lab, tmp_path):
+    code = textwrap.dedent(SMALL_SHM).format(path=sys.path, out=str(tmp_path))
+    words = ["unshare", "--mount", sys.executable, "-c", code]
+    if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
+        pytest.skip("/dev/shm can only be made small by root, and not in every container")
+    done = subprocess.run(words, capture_output=True, text=True)
+    with_workers, without = done.stdout.splitlines()[-2:]
+    assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", with_workers), done
+    assert without == "load: ok, not measured"
+
+
 # ---- faults of the process that has the lab
 
 KERNEL = """
