@@ -270,12 +270,15 @@ SMALL_SHM = """
 
     def load(task):
         import torch
-        for _ in torch.utils.data.DataLoader([torch.zeros(100_000)] * 8, batch_size=2, num_workers=workers):
+        collate = torch.stack if own else None
+        rows = [torch.zeros(100_000)] * 8
+        for _ in torch.utils.data.DataLoader(rows, batch_size=2, num_workers=workers, collate_fn=collate):
             pass
 
     lab = Lab("cpu", out={out!r})
-    for seconds in (8, 90):  # however slow the machine is, it gets that far; torch waits for ever
-        for workers in (1, 0):
+    lab.run(lambda task: 1, measure=("none",))
+    for seconds in (5, 60):  # however slow the machine is, it gets that far; torch waits for ever
+        for own, workers in ((False, 1), (True, 1), (False, 0)):
             print(lab.run(load, measure=("none",), timeout=seconds))
         if "/dev/shm" in lab.runs[-2].message:
             break
@@ -288,8 +291,9 @@ def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("/dev/shm can only be made small by root, and not in every container")
     done = subprocess.run(words, capture_output=True, text=True)
-    with_workers, without = done.stdout.splitlines()[-2:]
-    assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", with_workers), done
+    torchs, own, without = done.stdout.splitlines()[-3:]
+    assert re.match("load: crashed: RuntimeError: Caught RuntimeError in DataLoader .*; /dev/shm is full", torchs), done
+    assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", own), done
     assert without == "load: ok, not measured"
 
 
