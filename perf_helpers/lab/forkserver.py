@@ -186,7 +186,7 @@ class CleanProcess:
             try:
                 self.pid = SERVER.fork(descriptors, self.folder, job)
             except BaseException:
-                _remove(self.folder)
+                remove(self.folder)
                 raise
             theirs.close()
         else:
@@ -255,7 +255,7 @@ class CleanProcess:
                 self._process.join()
                 self.code = self._process.exitcode
             self.pid = None
-            _remove(self.folder)
+            remove(self.folder)
             self.channel.close()
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -281,7 +281,7 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _remove(folder: str) -> None:
+def remove(folder: str) -> None:
     """Remove a folder into which processes that have just been killed may still write for a moment."""
     for _ in range(40):
         shutil.rmtree(folder, ignore_errors=True)
@@ -329,14 +329,13 @@ def serve(descriptor: int) -> None:
     for pid, folder in children.items():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
-        _remove(folder)
+        remove(folder)
     _end_children()
     os._exit(0)
 
 
 def _end_children(but: Iterable[int] = ()) -> None:
-    """End children, and what they leave in turn. A living fork adopts what its own leave: no child here but a fork is
-    one that lives on after its fork."""
+    """End children, and what they leave: while a fork lives it adopts its own's, so that none of these comes here."""
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:
             child.kill()
@@ -401,8 +400,7 @@ def die_with_parent() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value)
+    getattr(ctypes.CDLL(None), "prctl", lambda *_: None)(option, value)
 
 
 def _volunteer() -> None:

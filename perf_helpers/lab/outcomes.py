@@ -112,8 +112,7 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 def explained(outcome: Outcome, errors: str) -> Outcome:
     """The outcome with what its processes wrote to the standard error, where that tells why they ended, or waited."""
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for ever for that batch
-        what = "/dev/shm is full: give it more, or load without workers (dataloader_num_workers=0)"
-        return outcome.replace(message=f"{outcome.message}; {what}")
+        return outcome.replace(message=f"{outcome.message}; /dev/shm is full: give it more, or load without workers")
     if found := _TOO_LONG.search(errors):
         sent, expected = found.groups()
         what = f"gloo had {sent} bytes where it expected {expected}: the ranks' tensors differ in size or dtype"

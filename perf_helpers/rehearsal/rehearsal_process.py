@@ -4,7 +4,6 @@ import contextlib
 import os
 import pickle
 import select
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -19,7 +18,7 @@ import cloudpickle
 
 from perf_helpers.cards import Card, card
 from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.lab import Lab, Task, optional_packages
+from perf_helpers.lab import Lab, Task, forkserver, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
 
@@ -187,6 +186,6 @@ def _end_with(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # the other side's end is told in any case
     poll.poll()
-    shutil.rmtree(os.environ["IPYTHONDIR"], ignore_errors=True)
+    forkserver.remove(os.environ["IPYTHONDIR"])
     print(end="", flush=True)
     os._exit(0)
