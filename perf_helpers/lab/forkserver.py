@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import re
@@ -213,12 +213,10 @@ class CleanProcess:
         watched = [self.channel] + ([self._descriptor] if self._descriptor is not None else [])
         if not (ready := connection.wait(watched, timeout)):
             raise TimeoutError
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if self.channel in ready or self.channel.poll():
                 kind, content = self.channel.recv()
                 return kind, cloudpickle.loads(content) if kind == "result" else content
-        except (EOFError, OSError):
-            pass
         self.close()
         return "result", outcomes.died(self.code, self._oom_kills)
 
@@ -299,7 +297,7 @@ def serve(descriptor: int) -> None:
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
-    _import_peft()
+    optional_packages.import_peft()
     _preload(PRELOAD)
     control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
@@ -360,18 +358,6 @@ def _import_torchao() -> None:
     with patch.object(torch.cuda, "is_available", lambda: False), contextlib.suppress(ImportError):
         importlib.import_module("torchao.quantization")
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")
-
-
-def _import_peft() -> None:
-    """The Trainer imports peft where that is installed, and peft bitsandbytes (see `_BITSANDBYTES`): hidden here."""
-    if not importlib.util.find_spec("peft"):
-        return
-    hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
-    with contextlib.suppress(ImportError, AttributeError):  # a folder of that name, say
-        importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
-    del sys.modules["bitsandbytes"]
-    if hidden:
-        sys.modules["bitsandbytes"] = hidden
 
 
 # ------------------------------------------------------------------------------------------------ the clean process
