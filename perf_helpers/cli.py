@@ -173,7 +173,7 @@ def main() -> None:
     except Exception as error:
         # The parser's own mistakes are of classes that typer has from click or brings itself, depending on its version.
         told = getattr(error, "format_message", None)
-        if not told and not isinstance(error, ValueError | FileNotFoundError):
+        if not told and not isinstance(error, ValueError | OSError):
             raise
         message = " ".join((told() if told else str(error)).split())
         if "--json" in sys.argv:

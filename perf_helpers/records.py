@@ -97,6 +97,8 @@ def _read(kind: Any, value: Any) -> Any:
     """The value of a field of this type: a list is a tuple's, and a dict may be a record's."""
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
+    if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
+        raise ValueError("NaN where none can be")
     of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
     return of[0].from_dict(value) if of and isinstance(value, dict) else value
 
@@ -355,14 +357,14 @@ class Store(Generic[Kept]):
         """Raises OSError where the file cannot be written; nothing is left half written then."""
         line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b") as file:
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b", 0) as file:
             start = file.seek(0, os.SEEK_END)
             file.seek(max(0, start - 1))
             if start and file.read() != b"\n":  # a writer died in mid-line: begin on a line of our own
                 line = b"\n" + line
             try:
-                file.write(line)
-                file.flush()
+                while line:  # a disk that is nearly full takes a part
+                    line = line[file.write(line) :]
                 os.fsync(file.fileno())
             except OSError:
                 with contextlib.suppress(OSError):
@@ -378,8 +380,8 @@ class Store(Generic[Kept]):
         records = []
         for number, line in enumerate(lines, start=1):
             try:
-                records += [self._record.from_dict(json.loads(line))] if line.strip() else []
-            except (ValueError, TypeError, AttributeError) as error:
+                records += [self._record.from_dict(json.loads(line) or {})] if line.strip() else []
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
         return records
 

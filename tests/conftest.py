@@ -1,5 +1,7 @@
 """For every test module: figures need no screen, and what is displayed can be looked at."""
 
+import os
+import subprocess
 import types
 
 import matplotlib
@@ -26,3 +28,19 @@ def _copied(module, **changes):
 @pytest.fixture
 def copied():
     return _copied
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A function: a small disk, of a size such as "64k", or the same one mounted otherwise ("remount", "ro")."""
+    folder = tmp_path / "a disk"
+
+    def mount(size, *options):
+        folder.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", folder]
+        if os.geteuid() or subprocess.run(command).returncode:
+            pytest.skip("a disk can only be mounted by root, and not in every container")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "-l", folder], stderr=subprocess.DEVNULL)

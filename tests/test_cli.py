@@ -1,12 +1,15 @@
 """perf-helpers as a shell sees it: one JSON object and nothing else, true exit codes, mistakes in one line."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from perf_helpers import cli
@@ -191,6 +194,73 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert (caught.value.code, capsys.readouterr().err) == (130, "perf-helpers: interrupted\n")
+
+
+@pytest.mark.parametrize("words", [["course", "00"], ["history", "results", "--out", "."], ["report", "."]])
+def test_what_cannot_be_written_is_one_line_and_exit_code_2(words, disk, tmp_path, monkeypatch, capsys):
+    recorded = max((ROOT / "results").glob("*/*.json"))
+    (disk("16m") / "results.json").write_bytes(recorded.read_bytes())
+    folder = str(disk("16m", "remount", "ro"))
+    paths = [str(ROOT / "results") if word == "results" else word for word in words]
+    places = {"course": ["--out", f"{folder}/out"], "history": [f"--out={folder}/page.html"], "report": [folder]}
+    words = [word for word in paths if word not in ("--out", ".")] + places[words[0]]
+    monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    error = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and "Read-only file system" in error[-1] and folder in error[-1], error
+
+
+CUT_OFF = """
+ip link set lo up
+mount -t tmpfs -o ro tmpfs "$HOME"
+exec "$@"
+"""
+
+
+def test_without_network_or_home_and_from_a_folder_with_any_name_it_trains(tmp_path):
+    """On two ranks, and with a wish for GPUs that nobody has."""
+    if os.geteuid() or subprocess.run(["unshare", "--mount", "--net", "ip", "link"], capture_output=True).returncode:
+        pytest.skip("namespaces of one's own are root's")
+    here, home, temporary = (tmp_path / name for name in ("où suis-je", "mein Zuhause", "für kurze Zeit"))
+    for folder in (here, home, temporary):
+        folder.mkdir()
+    environment = {name: os.environ[name] for name in os.environ.keys() - {"PERF_HELPERS_HOME", "XDG_CACHE_HOME"}}
+    environment |= {"HOME": str(home), "TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": "GPU-0,0,abc"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "perf_helpers.cli",
+        "measure",
+        *TINY,
+        "--memory-only",
+        "--processes",
+        "2",
+        "--json",
+    ]
+    shell = ["unshare", "--mount", "--net", "sh", "-ec", CUT_OFF, "sh", *command]
+    done = subprocess.run(shell, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["status"] == "ok" and result["peak_bytes"] > 0
+    assert f"The run could not be kept in {home}/.cache/perf_helpers/runs.jsonl: Read-only file system." in done.stderr
+    assert not [*here.iterdir()] and not [*temporary.glob("perf_helpers*")]
+
+
+def test_an_experiment_that_is_killed_is_exit_code_1_and_says_so(tmp_path):
+    command = [sys.executable, "-m", "perf_helpers.cli", "measure", *TINY, "--steps", "100000", "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    while process.poll() is None:  # two meters may be on beside each other
+        with contextlib.suppress(psutil.Error):
+            for server in psutil.Process(process.pid).children():
+                for fork in server.children():
+                    fork.kill()
+        time.sleep(0.05)
+    result = json.loads(process.communicate()[0])
+    assert (process.returncode, result["status"]) == (1, "killed") and "SIGKILL" in result["message"]
+    assert not [*tmp_path.glob("perf_helpers*")]
 
 
 def test_a_course_of_unknown_lessons_names_the_nearest():

@@ -1,12 +1,20 @@
 """Runs and ratios: what is unknown, what an older file holds, what they say of themselves; and their file: several
 writers, damaged lines, disks that are full or read-only."""
 
+import builtins
+import dataclasses
+import errno
 import json
 import multiprocessing
+import os
+import resource
+import signal
+import warnings
 
 import pytest
 from machines import RUN
 
+from perf_helpers import records
 from perf_helpers.records import CATEGORIES, Comparison, Ratio, Run, Store, Timing, explain
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -90,6 +98,74 @@ def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
     assert len(warned) == 3
 
 
+def read_with_damage(store):
+    """(ids of the records, the numbers of damaged lines)."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        return [run.id for run in store.read()], [
+            int(str(each.message).partition(", line ")[2].split()[0]) for each in told
+        ]
+
+
+def test_a_last_line_that_ends_anywhere_costs_nothing_but_itself(tmp_path):
+    store = Store(tmp_path / "runs.jsonl")
+    store.append(Run("a run", "ok", id="first"))
+    start = store.path.stat().st_size
+    store.append(Run("a run", "ok", id="second"))
+    whole = store.path.read_bytes()
+    for length in range(start, len(whole) + 1):
+        store.path.write_bytes(whole[:length])
+        is_whole = length >= len(whole) - 1  # but for the end of the line
+        left = (["first", "second"], []) if is_whole else (["first"], [2] if length > start else [])
+        assert read_with_damage(store) == left, length
+        store.append(Run("a run", "ok", id="third"))
+        assert read_with_damage(store) == (left[0] + ["third"], left[1]), length
+
+
+NAN = json.dumps(RUN.to_dict()).replace("0.5", "NaN")
+DAMAGED = ["NaN", "null", "[]", "{}", "0", "\0" * 500, "[" * 10_000, *(NAN.replace(*each) for each in (
+    ('"peak_bytes": 10', '"peak_bytes": NaN'), ('"machine": {}', '"machine": NaN'), ('"status": "ok"', '"status": NaN'),
+    ('"task": {}', '"task": NaN'), ('"processes": 1', '"processes": NaN'), ('"attempts": []', '"attempts": NaN'),
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=lambda line: line[:5] if line in DAMAGED[:7] else "a field")
+def test_what_is_no_record_is_a_damaged_line_and_a_loss_may_be_nan(tmp_path, line):
+    store = Store(tmp_path / "runs.jsonl")
+    store.path.write_text(f"{NAN}\n{line}\n{NAN}\n")
+    assert read_with_damage(store) == (["", ""], [2])
+    with warnings.catch_warnings(action="ignore"):
+        assert [str(run.losses) for run in store.read()] == ["(1.0, nan)"] * 2
+
+
+def test_a_run_from_the_future_is_a_run_like_any_other_and_the_next_one_stands_behind_it(tmp_path):
+    store = Store(tmp_path / "runs.jsonl")
+    for date in ("2999-01-01T00:00:00+00:00", "2026-01-01T00:00:00+00:00"):  # the clock was set back
+        store.append(dataclasses.replace(RUN, date=date))
+    assert [run.date[:4] for run in store.read()] == ["2999", "2026"]
+
+
+def test_a_disk_that_is_full_gets_nothing_half_written_and_one_that_is_read_only_keeps_what_it_has(disk):
+    folder = disk("32k")
+    store, kept = Store(folder / "runs.jsonl"), 0
+    with pytest.raises(OSError) as full:
+        while True:
+            store.append(RUN)
+            kept += 1
+    assert full.value.errno == errno.ENOSPC and kept > 3
+    assert read_with_damage(store) == ([""] * kept, [])
+    page = folder / "page.html"
+    page.touch()
+    with pytest.raises(OSError, match="No space left"):
+        records.write_whole(page, "new " * 10_000)
+    assert sorted(os.listdir(folder)) == [".runs.jsonl.lock", "page.html", "runs.jsonl"] and not page.read_text()
+    disk("32k", "remount", "ro")
+    for path in (store.path, folder / "deeper" / "runs.jsonl"):
+        with pytest.raises(OSError, match="Read-only"):
+            Store(path).append(RUN)
+    assert len(store.read()) == kept
+
+
 def test_no_file_is_no_runs(tmp_path):
     assert Store(tmp_path / "none.jsonl").read() == []
 
@@ -99,12 +175,29 @@ def _write(path, count):
         Store(path).append(RUN)
 
 
-def test_several_writers_lose_nothing(tmp_path):
+def _write_until_killed(path):
+    """Append a run, and be killed by the kernel in the middle of its line: this process's files may not be larger."""
+
+    def limited(file, *how):
+        size = os.path.getsize(file)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100,) * 2)
+        return builtins.open(file, *how)
+
+    records.open = limited  # called when the lock is held
+    Store(path).append(RUN)
+
+
+def test_of_eight_writers_one_is_killed_in_mid_write_and_only_its_line_is_lost(tmp_path):
     path = tmp_path / "runs.jsonl"
+    Store(path).append(RUN)
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write, args=(path, 50)) for _ in range(4)]
+    writers = [context.Process(target=_write, args=(path, 10)) for _ in range(7)]
+    writers.insert(3, context.Process(target=_write_until_killed, args=(path,)))
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert len(Store(path).read()) == 200
+    assert [writer.exitcode for writer in writers] == [0, 0, 0, -signal.SIGXFSZ, 0, 0, 0, 0]
+    runs, damage = read_with_damage(Store(path))
+    assert len(runs) == 71 and len(damage) == 1

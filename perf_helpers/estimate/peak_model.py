@@ -263,7 +263,7 @@ class Surfaces:
             content = json.loads(self._file.read_text(encoding="utf-8")) if self._file else {}
             self._surfaces = {tuple(key): Surface(**surface) for key, surface in content.get("surfaces", [])}
             self._exact = {tuple(key): Answer(**answer) for key, answer in content.get("exact", [])}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             self._surfaces, self._exact = {}, {}  # absent, damaged or of an older version
 
 

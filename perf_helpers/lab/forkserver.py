@@ -5,15 +5,16 @@ is just as clean. The standard library's fork server does not serve: it imports 
 the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the connection to its parent closes. Nor does a file: each has a folder of its own,
-which whoever sees its end removes.
+the server, and the server ends when the connection to its parent closes, and adopts and ends what a child has left in
+other sessions. Nor does a file: each has a folder of its own, which whoever sees its end removes.
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import re
@@ -24,13 +25,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import cloudpickle
+import psutil
 
 from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
 
@@ -88,9 +90,9 @@ class ForkServer:
         libraries that did not find it: it is replaced, and its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
-            is_of_now = is_ours and self._process.poll() is None and self._offered == optional_packages.OFFERED
-            if HAS_FORK and not is_of_now:
-                if is_ours and not self._forked:
+            lives = is_ours and self._process.poll() is None
+            if HAS_FORK and not (lives and self._offered == optional_packages.OFFERED):
+                if is_ours and not (lives and self._forked):
                     self._end()
                 self._begin()
 
@@ -176,14 +178,15 @@ class CleanProcess:
     def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
-        self.folder, job = tempfile.mkdtemp(prefix="perf_helpers-"), cloudpickle.dumps(job)
+        job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
+        self._oom_kills = outcomes.oom_kills()
         self.channel, theirs = multiprocessing.Pipe()
         if HAS_FORK:
             descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
             try:
                 self.pid = SERVER.fork(descriptors, self.folder, job)
             except BaseException:
-                _remove(self.folder)
+                remove(self.folder)
                 raise
             theirs.close()
         else:
@@ -210,14 +213,12 @@ class CleanProcess:
         watched = [self.channel] + ([self._descriptor] if self._descriptor is not None else [])
         if not (ready := connection.wait(watched, timeout)):
             raise TimeoutError
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if self.channel in ready or self.channel.poll():
                 kind, content = self.channel.recv()
                 return kind, cloudpickle.loads(content) if kind == "result" else content
-        except (EOFError, OSError):
-            pass
         self.close()
-        return "result", outcomes.died(self.code)
+        return "result", outcomes.died(self.code, self._oom_kills)
 
     def go(self) -> None:
         """Let it have its next turn."""
@@ -240,21 +241,22 @@ class CleanProcess:
         """End the process and everything it started, and remove its folder. Only ids of our own are signalled."""
         if self.pid is None:
             return
-        SERVER.measuring.discard(self.pid)
-        if HAS_FORK:
-            for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
-                with contextlib.suppress(OSError):
-                    kill(self.pid, signal.SIGKILL)
-            self.code = SERVER.exit_code(self.pid)
-        else:
-            self._process.kill()
-            self._process.join()
-            self.code = self._process.exitcode
-        self.pid = None
-        _remove(self.folder)
-        self.channel.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        with _uninterrupted():
+            SERVER.measuring.discard(self.pid)
+            if HAS_FORK:
+                for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
+                    with contextlib.suppress(OSError):
+                        kill(self.pid, signal.SIGKILL)
+                self.code = SERVER.exit_code(self.pid)
+            else:
+                self._process.kill()
+                self._process.join()
+                self.code = self._process.exitcode
+            self.pid = None
+            remove(self.folder)
+            self.channel.close()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
 
     def __enter__(self):
         return self
@@ -263,7 +265,21 @@ class CleanProcess:
         self.close()
 
 
-def _remove(folder: str) -> None:
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: it would leave the server's answer for the next question, and a folder."""
+    pressed, is_reached = [], threading.current_thread() is threading.main_thread()
+    before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        if is_reached:
+            signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+
+def remove(folder: str) -> None:
     """Remove a folder into which processes that have just been killed may still write for a moment."""
     for _ in range(40):
         shutil.rmtree(folder, ignore_errors=True)
@@ -281,10 +297,11 @@ def serve(descriptor: int) -> None:
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
-    _import_peft()
+    optional_packages.import_peft()
     _preload(PRELOAD)
     control = connection.Connection(descriptor)
     parent, children = os.getppid(), {}
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: become the parent of what descendants leave
     with contextlib.suppress(OSError, EOFError):
         while os.getppid() == parent:
             if not control.poll(2):
@@ -304,12 +321,23 @@ def serve(descriptor: int) -> None:
                     control.send(pid)
                 case "wait", pid:
                     children.pop(pid, None)
-                    control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    _end_children(but=children)
+                    control.send(code)
     for pid, folder in children.items():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
-        _remove(folder)
+        remove(folder)
+    _end_children()
     os._exit(0)
+
+
+def _end_children(but: Iterable[int] = ()) -> None:
+    """End children, and what they leave: while a fork lives it adopts its own's, so that none of these comes here."""
+    while left := [child for child in psutil.Process().children() if child.pid not in but]:
+        for child in left:
+            child.kill()
+            os.waitpid(child.pid, 0)
 
 
 def _preload(names: Iterable[str]) -> None:
@@ -332,18 +360,6 @@ def _import_torchao() -> None:
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")
 
 
-def _import_peft() -> None:
-    """The Trainer imports peft where that is installed, and peft bitsandbytes (see `_BITSANDBYTES`): hidden here."""
-    if not importlib.util.find_spec("peft"):
-        return
-    hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
-    with contextlib.suppress(ImportError, AttributeError):  # a folder of that name, say
-        importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
-    del sys.modules["bitsandbytes"]
-    if hidden:
-        sys.modules["bitsandbytes"] = hidden
-
-
 # ------------------------------------------------------------------------------------------------ the clean process
 
 
@@ -353,6 +369,7 @@ def _child(channel: int, output: int, errors: int) -> None:
     try:
         os.setsid()
         die_with_parent()
+        _prctl(36, 1)  # as the server
         os.dup2(output, 1)
         os.dup2(errors, 2)
         _volunteer()
@@ -365,10 +382,11 @@ def _child(channel: int, output: int, errors: int) -> None:
 
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+
+def _prctl(option: int, value: int) -> None:
+    getattr(ctypes.CDLL(None), "prctl", lambda *_: None)(option, value)
 
 
 def _volunteer() -> None:
@@ -385,7 +403,7 @@ def _main(channel: connection.Connection) -> None:
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
-    sys.path[:] = place["path"]
+    sys.path[:], tempfile.tempdir = place["path"], None  # the server's may be another one
     on_step = _turns(channel, *turn) if turn else _reporter(channel)
     try:
         result = cloudpickle.dumps(cloudpickle.loads(job)(on_step))

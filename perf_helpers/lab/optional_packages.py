@@ -4,6 +4,7 @@ DeepSpeed is one: where it is installed, accelerate imports it in each training 
 optuna, into folders of their own, and the lesson that wants one says so.
 """
 
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -39,3 +40,15 @@ def missing(package: str) -> str | None:
     first = "setuptools wheel && pip install --no-build-isolation " if package == "deepspeed" else ""
     how = f'make build/{package}, and optional_packages.offer("{package}"); or pip install {first}{package}'
     return f"needs {package} ({how})"
+
+
+def import_peft() -> None:
+    """The Trainer imports peft where that is installed, and peft bitsandbytes, which takes long: hidden here."""
+    if not importlib.util.find_spec("peft"):
+        return
+    hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
+    with contextlib.suppress(ImportError, AttributeError):  # a folder of that name, say
+        importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
+    del sys.modules["bitsandbytes"]
+    if hidden:
+        sys.modules["bitsandbytes"] = hidden

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from perf_helpers.lab import stack_dumps
+from perf_helpers.lab import hardware, stack_dumps
 from perf_helpers.records import Memory, Timing
 from perf_helpers.unknown import NeedsValues
 
@@ -85,9 +85,20 @@ def _where(error: BaseException) -> str:
     return f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})"
 
 
-def died(code: int | None) -> Outcome:
-    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if unknown."""
-    if code is not None and code < 0:
+def oom_kills() -> int:
+    """How many processes the kernel has ended so far because memory ran out, the machine's or a cgroup's (Linux)."""
+    found = re.search(r"^oom_kill (\d+)", hardware.read(hardware.ROOT / "proc/vmstat"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
+    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if nobody is left
+    to tell it; `kills_before` are the `oom_kills` when it began."""
+    if code is None:
+        return Outcome("killed", "the process was ended together with the one that it was forked from")
+    if code == -signal.SIGKILL and oom_kills() > kills_before:
+        return Outcome("out of memory", "memory ran out, and the system ended the process by SIGKILL")
+    if code < 0:
         name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
         reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
         return Outcome("killed", f"the process was ended by {name}{reason}")
@@ -99,7 +110,9 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """The outcome with what its ranks wrote to the standard error, where that tells why they ended."""
+    """The outcome with what its processes wrote to the standard error, where that tells why they ended, or waited."""
+    if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for ever for that batch
+        return outcome.replace(message=f"{outcome.message}; /dev/shm is full: give it more, or load without workers")
     if found := _TOO_LONG.search(errors):
         sent, expected = found.groups()
         what = f"gloo had {sent} bytes where it expected {expected}: the ranks' tensors differ in size or dtype"

@@ -183,7 +183,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
         return Outcome("refused", text)
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
-    threads = threads_of(experiment)
+    threads, oom_kills = threads_of(experiment), outcomes.oom_kills()
     with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder) as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -207,21 +207,21 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
             told = {}
             while not ends.empty():
                 told |= ends.get()
-            return _failed_rank(rank, first.exitcode, told)
+            return _failed_rank(rank, first.exitcode, told, oom_kills)
     every = tuple(ranks[rank] for rank in sorted(ranks))
     refused = next((outcome for outcome in every if not outcome.ok), None)
     return refused or every[0].replace(ranks=every)
 
 
-def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None]) -> Outcome:
+def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None], oom_kills: int) -> Outcome:
     """The outcome of several ranks, of which one failed.
 
     Args:
         rank: the first one that ended so.
         code: its exit code.
-        told: by rank: how it failed; None: it had come to its end by then.
+        told: by rank: how it failed; None: it had come to its end by then. `oom_kills`: see `outcomes.died`.
     """
-    outcome = told.get(rank) or outcomes.died(code)
+    outcome = told.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
         return outcome
     message = f"rank {rank}: {outcome.message}"

@@ -3,10 +3,12 @@
 import contextlib
 import os
 import pickle
+import select
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe, connection
 from pathlib import Path
@@ -16,7 +18,7 @@ import cloudpickle
 
 from perf_helpers.cards import Card, card
 from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.lab import Lab, Task, optional_packages
+from perf_helpers.lab import Lab, Task, forkserver, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
 
@@ -149,7 +151,7 @@ class Rehearsal(ThreadPoolExecutor):
             self._channel.send_bytes(request)
             answer = self._channel.recv_bytes()
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
+            raise BrokenExecutor(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
         failed, value = pickle.loads(answer)
         if failed:
             raise value
@@ -167,6 +169,7 @@ class Rehearsal(ThreadPoolExecutor):
 
 def serve(descriptor: int) -> None:
     """The other side of `Rehearsal`: answers its requests until the channel closes."""
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:
             request = channel.recv_bytes()
@@ -176,3 +179,13 @@ def serve(descriptor: int) -> None:
             except Exception as error:
                 answer = cloudpickle.dumps((True, error))
             channel.send_bytes(answer)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process, whatever it does, when the other side of the channel has ended; with the files of both."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # the other side's end is told in any case
+    poll.poll()
+    forkserver.remove(os.environ["IPYTHONDIR"])
+    print(end="", flush=True)
+    os._exit(0)

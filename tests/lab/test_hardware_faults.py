@@ -1,0 +1,84 @@
+"""The machine as it is described where its own libraries fail: an NVML that refuses everything, one that is not there,
+a CUDA driver that finds nothing. They are libraries of this machine's linker, asked through the real bindings."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from perf_helpers import hardware
+from perf_helpers.lab.doctor import diagnose
+machine = hardware.describe()
+assert hardware.Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
+assert hardware.device_used_bytes() is None
+texts = [f"{each.text} {each.remedy}" for each in diagnose(machine) if each.subject in ("GPU", "NVML")]
+print(json.dumps([machine.kind, machine.cuda_reason, machine.nvml_reason, texts]))
+"""
+
+
+def described(**environment):
+    """(kind, why no CUDA, why no NVML, what the doctor says of both) in a process of its own."""
+    kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES"}}
+    words = [sys.executable, "-c", CODE, json.dumps(sys.path)]
+    done = subprocess.run(words, env=kept | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """A function: a folder with an NVML and a CUDA driver that answer each of their functions with a code."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    pynvml = pytest.importorskip("pynvml")
+    if not compiler or sys.platform != "linux":
+        pytest.skip("needs a C compiler, on Linux")
+    with open(pynvml.__file__) as file:
+        names = sorted(set(re.findall(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)', file.read())) - {"nvmlErrorString"})
+
+    def compile_library(folder, library, functions, head=""):
+        source = folder / "source.c"
+        source.write_text(head + "".join(f"int {name}() {{ return {code}; }}\n" for name, code in functions.items()))
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / library, source], check=True)
+
+    def make(all_codes, **codes):
+        folder = tmp_path_factory.mktemp("libraries")
+        head = 'const char *nvmlErrorString(int code) { return "Unknown Error"; }\n'
+        compile_library(folder, "libnvidia-ml.so.1", dict.fromkeys(names, all_codes) | codes, head)
+        head = 'int cuGetErrorString(int code, const char **text) { *text = "no device"; return 0; }\n'
+        compile_library(folder, "libcuda.so.1", {"cuInit": 100}, head)
+        return {"LD_LIBRARY_PATH": str(folder)}
+
+    return make
+
+
+@pytest.mark.parametrize("value", [None, "", "-1", "abc", "0,0", "GPU-00000000", "MIG-00000000", "0,1", " ", "Ü"])
+def test_whatever_cuda_visible_devices_says_a_machine_without_gpus_is_a_cpu_with_the_reason(value):
+    kind, reason, nvml_reason, texts = described(**({} if value is None else {"CUDA_VISIBLE_DEVICES": value}))
+    if kind == "cuda" or nvml_reason is None:
+        pytest.skip("there are GPUs here")
+    assert kind == "cpu" and nvml_reason in reason and len(texts) == 1 and reason in texts[0]
+
+
+@pytest.mark.parametrize("value", [None, "", "-1", "abc", "0,0", "GPU-00000000", "MIG-00000000"])
+def test_a_driver_that_shows_nothing_is_told_with_what_cuda_visible_devices_says(libraries, value):
+    made = libraries(3, nvmlInit_v2=0) | ({} if value is None else {"CUDA_VISIBLE_DEVICES": value})
+    kind, reason, _, texts = described(**made)
+    assert (kind, "the CUDA driver says: no device (cuInit: 100)" in reason) == ("cpu", True)
+    assert value is None or f"CUDA_VISIBLE_DEVICES={value!r}" in reason
+    assert reason in texts[0] and ("unset" in texts[0]) == (value is not None)
+
+
+@pytest.mark.parametrize("code", [3, 9, 18, 999])
+def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
+    """Not supported, driver not loaded, driver and library do not match, unknown; also at its initialisation."""
+    for made in (libraries(code, nvmlInit_v2=0, nvmlInitWithFlags=0), libraries(code)):
+        kind, reason, nvml_reason, texts = described(**made)
+        assert kind == "cpu" and "no device (cuInit: 100)" in reason and texts
+    assert nvml_reason and "\n" not in nvml_reason, "at its initialisation: one line with the reason"
