@@ -54,7 +54,7 @@ def measure(
     Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     task = Task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
     if inference:
@@ -97,7 +97,7 @@ def estimate(
     """
     from perf_helpers import estimate as room
 
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     if lengths is not None:
         if inference or snapshot or processes > 1 or seq_len or allocator_settings:
             raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
@@ -159,7 +159,7 @@ def explain(
     if late := own & {word.partition("=")[0] for word in sys.argv[sys.argv.index("--then") :]}:
         raise ValueError(f"{min(late)} holds for both recipes: give it before --then")
     place = words.index("--then")
-    first, both = (arguments.parse(each).given for each in (words[:place], words[:place] + words[place + 1 :]))
+    first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
     found = explanation.explain(
         Task(model, seq_len, dataset_size, architecture),
         first,
@@ -209,7 +209,7 @@ def rehearse(
             raise ValueError("--snapshot is for a model or a function; torch.cuda.memory._dump_snapshot is a command's")
         with _rehearsing():
             return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
     task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
@@ -278,6 +278,12 @@ def _rehearsing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ValueError(f"cannot be rehearsed: {error}") from error
+
+
+def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:
+    """The training arguments among the words; of a misspelt one the command's own options are thought of too."""
+    own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
+    return arguments.parse(words, also=own).given
 
 
 def _function(text: str) -> Callable[[Task], Any]:
