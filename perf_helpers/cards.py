@@ -81,13 +81,18 @@ def card(
     known = None if name is None else named(name)
     memory_bytes, its_capability = memory_of_card(name, device_memory, compute_capability)
     capability = tuple(its_capability)
-    if not (7, 0) <= capability < (13, 0):
-        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
+    check_capability(capability)
     whole_number("devices", devices, most=16)
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
     if known is None or device_memory is not None:
         return Card(known.name if known else described, capability, memory_bytes, devices)
     return replace(known, capability=capability, devices=devices)
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raise ValueError where there is no GPU of that compute capability, or none that this torch has kernels for."""
+    if not (7, 0) <= capability < (13, 0):
+        raise ValueError("compute_capability {}.{}: there are 7.0 to 12.x".format(*capability))
 
 
 def named(name: str) -> Card:

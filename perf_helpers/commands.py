@@ -17,7 +17,7 @@ import typer
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
 from perf_helpers.records import Memory, Run
-from perf_helpers.texts import bytes_text, name_text
+from perf_helpers.texts import bytes_text, name_text, whole_number
 
 # Options that several commands have. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
@@ -203,6 +203,7 @@ def rehearse(
         summary = f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}"
         answer([*failed, summary])
         return int(bool(failed))
+    whole_number("processes", processes, most=16)
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
         if snapshot is not None:
@@ -289,7 +290,7 @@ def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:
 def _function(text: str) -> Callable[[Task], Any]:
     """The function that "file.py:name" names."""
     file, _, name = text.rpartition(":")
-    if not Path(file).is_file():
+    if not (file.endswith(".py") and Path(file).is_file()):
         raise ValueError(f"--function {text}: write it as file.py:name, of a file that is there")
     found = runpy.run_path(file).get(name)
     if not callable(found):

@@ -134,6 +134,7 @@ def target(
         known = cards.named(card)
         device, compute_capability = "cuda" if device is None else device, compute_capability or known.capability
         device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
+    cards.check_capability(compute_capability or cards.DEFAULT_CAPABILITY)
     machine = hardware.describe()
     kind = machine.kind if device is None else device
     if kind not in ("cpu", "cuda"):

@@ -50,7 +50,9 @@ class Plan:
         try:
             return cls.of(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+            raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a plan in TOML") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not TOML ({error}). Give a plan in TOML") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
