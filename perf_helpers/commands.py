@@ -108,6 +108,8 @@ def estimate(
         worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
         told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
         return answer(told if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
+    if multiple != 1:
+        raise ValueError(f"--pad-to-multiple-of={multiple}: give it with --lengths, else nothing is padded")
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
         card=card,

@@ -379,7 +379,7 @@ class Store(Generic[Kept]):
         for number, line in enumerate(lines, start=1):
             try:
                 records += [self._record.from_dict(json.loads(line))] if line.strip() else []
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
         return records
 

@@ -51,7 +51,7 @@ class Settings:
             options = sorted(_READERS.keys() | _ELSEWHERE)
             raise ValueError(f"allocator_settings: no option {shown(name)}. {nearest_text(name, options)}")
         if words.get("backend", "native") != "native":
-            raise ValueError(f"backend:{words['backend']} is another allocator than the one that is followed here")
+            raise ValueError(f"backend:{words['backend']} is not the allocator that is followed here, leave it out")
         return cls(**{name: _read(name, value) for name, value in words.items() if name in _READERS})
 
 

@@ -43,7 +43,7 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
             told = f"cannot be read ({error.strerror}). Give a JSON file or JSON"
             raise ValueError(f"{name}={shown(value)}: {told}") from None
         except ValueError as error:
-            raise ValueError(f"{name}={shown(value)}: not JSON ({error})") from None
+            raise ValueError(f"{name}={shown(value)}: not JSON ({error}). Give a JSON file or JSON") from None
     if not isinstance(value, Mapping):
         raise ValueError(f'{name}={shown(value)}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
     return dict(value)

@@ -178,8 +178,12 @@ class Task(Record):
         if attn_implementation:
             options["attn_implementation"] = attn_implementation
         torch.manual_seed(self.seed)
-        with torch.device(device or "cpu"):
-            return self.model_class(config)._from_config(config, **options).train()
+        try:
+            with torch.device(device or "cpu"):
+                return self.model_class(config)._from_config(config, **options).train()
+        except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            why = f"{type(error).__name__}: {shown(str(error))}"
+            raise ValueError(f"{self.model}: no model can be made of this configuration ({why})") from error
 
     def parameters(self) -> int:
         """Number of parameters, shared ones counted once; no weights are made."""
@@ -292,7 +296,7 @@ def positions(config) -> int | None:
 
 
 # The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
-_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000}
+_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
 _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$|length$": 2**24}
 
 
@@ -302,8 +306,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _check_sizes(where, value)
         most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
-        if most and isinstance(value, int | float) and not -1 <= value <= most:
-            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number of at most {most:,}")
+        least = -1 if "position" in str(name) else 0  # XLNet's: no limit
+        if most and isinstance(value, int | float) and not least <= value <= most:
+            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
 
 
 def _config(where: str, kind: str, fields: dict[str, Any]):
