@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import cards, cli
+from perf_helpers import Lab, Task, cards, cli
+from perf_helpers.advise import advise, parallelism
 from perf_helpers.compare import step_times
 from perf_helpers.course import course as lesson_course
+from perf_helpers.estimate import estimate, explanation
 from perf_helpers.lab import arguments, forkserver, processes
-from perf_helpers.rehearsal import build
-from perf_helpers.sweep import dask_workers
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.records import Run
+from perf_helpers.rehearsal import build, rehearse
+from perf_helpers.sweep import Plan, dask_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a message says of what is allowed: by an instruction, or by the names that there are.
@@ -222,3 +226,163 @@ def test_generated_arguments_are_refused_in_one_line_that_helps(shell):
         if len(seen) == int(os.environ.get("BAD_INPUT_CASES", 250)):
             break
     assert not found, "\n".join([f"{len(found)} of {len(seen)}", *found])
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [  # what the generator found
+        (["sweep", "plan.toml", "--wait=nan"], "wait=nan: give a number"),
+        (["sweep", "plan.toml", f"--workers={10**20}"], "give a whole number from 1 to 1,024"),
+        (["sweep", "binary.txt"], "binary.txt: not TOML"),
+        (
+            ["rehearse", "--model=bert-tiny", "--card=t4", "--processes=17"],
+            "processes=17: give a whole number from 1 to 16",
+        ),
+        (["rehearse", "--function=plan.toml:", "--card=t4"], "write it as file.py:name"),
+        (["explain", "--model=bert-tiny", "--compute-capability=99.0", "--then", "--bf16"], "there are 7.0 to 12.x"),
+        (["estimate", "--model=bert-tiny", "--pad-to-multiple-of=8"], "give it with --lengths"),
+        (["measure", "--model=bert-tiny", "--proceses", "2"], "Did you mean 'processes'"),
+        (["measure", "--model=bert-tiny", "--dataset_size", "2"], "Did you mean 'dataset-size'"),
+        (["measure", "--model=bert-tiny", "--adam_beta1", "1.5"], "adam_beta1=1.5: give a number"),
+        (["measure", "--model=bert-tiny", "--seed", "-1"], "seed=-1: give a whole number of at least 0"),
+        (
+            ["measure", "--model=bert-tiny", "--processes", "100000"],
+            "processes=100000: give a whole number from 1 to 256",
+        ),
+        (["measure", "--model=bert-tiny", "--lr_scheduler_type", "linaer"], "Did you mean 'linear'"),
+        (["measure", "--model=bert-tiny", "--peft", "deep.json"], "too many brackets"),
+        (["estimate", "--model=bert-tiny", "--device", ""], "choose 'cpu' or 'cuda'"),
+        (["advise", "--model=bert-tiny", "--effective-batch=4", "--memory", "9" * 30 + "GB"], "too many bytes"),
+    ],
+)
+def test_what_the_generator_found_is_refused(shell, words, hint):
+    code, out, errors = shell(*words)
+    assert (code, out, len(errors.splitlines())) == (2, "", 1) and hint in errors, errors
+
+
+JUNK = [
+    True,
+    "many",
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    1.5,
+    [1],
+    {"a": 1},
+    object(),
+    b"x",
+    None,
+    "",
+    10**400,
+    10**5000,
+]
+TINY = Task("bert-tiny", 16)
+# Each function with what it needs, and what of the junk an argument takes: by its place in JUNK.
+CALLS = {
+    "Task": (Task, {}, {"model": (1, 12), "architecture": (1, 11, 12), "config": (8,), "seed": (5,), "lengths": (7,)}),
+    "Lab": (Lab, {"profile": "tiny"}, {"strict": (0,), "lesson": (1, 12), "executor": (11,)}),
+    "train": (
+        "train",
+        {"name": "x", "task": TINY},
+        {"name": (1, 12), "optimizer": (11,), "task": (11,), "steps": (11,)},
+    ),
+    "infer": ("infer", {"name": "x", "task": TINY}, {"name": (1, 12), "task": (11,)}),
+    "run": ("run", {"function": print, "task": TINY}, {"name": (1, 11, 12), "task": (11,), "use_cpu": (0,)}),
+    "estimate": (estimate, {"task": TINY, "device": "cuda"}, {"name": (1, 12), "training": (0,), "task": (1, 12)}),
+    "explain": (explanation.explain, {"task": TINY, "a": {}, "b": {"bf16": True}}, {}),
+    "advise": (advise, {"task": TINY, "effective_batch": 4, "memory": "1GB"}, {"avoid": (), "runs": (7, 11)}),
+    "parallelism": (parallelism, {"task": TINY, "cards": 2, "card": "t4"}, {"effective_batch": (11,)}),
+    "rehearse": (rehearse, {"what": TINY, "on": "t4"}, {"inference": (0,), "what": (), "task": (11,)}),
+    "card": (cards.card, {"name": "t4"}, {}),
+}
+FREE = {"timeout": (3, 6, 11), "margin": (5,), "card_tflops": (6,), "link_gbits": (6, 11), "device_memory": (5, 11)}
+FREE |= {
+    "snapshot": (1, 11),
+    "machine": (11,),
+    "context_memory": (5, 6, 11),
+    "must": (11,),
+    "allocator_settings": (12,),
+    "out": (1, 12),
+    "packed": (0,),
+}
+NONE = (
+    "card",
+    "device",
+    "compute_capability",
+    "torch_version",
+    "optimizer",
+    "function",
+    "seq_len",
+    "dataset_size",
+    "memory",
+)
+NONE += ("card_bytes", "samples_per_step", "pad_to_multiple_of", "on")
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_value_of_another_kind_is_refused_by_name(shell, what):
+    function, needed, taken = CALLS[what]
+    function = getattr(Lab("tiny"), function) if isinstance(function, str) else function
+    known = {*(Lab.__init__ if function is Lab else function).__annotations__} - {"return", "profile", "where"}
+    found, number, others = [], 0, ("memory=", "function", "card", "unknown training argument 'a'")
+    for name in sorted(known):
+        for place, value in enumerate(JUNK):
+            if place in taken.get(name, FREE.get(name, (11,) if name in NONE else ())):
+                continue
+            number += 1
+            try:
+                function(**needed | {name: value})
+            except ValueError as error:
+                text = str(error)
+                told = name in text or name.removesuffix("s") in text or any(word in text for word in others)
+                if not told or not ALLOWED.search(text) or len(text) > 900 or len(text.splitlines()) > 1:
+                    found.append(f"{name}, {place}: {text[:200]}")
+            except BaseException as error:
+                found.append(f"{name}, {place}: {type(error).__name__} {str(error)[:100]}")
+            else:
+                found.append(f"{name}, {place}: taken")
+    assert not found and number > 10, "\n".join(found)
+
+
+def test_every_training_argument_knows_its_kind():
+    """Of the library's own types; what takes anything at all stands here."""
+    found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
+    for name in sorted(arguments.known() - free):
+        for value in (object(), b"x", float("nan"), 10**400, 10**5000):
+            try:
+                Arguments.of({name: value})
+            except ValueError as error:
+                if name not in str(error) or len(str(error)) > 2500:
+                    found[name] = str(error)
+            else:
+                found[name] = f"{type(value)} was taken"
+    assert not found
+
+
+def test_a_misspelt_argument_of_the_lab_s_own_is_answered_with_it(shell):
+    lab = Lab("tiny")
+    for call, name in (
+        (lab.train, "proceses"),
+        (lab.infer, "mesure"),
+        (lambda *_, **given: estimate(TINY, **given), "crad"),
+    ):
+        with pytest.raises(ValueError, match=r"Did you mean '(processes|measure|card)'"):
+            call("x", **{name: 1})
+
+
+def test_what_papermill_sets_in_a_lesson_is_looked_at_before_anything_runs(shell, tmp_path):
+    (tmp_path / "file").write_text("x")
+    bad = {"profile": "tpu", "strict": "yes", "out": tmp_path / "file", "timeout": 0, "lesson": 5}
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=rf"^{name}=.*(give|choose)"):
+            Lab(**{"profile": "tiny"} | {name: value})
+    with pytest.raises(ValueError, match=r"^a run to compare='vanilla': give a Run"):
+        Lab("tiny").compare("vanilla")
+    with pytest.raises(ValueError, match=r"was not run by this lab: run it"):
+        Lab("tiny").compare(Run("x", "ok"))
+    with pytest.raises(ValueError, match=r"^timeout=nan: give a number"):
+        lesson_course.run_course(["00"], out=tmp_path / "out", timeout_per_lesson=float("nan"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match=r"Did you mean 'steps'"):
+        Plan.of({"task": {"model": "bert-tiny"}, "stesp": 3})

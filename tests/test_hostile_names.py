@@ -68,7 +68,7 @@ SHOWN = {
     "scoreboard": lambda name: claims.Scoreboard(name, (), (name,))._repr_html_(),
     "feedback": lambda name: exercises.Feedback("wrong", f"{name} `{name}`")._repr_html_(),
     "hints": lambda name: exercises.hint(name, name)._repr_html_(),
-    "bars": lambda name: guesses._bars_html({"your guess": 1.0, "measured": 2.0}, name[:200]),
+    "bars": lambda name: guesses._bars_html({"your guess": 1.0, "measured": 2.0}, name[:200].replace("$", "")),
     "bar": lambda name: svg.bar(name, PART, {name: 20}),
     "svg table": lambda name: svg.table([name], [[name]]),
     "scatter": lambda name: svg.scatter([svg.Point(name, name, 5, 5.0)], None, {name: 6}),

@@ -313,7 +313,7 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
     """Bytes that are kept for the CUDA context, and what is said of them."""
     if kind == "cpu":
         if given is not None:
-            raise ValueError(f"context_memory={given!r}: a CPU has no CUDA context, leave it out")
+            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, leave it out")
         return 0, "Needed is counted memory: what the interpreter and its libraries hold comes on top."
     context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:

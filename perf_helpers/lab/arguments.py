@@ -364,7 +364,9 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
         kind = declared[_current_names().get(name, name)]
         choices = [each.value for part in typing.get_args(kind) if isinstance(part, enum.EnumType) for each in part]
         if choices and (chosen := getattr(value, "value", value)) not in choices:
-            raise ValueError(f"{name}={shown(chosen)} is none of its values. {nearest_text(str(chosen), choices)}")
+            raise ValueError(
+                f"{name}={shown(chosen)} is none of its values. {nearest_text(shown(chosen)[1:-1], choices)}"
+            )
         if value is not None or not (choices or kind is bool):
             of_kind(name, value, kind)
         most = 1 if name in _AT_MOST_1 else MOST
