@@ -92,7 +92,7 @@ def card(
 def check_capability(capability: tuple[int, int]) -> None:
     """Raise ValueError where there is no GPU of that compute capability, or none that this torch has kernels for."""
     if not (7, 0) <= capability < (13, 0):
-        raise ValueError("compute_capability {}.{}: there are 7.0 to 12.x".format(*capability))
+        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
 
 
 def named(name: str) -> Card:

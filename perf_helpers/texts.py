@@ -112,14 +112,13 @@ def from_json(text: str) -> Any:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
-    """The value, if it is a whole number of at least that much.
+    """The value, if it is a whole number of at least that much, and no far too large one.
 
     Raises:
-        ValueError: it is anything else, or far too large; it calls the argument by its `name`.
+        ValueError: it is anything else; it calls the argument by its `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        small = isinstance(value, int) and value > most
-        wanted = f"from {least} to {most:,}" if small else f"of at least {least}"
+        wanted = f"from {least} to {most:,}" if isinstance(value, int) and value > most else f"of at least {least}"
         raise ValueError(f"{name}={shown(value)}: give a whole number {wanted}")
     return value
 

@@ -107,8 +107,7 @@ class Task(Record):
         """The `PretrainedConfig`.
 
         Raises:
-            ValueError: the model is no preset, no file or folder, and could not be fetched from the Hub; or its
-                configuration is none. Code beside a configuration is never run.
+            ValueError: there is no such model, or its configuration is none. Code beside one is never run.
         """
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
@@ -182,8 +181,7 @@ class Task(Record):
             with torch.device(device or "cpu"):
                 return self.model_class(config)._from_config(config, **options).train()
         except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
-            why = f"{type(error).__name__}: {shown(str(error))}"
-            raise ValueError(f"{self.model}: no model can be made of this configuration ({why})") from error
+            raise ValueError(f"{self.model}: no model can be made of this configuration ({error!r})") from error
 
     def parameters(self) -> int:
         """Number of parameters, shared ones counted once; no weights are made."""
@@ -297,7 +295,7 @@ def positions(config) -> int | None:
 
 # The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
 _MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
-_MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$|length$": 2**24}
+_MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:

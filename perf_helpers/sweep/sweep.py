@@ -83,7 +83,9 @@ class Plan:
         _check_twice(rows)
         steps = told.get("steps")
         steps = steps if steps is None else whole_number("steps", steps)
-        return cls(rows, _measure(told.get("measure", METERS)), steps, _seconds(told.get("timeout")))
+        timeout = told.get("timeout")
+        timeout = timeout if timeout is None else positive("timeout", timeout)
+        return cls(rows, _measure(told.get("measure", METERS)), steps, timeout)
 
 
 @dataclass(frozen=True)
@@ -349,7 +351,3 @@ def _measure(told: Any) -> tuple[str, ...]:
     if not meters or set(map(str, meters)) - set(METERS) or len(set(meters)) < len(meters):
         raise ValueError(f"measure={shown(told)}: choose 'memory', 'time' or both, as in measure = ['memory', 'time']")
     return meters
-
-
-def _seconds(value: Any) -> float | None:
-    return value if value is None else positive("timeout", value)
