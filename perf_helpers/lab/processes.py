@@ -21,11 +21,8 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out".
-
-    Raises:
-        ValueError: that is no time.
-    """
+    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out". Raises
+    ValueError where that is no time."""
     positive("timeout", seconds)
     token = _limit.set(min(_limit.get(), (time.monotonic() + seconds, seconds)))
     try:

@@ -46,7 +46,7 @@ def refusal(model, **options):
         ({"vocab_size": 0}, "no model can be made"),
         ({"pad_token_id": 10**9}, "Padding_idx"),
         ({"hidden_size": "many"}, "configuration"),
-        ({"hidden_size": float("nan")}, "NaN is no number of JSON"),
+        ({"hidden_size": float("nan")}, "not JSON"),
         ({"hidden_size": [32]}, "configuration"),
         ({"num_hidden_layers": True}, "configuration"),
         ({"hidden_act": "nope"}, "nope"),

@@ -84,8 +84,8 @@ def test_a_mistake_is_refused_in_one_line_that_says_where(told, words, monkeypat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[task", "plan.toml: Expected"),
-        (b"\xff", "plan.toml: 'utf-8'"),
+        (b"[task", "plan.toml: not TOML (Expected"),
+        (b"\xff", "plan.toml: not TOML ('utf-8'"),
         (b"[task]\nmodel = 'bert-tiny'\n[gird]", "plan.toml: a plan has no 'gird'"),
         (None, "plan.toml: cannot be read (No such file"),
     ],
