@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perf_helpers.texts import nearest_text, parse_bytes, whole_number
+from perf_helpers.texts import arguments_of_kind, nearest_text, of_kind, parse_bytes, shown, whole_number
 
 # What is taken for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
 # out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
@@ -75,26 +75,32 @@ def card(
     Raises:
         ValueError: an unknown name, a capability that this torch has no kernels for, a memory that is none.
     """
+    arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError("name a card (t4, a100, h100 or another of cards.CARDS), or a compute capability and a memory")
     known = None if name is None else named(name)
     memory_bytes, its_capability = memory_of_card(name, device_memory, compute_capability)
     capability = tuple(its_capability)
-    if not (7, 0) <= capability < (13, 0):
-        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
-    if whole_number("devices", devices) > 16:
-        raise ValueError(f"devices={devices!r}: give a whole number from 1 to 16")
+    check_capability(capability)
+    whole_number("devices", devices, most=16)
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
     if known is None or device_memory is not None:
         return Card(known.name if known else described, capability, memory_bytes, devices)
     return replace(known, capability=capability, devices=devices)
 
 
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raise ValueError where there is no GPU of that compute capability, or none that this torch has kernels for."""
+    if not (7, 0) <= capability < (13, 0):
+        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
+
+
 def named(name: str) -> Card:
     """The card that people, torch or nvidia-smi call so. ValueError: there is none of that name."""
+    of_kind("card", name, str)
     key = _BY_NAME.get(_plain(name))
     if key is None:
-        raise ValueError(f"no card {name!r}. {nearest_text(_plain(name) or name, CARDS)}")
+        raise ValueError(f"no card {shown(name)}. {nearest_text(_plain(name) or name, CARDS)}")
     return CARDS[key]
 
 

@@ -17,7 +17,7 @@ import typer
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
 from perf_helpers.records import Memory, Run
-from perf_helpers.texts import bytes_text, name_text
+from perf_helpers.texts import bytes_text, name_text, whole_number
 
 # Options that several commands have. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
@@ -54,7 +54,7 @@ def measure(
     Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
     --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
     """
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     task = Task(model, seq_len, dataset_size, architecture)
     lab = Lab(timeout=3600)
     if inference:
@@ -97,7 +97,7 @@ def estimate(
     """
     from perf_helpers import estimate as room
 
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     if lengths is not None:
         if inference or snapshot or processes > 1 or seq_len or allocator_settings:
             raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
@@ -108,6 +108,8 @@ def estimate(
         worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
         told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
         return answer(told if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
+    if multiple != 1:
+        raise ValueError(f"--pad-to-multiple-of={multiple}: give it with --lengths, else nothing is padded")
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
         card=card,
@@ -159,7 +161,7 @@ def explain(
     if late := own & {word.partition("=")[0] for word in sys.argv[sys.argv.index("--then") :]}:
         raise ValueError(f"{min(late)} holds for both recipes: give it before --then")
     place = words.index("--then")
-    first, both = (arguments.parse(each).given for each in (words[:place], words[:place] + words[place + 1 :]))
+    first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
     found = explanation.explain(
         Task(model, seq_len, dataset_size, architecture),
         first,
@@ -203,13 +205,14 @@ def rehearse(
         summary = f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}"
         answer([*failed, summary])
         return int(bool(failed))
+    whole_number("processes", processes, most=16)
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
         if snapshot is not None:
             raise ValueError("--snapshot is for a model or a function; torch.cuda.memory._dump_snapshot is a command's")
         with _rehearsing():
             return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
-    given = arguments.parse(context.args).given
+    given = _given(context, context.args)
     if function is None and model is None:
         raise ValueError("name a model with --model, a function with --function, or a command after --")
     task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
@@ -286,10 +289,16 @@ def _rehearsing() -> Iterator[None]:
         raise ValueError(f"cannot be rehearsed: {error}") from error
 
 
+def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:
+    """The training arguments among the words; of a misspelt one the command's own options are thought of too."""
+    own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
+    return arguments.parse(words, also=own).given
+
+
 def _function(text: str) -> Callable[[Task], Any]:
     """The function that "file.py:name" names."""
     file, _, name = text.rpartition(":")
-    if not Path(file).is_file():
+    if not (file.endswith(".py") and Path(file).is_file()):
         raise ValueError(f"--function {text}: write it as file.py:name, of a file that is there")
     found = runpy.run_path(file).get(name)
     if not callable(found):

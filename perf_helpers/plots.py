@@ -62,7 +62,7 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for row, (end, run) in enumerate(zip(ends, runs, strict=True)):
         ax.text(end, row, f" {bytes_text(run.peak_bytes)}", va="center", fontsize=10)
-    ax.set_yticks(range(len(runs)), [run.name for run in runs])
+    ax.set_yticks(range(len(runs)), [run.name for run in runs], parse_math=False)
     ax.invert_yaxis()
     ax.set_xlim(0, max(ends) * 1.22)
     _legend(ax)
@@ -164,7 +164,7 @@ def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str 
         ax.plot([ratio.value], [row], "o", color=SERIES[0], markersize=8)
         ax.text(ratio.value, row - 0.2, f"{ratio.value:.2f} x", ha="center", va="bottom", fontsize=10)
     ax.axvline(1, color="black", linewidth=1)
-    ax.set_yticks(range(len(comparisons)), [item.other.name for item in comparisons])
+    ax.set_yticks(range(len(comparisons)), [item.other.name for item in comparisons], parse_math=False)
     ax.set_ylim(len(comparisons) - 0.4, -0.7)
     return ax
 
@@ -267,9 +267,6 @@ def comparison_html(item: Comparison) -> str:
 Comparison._repr_html_ = comparison_html  # which a notebook asks for; records stand below pictures
 
 
-Comparison._repr_html_ = comparison_html  # which a notebook asks for; records stand below pictures
-
-
 def words(figure: Figure) -> str:
     """What a figure shows, for a screen reader: titles, axes, series, and the texts in it."""
     parts = []
@@ -334,8 +331,9 @@ def _axes(
         size = (8, 1.5 + 0.5 * rows) if rows else size
         _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
         ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(title, loc="left")
-    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, loc="left", parse_math=False)  # a name with two dollar signs is no formula
+    ax.set_xlabel(xlabel, parse_math=False)
+    ax.set_ylabel(ylabel, parse_math=False)
     return ax
 
 

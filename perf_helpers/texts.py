@@ -1,10 +1,16 @@
 """Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
 
 import difflib
+import errno
 import functools
+import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +20,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+MOST = 2**32 - 1  # of a whole number that an argument may have
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -75,15 +82,80 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """The value, if it is a whole number of at least that much.
+def shown(value: Any) -> str:
+    """A value as a message has it: in one line, of a hundred characters at most."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of thousands of digits, or an object that fails at it
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def text_of(path: Path, most: int = 2**24) -> str:
+    """The text in a file. Raises OSError for what is no file, or larger than a file of settings is, before reading."""
+    if path.exists() and (not path.is_file() or path.stat().st_size > most):
+        raise OSError(errno.EFBIG, f"no file, or one of more than {most:,} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def from_json(text: str) -> Any:
+    """What JSON says; raises ValueError for what is none, numbers that are none and too many brackets among it."""
+    try:
+        return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
+    except RecursionError:
+        raise ValueError("too many brackets in each other") from None
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """The value, if it is a whole number of at least that much, and no far too large one.
 
     Raises:
         ValueError: it is anything else; it calls the argument by its `name`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        wanted = f"from {least} to {most:,}" if isinstance(value, int) and value > most else f"of at least {least}"
+        raise ValueError(f"{name}={shown(value)}: give a whole number {wanted}")
     return value
+
+
+def positive(name: str, value: float) -> float:
+    """The value, if it is a number above 0, infinity among them; else ValueError, with the argument's `name`."""
+    of_kind(name, value, float)
+    if not value > 0:
+        raise ValueError(f"{name}={shown(value)}: give a number above 0")
+    return value
+
+
+# How the values of a kind are called; and by what they are known, where that is another class.
+_WORDS = {bool: "True or False", Integral: "a whole number", Real: "a number", str: "a text", Mapping: "a mapping"}
+_WORDS |= {Callable: "a function", Sequence: "a list", Iterable: "a list", os.PathLike: "a path"}
+_CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Sequence}
+
+
+def of_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError where a value is not of the kind that an annotation names, saying which is taken. Of a tuple of
+    so many its parts are looked at too. A truth value is no number, a text is no list, and NaN is nothing."""
+    wanted = []
+    for each in typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]:
+        origin, parts = typing.get_origin(each) or each or type(None), typing.get_args(each)
+        base = _CLASSES.get(origin, origin)
+        if base is Any or not isinstance(base, type):
+            return
+        exact = origin is tuple and ... not in parts
+        other = isinstance(value, bool | str | bytes) and base in (Integral, Real, Sequence, Iterable)
+        fits = isinstance(value, base) and not other and (not exact or [*map(type, value)] == [*parts])
+        if fits and (base is not Real or value == math.inf or abs(value) < 1e300):
+            return
+        if base is not type(None):
+            wanted.append(f"{len(parts)} numbers, as (9, 0)" if exact else _WORDS.get(base, f"a {base.__name__}"))
+    raise ValueError(f"{name}={shown(value)}: give {' or '.join(dict.fromkeys(wanted))}")
+
+
+def arguments_of_kind(function: Callable, given: Mapping[str, Any]) -> None:
+    """Raise ValueError where an argument of a function, or a field of a dataclass, is not what its annotation says."""
+    for name in function.__annotations__.keys() & given:
+        of_kind(name, given[name], function.__annotations__[name])
 
 
 def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 1e6) -> int:
@@ -95,10 +167,10 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
     if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):
         size = float(text[1]) * _UNITS[text[2]]
-    if isinstance(size, bool) or not isinstance(size, int | float) or not math.isfinite(size):
-        raise ValueError(f"{name}={memory!r}: {example}")
-    if size < least:
-        raise ValueError(f"{name}={memory!r} is {size:g} bytes, which is too few: {example}")
+    if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < math.inf:
+        raise ValueError(f"{name}={shown(memory)}: {example}")
+    if not least <= size < 1e18:
+        raise ValueError(f"{name}={shown(memory)} is too {'few' if size < least else 'many'} bytes: {example}")
     return int(size)
 
 

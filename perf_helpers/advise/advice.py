@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perf_helpers.advise.largest import LARGEST
 from perf_helpers.advise.largest import largest as largest_of
 from perf_helpers.advise.measured_speedups import Evidence
 from perf_helpers.advise.search import (
@@ -34,7 +35,7 @@ from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
 from perf_helpers.records import Run, Store
 from perf_helpers.rehearsal import build, rehearse
-from perf_helpers.texts import bytes_text, parse_bytes, whole_number
+from perf_helpers.texts import arguments_of_kind, bytes_text, parse_bytes, shown, whole_number
 
 _AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
 _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
@@ -108,7 +109,8 @@ class Advice(Shown):
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
-        head = f"{self.task.model}, {self.effective_batch} samples a step, {bytes_text(self.memory_bytes)} "
+        length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
+        head = f"{self.task.model}{length}, {self.effective_batch} samples a step, {bytes_text(self.memory_bytes)} "
         head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
         notes = list(self.notes)
         if self.assumptions:
@@ -224,19 +226,22 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
             estimate within `timeout`.
     """
+    arguments_of_kind(advise, locals())
     limit, named_capability = memory_of_card(card, memory, compute_capability)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r}: give a part of the memory from 0 to 1, such as {MARGIN}")
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={shown(margin)}: give a part of the memory from 0 to 1, such as {MARGIN}")
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         whole_number(name, value)
+    if largest not in (None, *LARGEST):
+        raise ValueError(f"largest={shown(largest)}: choose one of {', '.join(map(repr, LARGEST))}")
     if effective_batch % processes:
         raise ValueError(f"effective_batch={effective_batch} does not divide by processes={processes}")
     machine = machine or hardware.describe()
-    kind, assumed = device or machine.kind, ()
+    kind, assumed = machine.kind if device is None else device, ()
     if device is None and machine.kind == "cpu" and (named_capability or limit in _AS_SOLD):
         kind = "cuda"
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
+        raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
     capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
     if kind == "cuda" and not (named_capability or here):
@@ -329,7 +334,7 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
     """Bytes that are kept for the CUDA context, and what is said of them."""
     if kind == "cpu":
         if given is not None:
-            raise ValueError(f"context_memory={given!r}: a CPU has no CUDA context, leave it out")
+            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, leave it out")
         return 0, "Needed is counted memory: what the interpreter and its libraries hold comes on top."
     context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:

@@ -12,7 +12,7 @@ from perf_helpers.cards import CONTEXT_BYTES, MARGIN, memory_of_card
 from perf_helpers.lab import optional_packages
 from perf_helpers.lab.task import Task
 from perf_helpers.plots import Table
-from perf_helpers.texts import bytes_text, whole_number
+from perf_helpers.texts import arguments_of_kind, bytes_text, whole_number
 
 _WORTH_CUTTING = 1.2  # times as fast must a model that is cut be by the model of seconds: that is no better than this
 _FORBIDDEN = ("fsdp", "deepspeed", "parallelism_config")
@@ -90,13 +90,14 @@ def parallelism(
         ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that the
             estimate cannot follow.
     """
+    arguments_of_kind(parallelism, locals())
     for name, value in (("cards", cards), ("hosts", hosts)):
         whole_number(name, value)
     if cards % hosts:
         raise ValueError(f"cards={cards} do not divide by hosts={hosts}: give as many to each")
     link_gbits = link_gbits if link_gbits is not None else 2400 if hosts == 1 else 200
     for name, value in (("link_gbits", link_gbits), ("card_tflops", card_tflops)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if sharding not in ("fsdp", "deepspeed"):
         raise ValueError(f"sharding={sharding!r}: choose 'fsdp' or 'deepspeed'")

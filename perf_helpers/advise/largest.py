@@ -11,19 +11,17 @@ from perf_helpers.texts import bytes_text
 
 _STEP = 64  # tokens: lengths are tried in multiples of it
 _MOST_TOKENS = 1 << 20
-OF = ("model", "sequence")
+LARGEST = ("model", "sequence")  # what may be asked for
 
 Found = tuple[RecipeSearch, Candidate, bool, str]  # with the task that was found; whether it fits; what is said of it
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """The largest model like that of a search's task, or the longest sequence for it.
+    """The largest model like that of a search's task, or the longest sequence for it: `what` is one of `LARGEST`.
 
     Raises:
-        ValueError: `what` is none of `OF`, or there is no ladder of such tasks.
+        ValueError: no preset is like it, or it takes no sequence.
     """
-    if what not in OF:
-        raise ValueError(f"largest={what!r}: choose one of {', '.join(map(repr, OF))}")
     return _model(search) if what == "model" else _sequence(search)
 
 

@@ -381,23 +381,30 @@ class RecipeSearch:
         """The largest of ascending sizes of a task at which a recipe fits, looked for from `first` on, and the bytes
         that it needs there; 0, and what the smallest needs, where it fits at none."""
         arguments, told, exact = self.choices.arguments(candidate), {}, {}  # bytes by size
-        beyond = 1.0  # of what shallow models tell of a deep one: what all its layers need
 
         def needed(size: int) -> int:
             if size not in exact:
                 exact[size] = self.needed_by(self._noted(lambda: self.predict(task_of(size), **arguments)))
             return exact[size]
 
-        def fits(size: int) -> bool:
-            if size not in exact and (layers := layers_of(task := task_of(size))):
-                if size not in told:
-                    told[size] = self.line(task, **arguments).at(layers)[1] + self.context
-                    self.on_estimate()
-                return beyond * told[size] <= self.limit
+        def about(size: int) -> tuple[int, int]:
+            """Bytes alive, and reserved at the most."""
+            if not (layers := layers_of(task := task_of(size))):
+                return needed(size), needed(size)
+            if size not in told:
+                told[size] = [each + self.context for each in self.line(task, **arguments).at(layers)]
+                self.on_estimate()
+            return told[size]
+
+        def does(size: int) -> bool:
             return needed(size) <= self.limit
 
-        while (found := largest_that_fits(sizes, fits, first)) and needed(found) > self.limit:
-            beyond, first = max(beyond, exact[found] / told.get(found, exact[found])), found
+        above = largest_that_fits(sizes, lambda size: _SURE * about(size)[0] <= self.limit, first)
+        sizes = [size for size in sizes if size <= (above or sizes[0])]
+        below = above and largest_that_fits(sizes, lambda size: about(size)[1] <= self.limit, above)
+        found = above and largest_that_fits([size for size in sizes if size >= below], does, below)
+        if not found and (smaller := [size for size in sizes if size < below]):
+            found = largest_that_fits(smaller, does, smaller[-1])
         return found, needed(found or sizes[0])
 
     def _largest(self, candidate: Candidate, sizes: list[int], first: int) -> int:

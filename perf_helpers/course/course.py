@@ -18,7 +18,7 @@ from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import write_whole
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, positive, shown
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
@@ -41,7 +41,7 @@ def run_course(
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
     """
-    sources = find_lessons(lessons)
+    sources, _ = find_lessons(lessons), positive("timeout", timeout_per_lesson)
     choose_profile(profile)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
@@ -85,7 +85,7 @@ def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:
         match = [name for name in known if name.startswith(number) or path.name in (name, name.partition("_")[2])]
         found |= {name: known[name] for name in match}
         if known and not match:
-            raise ValueError(f"no lesson {str(lesson)!r} in {LESSONS}. {nearest_text(path.stem, known)}")
+            raise ValueError(f"no lesson {shown(str(lesson))} in {LESSONS}. {nearest_text(path.stem, known)}")
     if not found:
         raise ValueError(f"no lessons (NN_name.ipynb) in {LESSONS}: run `make lessons`")
     return [found[name] for name in sorted(found)]

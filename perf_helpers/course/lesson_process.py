@@ -61,7 +61,7 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
     command = [sys.executable, "-m", "perf_helpers.course.lesson_process", source, target]
     command += ["--cwd", source.parent, "--no-progress-bar"]
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
-    command += ["--execution-timeout", int(timeout) + 60]  # a limit even if this process is gone
+    command += ["--execution-timeout", int(min(timeout, 1e6)) + 60]  # a limit even if this process is gone
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
     code = _execute([str(part) for part in command], target.with_suffix(".log"), timeout, _Watch(target))
     return judge(source.stem, out, code, timeout)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.course.ledger import Verdict, decide, load
-from perf_helpers.texts import number_text
+from perf_helpers.texts import number_text, shown
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
 NEEDED = {  # of each lesson and of each claim, at least
@@ -34,10 +34,12 @@ def load_results(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"it has schema {data['schema']!r}, this version reads {SCHEMA}")
         for part, names in NEEDED.items():
             [item[name] for item in data[part] for name in names]
+        if paths := [name for lesson in data["lessons"] if Path(name := lesson["name"]).name != name]:
+            raise ValueError(f"a lesson is called {shown(paths[0])}")  # its pages are files of that name
         return data | {"date": str(data["date"]), "machine": dict(data["machine"]), "versions": dict(data["versions"])}
     except FileNotFoundError:
         raise ValueError(f"no results in {path}: name a results.json, or the folder that a course run wrote") from None
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is not the results of a course ({what}): run the course again to get one") from None
 

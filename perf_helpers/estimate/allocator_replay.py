@@ -23,7 +23,7 @@ from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory, round
 from perf_helpers.estimate.allocator_settings import Release, Settings
 from perf_helpers.estimate.trace_records import Label, Log
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, Phase, explain
-from perf_helpers.texts import name_text
+from perf_helpers.texts import name_text, shown
 
 _ESTIMATED = "estimated by perf-helpers: nothing was run"
 _PROTOCOL = 4  # of pickle: the viewer, which reads the file in JavaScript, knows no later one
@@ -115,8 +115,8 @@ def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
 def place(file: str | os.PathLike) -> Path:
     """Where a snapshot is to be written, as an absolute path; raises ValueError where no file can be made."""
     path = Path(file).absolute()
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"snapshot={str(file)!r}: give the name of a file in a folder that can be written to")
+    if len(path.name) > 255 or os.path.isdir(path) or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"snapshot={shown(str(file))}: give the name of a file in a folder that can be written to")
     return path
 
 

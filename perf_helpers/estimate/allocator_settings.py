@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import nearest_text, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Settings:
             raise ValueError(f"{name} is not followed: {_NOT_FOLLOWED[name]}")
         for name in words.keys() - _READERS.keys() - _ELSEWHERE:
             options = sorted(_READERS.keys() | _ELSEWHERE)
-            raise ValueError(f"no option {name!r} in {text!r}. {nearest_text(name, options)}")
+            raise ValueError(f"allocator_settings: no option {shown(name)}. {nearest_text(name, options)}")
         if words.get("backend", "native") != "native":
-            raise ValueError(f"backend:{words['backend']} is another allocator than the one that is followed here")
+            raise ValueError(f"backend:{words['backend']} is not the allocator that is followed here, leave it out")
         return cls(**{name: _read(name, value) for name, value in words.items() if name in _READERS})
 
 
@@ -77,7 +77,8 @@ def _words(text: str) -> dict[str, str]:
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")
         if not colon or not value:
-            raise ValueError(f"{word!r} is no option: write name:value, with commas between, as max_split_size_mb:128")
+            told = "is no option: write name:value, with commas between, as max_split_size_mb:128"
+            raise ValueError(f"allocator_settings={shown(word)} {told}")
         words[name] = value
     return words
 
@@ -170,6 +171,6 @@ def release(torch_version: str | None = None) -> Release:
     known = RELEASES.get(".".join(re.split(r"[.+]", version)[:2]))
     if known is None:
         known = nearest_text(version, RELEASES)
-        raise ValueError(f"torch_version={version!r}: the rules of its allocator are not known. {known}")
+        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are not known. {known}")
     told = {"1": True, "0": False}.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
     return known if told is None else replace(known, shares_workspace=told)

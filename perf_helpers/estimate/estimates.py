@@ -21,6 +21,7 @@ from perf_helpers.lab import hardware, processes, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
+from perf_helpers.texts import arguments_of_kind, shown, whole_number
 
 Answer = TypeVar("Answer")
 
@@ -76,14 +77,13 @@ def estimate(
     """
     import cloudpickle
 
+    arguments_of_kind(estimate, locals())
     task = Task(task) if isinstance(task, str) else task
-    if not isinstance(task, Task):
-        raise ValueError(f"task={task!r}: give a Task, e.g. Task('bert-large')")
     whose = target(device, compute_capability, device_memory, allocator_settings, torch_version, card)
     experiment = Experiment(
         name=name or task.model,
         task=task,
-        arguments=Arguments.of(arguments),
+        arguments=Arguments.of(arguments, also=estimate.__annotations__),
         function=cloudpickle.dumps(function) if function else None,
         optimizer=cloudpickle.dumps(optimizer) if optimizer else None,
         training=training,
@@ -129,14 +129,16 @@ def target(
     card: str | None = None,
 ) -> Device:
     """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
+    arguments_of_kind(target, locals())
     if card is not None:
         known = cards.named(card)
-        device, compute_capability = device or "cuda", compute_capability or known.capability
+        device, compute_capability = "cuda" if device is None else device, compute_capability or known.capability
         device_memory = known.memory_bytes - known.context_bytes if device_memory is None else device_memory
+    cards.check_capability(compute_capability or cards.DEFAULT_CAPABILITY)
     machine = hardware.describe()
-    kind = device or machine.kind
+    kind = machine.kind if device is None else device
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: choose 'cpu' or 'cuda'")
+        raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
         if torch_version is not None:
             raise ValueError(f"torch_version={torch_version!r} is of CUDA's allocator: choose device='cuda'")
@@ -144,6 +146,8 @@ def target(
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
     Settings.parse(allocator_settings)  # says what is wrong with them
     capability, rules = tuple(compute_capability or here), release(torch_version)
+    if device_memory is not None:
+        whole_number("device_memory", device_memory, 0, 2**60)
     return Device(kind, capability, allocator_settings, device_memory, rules)
 
 

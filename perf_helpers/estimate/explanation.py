@@ -29,7 +29,7 @@ from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Category
-from perf_helpers.texts import bytes_text, name_text
+from perf_helpers.texts import arguments_of_kind, bytes_text, name_text
 
 _ROWS = 10  # tensors that are shown one by one
 _MOST_ALONE = 4  # switches up to which each is priced alone, too: but for the first an estimate more for each
@@ -122,6 +122,7 @@ def explain(
     Raises:
         ValueError: A and B do not differ, or whatever `estimate` raises it for.
     """
+    arguments_of_kind(explain, locals())
     given, whose = (Arguments.of(a), Arguments.of(b)), estimates.target(**where)
     names = [name for name in {**b, **a} if given[0].get(name) != given[1].get(name)]
     if not names:

@@ -34,7 +34,8 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or 'no text'})") from None
+        why = getattr(error, "strerror", None) or "no text"
+        raise ValueError(f"{file}: cannot be read ({why}). Give a text file") from None
     return checked(text.translate(str.maketrans(",[]", "   ")).split(), str(file))
 
 

@@ -7,13 +7,12 @@ does with a `BitsAndBytesConfig` where it loads a model. Only the weights are ra
 import contextlib
 import importlib
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.texts import nearest_text
+from perf_helpers.texts import from_json, nearest_text, shown, text_of
 
 # How peft calls a task (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
@@ -38,15 +37,15 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
         text, path = str(value), Path(value)
         try:
             if not text.lstrip().startswith("{"):
-                path = path / "adapter_config.json" if path.is_dir() else path
-                text = path.read_text(encoding="utf-8")
-            value = json.loads(text)
+                text = text_of(path / "adapter_config.json" if path.is_dir() else path)
+            value = from_json(text)
         except OSError as error:
-            raise ValueError(f"{name}={value!r}: cannot be read ({error.strerror}). Give a JSON file or JSON") from None
+            told = f"cannot be read ({error.strerror}). Give a JSON file or JSON"
+            raise ValueError(f"{name}={shown(value)}: {told}") from None
         except ValueError as error:
-            raise ValueError(f"{name}={value!r}: not JSON ({error})") from None
+            raise ValueError(f"{name}={shown(value)}: not JSON ({error}). Give a JSON file or JSON") from None
     if not isinstance(value, Mapping):
-        raise ValueError(f'{name}={value!r}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
+        raise ValueError(f'{name}={shown(value)}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
     return dict(value)
 
 

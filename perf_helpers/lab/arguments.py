@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import importlib.util
-import json
 import runpy
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.lab.adapters import settings_of
-from perf_helpers.texts import nearest_text, whole_number
+from perf_helpers.texts import MOST, from_json, nearest_text, of_kind, shown, whole_number
 
 # Arguments of `from_config` rather than of the Trainer: how the model is built.
 MODEL_ARGUMENTS = {
@@ -36,6 +35,7 @@ ADAPTER_ARGUMENTS = {
     "prepare_model_for_kbit_training": "peft's function: what is not quantized in fp32; default: with peft",
     "freeze": "parameters that learn nothing: parts of their names, with commas between",
 }
+_AS_JSON = ("peft", "quantization_config")
 _SWITCHES = ("load_in_4bit", "load_in_8bit", "prepare_model_for_kbit_training")
 # Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
 GENERATION_ARGUMENTS = {
@@ -92,16 +92,17 @@ class Arguments:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Arguments":
-        """Arguments that are known to be right in name and range.
+    def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
+        """Arguments that are known to be right in name and range; `also` as in `check_names`.
 
         Raises:
             ValueError: an unknown name, with the nearest one that is known; a value out of range; one argument under
                 two names.
         """
-        check_names(given)
-        read = {name: settings_of(name, given[name]) for name in ("peft", "quantization_config") if given.get(name)}
+        check_names(given, also=also)
+        read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
         made = cls({**given, **read})
+        _check_kinds(made.given)
         _check_values(made.training, made.model, made.generation, made.adapters)
         return made
 
@@ -297,12 +298,12 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
         if name in _REMOVED:
             raise ValueError(f"{name!r} is no longer a training argument. Instead: {_REMOVED[name]}.")
         hint = nearest_text(name, valid) or "The names are those of transformers.TrainingArguments."
-        raise ValueError(f"unknown training argument {name!r}. {hint}")
+        raise ValueError(f"unknown training argument {shown(name)}. {hint}")
 
 
-def parse(words: list[str]) -> Arguments:
+def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
     """Arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`): only those
-    that were typed.
+    that were typed. `also` as in `check_names`.
 
     Raises:
         ValueError: words that are no training argument, or a value that an argument does not take.
@@ -320,13 +321,7 @@ def parse(words: list[str]) -> Arguments:
         given, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ValueError(_refused(parser, words, error)) from None
-    for name, value in vars(given).items():
-        if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
-            try:
-                json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{name}={value!r}: give a JSON object ({error})") from None
-    check_names(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))
+    check_names((word.lstrip("-").split("=")[0] for word in rest if word.startswith("--")), also=also)
     if rest:
         raise ValueError(f"not understood: {' '.join(rest)}")
     return Arguments.of(vars(given))
@@ -344,56 +339,64 @@ def _refused(parser, words: list[str], error) -> str:
     if error.message.startswith("expected"):
         return f"{name}: it takes a value, as in --{name} VALUE"
     if action.choices:
-        return f"{name}={value!r} is none of its values. {nearest_text(value, map(str, action.choices))}"
+        return f"{name}={shown(value)} is none of its values. {nearest_text(value, map(str, action.choices))}"
     kind = _KINDS.get(action.type) or ("True or False" if "ruthy" in error.message else "")
-    return f"{name}={value!r}: give {kind}" if kind else f"{name}={value!r}: {error.message}"
+    return f"{name}={shown(value)}: give {kind}" if kind else f"{name}={shown(value)}: {error.message}"
 
 
+_AT_MOST_1 = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
 # Smallest value that makes sense, where the library itself would find out late or not at all.
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "max_steps": 1,
+    "per_device_eval_batch_size": 1,
     "dataloader_num_workers": 0,
+    "seed": 0,
     "max_new_tokens": 1,
     "num_beams": 1,
 }
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Raise ValueError at a value of another kind than the installed library declares, or one out of its choices."""
+    declared = typing.get_type_hints(_declared()) | dict.fromkeys(OF_EXPERIMENTS, str | None)
+    declared |= dict.fromkeys(_SWITCHES, bool | None) | dict.fromkeys((*_AS_JSON, *_AT_LEAST, "dtype"), Any)
+    for name, value in given.items():
+        kind = declared[_current_names().get(name, name)]
+        choices = [each.value for part in typing.get_args(kind) if isinstance(part, enum.EnumType) for each in part]
+        if choices and (chosen := getattr(value, "value", value)) not in choices:
+            raise ValueError(
+                f"{name}={shown(chosen)} is none of its values. {nearest_text(shown(chosen)[1:-1], choices)}"
+            )
+        if value is not None or not (choices or kind is bool):
+            of_kind(name, value, kind)
+        most = 1 if name in _AT_MOST_1 else MOST
+        if isinstance(value, float | int) and not 0 <= value <= most and name not in ("local_rank", *_AT_LEAST):
+            raise ValueError(f"{name}={shown(value)}: give a number that is not negative, of {most:,} at most")
+        if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
+            try:
+                from_json(value)
+            except ValueError as error:
+                raise ValueError(f"{name}={shown(value)}: give a JSON object ({error})") from None
 
 
 def _check_values(
     training: Mapping[str, Any], model: Mapping[str, Any], generation: Mapping[str, Any], adapters: Mapping[str, Any]
 ) -> None:
     """Raise ValueError at a value out of range, naming the argument and what it takes."""
-    for name in _SWITCHES:
-        if not isinstance(adapters.get(name), bool | None):
-            raise ValueError(f"{name}={adapters[name]!r}: give True or False")
     if adapters.get("load_in_4bit") and adapters.get("load_in_8bit"):
         raise ValueError("load_in_8bit: the model is in 4 bits already. Keep one of the two.")
-    if not isinstance(adapters.get("freeze"), str | None):
-        raise ValueError(f"freeze={adapters['freeze']!r}: give parts of names, as 'embed,layers.0.'")
     for name, least in _AT_LEAST.items():
         whole_number(name, (training | generation).get(name, least), least)
     if generation and "max_new_tokens" not in generation:
         raise ValueError(f"{next(iter(generation))}: give max_new_tokens too, how many tokens an answer gets")
     if (cache := generation.get("cache_implementation", "dynamic")) not in ("dynamic", "static"):
-        raise ValueError(f"cache_implementation={cache!r}: choose 'dynamic' or 'static'")
-    for name in ("bf16", "fp16", "tf32", "gradient_checkpointing", "activation_checkpointing"):
-        if not isinstance(training.get(name), bool | None):
-            raise ValueError(f"{name}={training[name]!r}: give True or False")
-    for name in ("num_train_epochs", "learning_rate", "max_grad_norm", "weight_decay"):
-        value = training.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ValueError(f"{name}={value!r}: give a number that is not negative")
-    if "optim" in training:
-        optimizers, *_ = typing.get_args(typing.get_type_hints(_declared())["optim"])
-        names = [optimizer.value for optimizer in optimizers]
-        name = getattr(training["optim"], "value", training["optim"])
-        if name not in names:
-            raise ValueError(f"optim={name!r} is no optimizer of the Trainer. {nearest_text(str(name), names)}")
+        raise ValueError(f"cache_implementation={shown(cache)}: choose 'dynamic' or 'static'")
     attention = model.get("attn_implementation")
     is_own = isinstance(attention, str) and not {"/", "|"} & set(attention)  # those are kernels of a Hub, and variants
     if is_own and attention not in _kernels():
-        raise ValueError(f"attn_implementation={attention!r} is not known. {nearest_text(attention, _kernels())}")
+        raise ValueError(f"attn_implementation={shown(attention)} is not known. {nearest_text(attention, _kernels())}")
     dtypes = ("float32", "bfloat16", "float16")
     if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
-        raise ValueError(f"dtype={model['dtype']!r}: choose from {', '.join(dtypes)}")
+        raise ValueError(f"dtype={shown(model['dtype'])}: choose from {', '.join(dtypes)}")

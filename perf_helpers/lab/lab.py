@@ -20,7 +20,7 @@ from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run, Store
-from perf_helpers.texts import whole_number
+from perf_helpers.texts import arguments_of_kind, of_kind, positive, shown, whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 
 Answer = TypeVar("Answer")
@@ -31,6 +31,7 @@ NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
 # By CPU time and inside one process the same code is told apart by less; a comparison measures by how much.
 LEAST_FLOOR = 1.05
 PROCESSES = 4  # of a comparison on a CPU
+MOST_RANKS = 256  # of a training on one machine, each a process
 PATIENCE_SECONDS = 120  # that a lab waits for estimates that never come
 
 
@@ -60,11 +61,15 @@ class Lab:
         executor: Executor | None = None,
         timeout: float | None = None,
     ):
+        arguments_of_kind(Lab.__init__, locals())
         self.machine, self.versions = executors.seen_by(executor)
+        if out and os.path.exists(out) and not os.path.isdir(out):
+            raise ValueError(f"out={shown(str(out))}: give a folder")
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson
-        self.executor, self.timeout = executor, timeout or self.profile.timeout
+        self.executor = executor
+        self.timeout = positive("timeout", self.profile.timeout if timeout is None else timeout)
         self.runs: list[Run] = []
         self.store = Store(Path(self.out or hardware.cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
@@ -80,7 +85,7 @@ class Lab:
         *,
         task: Task | None = None,
         optimizer: Callable | None = None,
-        measure: Sequence[str] = ("memory", "time"),
+        measure: str | Sequence[str] = ("memory", "time"),
         processes: int = 1,
         steps: int | None = None,
         timeout: float | None = None,
@@ -102,7 +107,8 @@ class Lab:
             ValueError: an unknown argument or a value out of range, before anything is built. What goes wrong while the
                 experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
         """
-        told = Arguments.of(arguments)
+        arguments_of_kind(Lab.train, locals())
+        told = Arguments.of(arguments, also=Lab.train.__annotations__)
         if self.machine.kind == "cpu" or told.get("use_cpu"):
             for text in told.passed_over_on_a_cpu:
                 warnings.warn(text, stacklevel=2)
@@ -111,8 +117,8 @@ class Lab:
             task=task or self.task,
             arguments=told,
             optimizer=None if optimizer is None else pickled(optimizer),
-            processes=whole_number("processes", processes),
-            steps=whole_number("steps", self.profile.steps if steps is None else steps),
+            processes=processes,
+            steps=self.profile.steps if steps is None else steps,
             warmup_steps=self.profile.warmup_steps,
         )
         return self._run(experiment, measure, timeout)
@@ -122,7 +128,7 @@ class Lab:
         name: str,
         *,
         task: Task | None = None,
-        measure: Sequence[str] = ("memory",),
+        measure: str | Sequence[str] = ("memory",),
         timeout: float | None = None,
         **arguments,
     ) -> Run:
@@ -130,10 +136,11 @@ class Lab:
 
         Arguments and errors are those of `train`; each pass is a step.
         """
+        arguments_of_kind(Lab.infer, locals())
         experiment = Experiment(
             name=name,
             task=task or self.task,
-            arguments=Arguments.of(arguments),
+            arguments=Arguments.of(arguments, also=Lab.infer.__annotations__),
             training=False,
             steps=self.profile.steps,
             warmup_steps=self.profile.warmup_steps,
@@ -146,7 +153,7 @@ class Lab:
         name: str | None = None,
         *,
         task: Task | None = None,
-        measure: Sequence[str] = ("memory", "time"),
+        measure: str | Sequence[str] = ("memory", "time"),
         processes: int = 1,
         samples_per_step: int | None = None,
         use_cpu: bool = False,
@@ -162,13 +169,14 @@ class Lab:
             samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
             use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
         """
+        arguments_of_kind(Lab.run, locals())
         experiment = Experiment(
             name=name or getattr(function, "__name__", "function"),
             task=task or self.task,
             arguments=Arguments.of({"use_cpu": True}) if use_cpu else Arguments(),
             function=pickled(function),
             samples_of_function=samples_per_step,
-            processes=whole_number("processes", processes),
+            processes=processes,
             steps=self.profile.steps,
             warmup_steps=self.profile.warmup_steps,
         )
@@ -198,11 +206,13 @@ class Lab:
             timeout: seconds for all that take turns at once; default: the lab's, for each of the others.
         """
         for run in (baseline, *others):
+            of_kind("a run to compare", run, Run)
             if run.id not in self._experiments:
                 raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
         if not others:
             raise ValueError(f"{baseline.name!r} is alone: give a run to compare it with")
         turns = whole_number("turns", self.profile.turns if turns is None else turns)
+        positive("timeout", 1 if timeout is None else timeout)
         how = turns, whole_number("steps_per_turn", steps_per_turn), timeout
         at_once = [run for run in others if baseline.ok and run.ok and self._is_inside_one(baseline, run)]
         known = dict(zip([run.id for run in at_once], self._speeds(baseline, at_once, *how), strict=True))
@@ -264,11 +274,12 @@ class Lab:
 
     def _run(self, experiment: Experiment, measure: Sequence[str], timeout: float | None) -> Run:
         measure = (measure,) if isinstance(measure, str) else tuple(measure)
-        if not measure or set(measure) - {"memory", "time", "none"}:
-            raise ValueError(f"measure={measure!r}: choose from 'memory', 'time', 'none'")
+        if not measure or any(each not in ("memory", "time", "none") for each in measure):
+            raise ValueError(f"measure={shown(measure)}: choose from 'memory', 'time', 'none'")
+        whole_number("processes", experiment.processes, most=MOST_RANKS)
         outcome = Outcome()
         try:
-            for known in self._measured(experiment, measure, timeout or self.timeout):
+            for known in self._measured(experiment, measure, self.timeout if timeout is None else timeout):
                 outcome = known
         except KeyboardInterrupt as interruption:
             message = "; ".join(["interrupted by the user", *getattr(interruption, "__notes__", ())])
@@ -352,7 +363,7 @@ class Lab:
         what = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
         with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
             told = None if self.executor else lambda number: bar.update(number - bar.n)
-            how = players, turns, steps_per_turn, timeout or self.timeout * len(others), told
+            how = players, turns, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), told
             if inside_one:
                 outcome = self._perform(processes.side_by_side, *how, PROCESSES, min(2, self.machine.cpu_cores or 1))
             else:

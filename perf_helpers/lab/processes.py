@@ -12,6 +12,7 @@ from perf_helpers.lab import hardware, interleaving, outcomes, worker
 from perf_helpers.lab.forkserver import SERVER, CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
+from perf_helpers.texts import positive
 
 Value = TypeVar("Value")
 
@@ -20,7 +21,9 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out"."""
+    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out". Raises
+    ValueError where that is no time."""
+    positive("timeout", seconds)
     token = _limit.set(min(_limit.get(), (time.monotonic() + seconds, seconds)))
     try:
         yield

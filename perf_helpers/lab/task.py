@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools
-import json
 import os
+import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perf_helpers.lab import hardware
 from perf_helpers.records import Record
-from perf_helpers.texts import nearest_text, whole_number
+from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, shown, text_of, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
@@ -64,12 +64,14 @@ class Task(Record):
     packed: bool = False
 
     def __post_init__(self):
+        arguments_of_kind(type(self), vars(self))
         if self.lengths:
-            whole_number("lengths", min(self.lengths))
+            [whole_number("lengths", length) for length in self.lengths]
             for name, value in (("seq_len", max(self.lengths)), ("dataset_size", len(self.lengths))):
                 object.__setattr__(self, name, value)
+        whole_number("seed", self.seed, 0)
         if self.data not in ("random", "learnable"):
-            raise ValueError(f"data={self.data!r}: choose 'random' or 'learnable'")
+            raise ValueError(f"data={shown(self.data)}: choose 'random' or 'learnable'")
         for name in ("seq_len", "dataset_size", "pad_to_multiple_of"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name))
@@ -92,31 +94,29 @@ class Task(Record):
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
         file = self._file()
-        return repr(self) + (file.read_text() if file and file.is_file() else "")
+        return repr(self) + (repr(_read_config(file)) if file else "")
 
     def _file(self) -> Path | None:
         """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
         path = Path(self.model)
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
-        return path / "config.json" if path.is_dir() else path if path.suffix == ".json" else None
+        return path / "config.json" if os.path.isdir(path) else path if path.suffix == ".json" else None
 
     def build_config(self):
         """The `PretrainedConfig`.
 
         Raises:
-            ValueError: the model is no preset, no file or folder, and could not be fetched from the Hub.
+            ValueError: there is no such model, or its configuration is none. Code beside one is never run.
         """
-        from transformers import AutoConfig
-
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
             known = PRESETS[preset]
-            config = AutoConfig.for_model(known["model_type"], **(known.get("config", {}) | self.config))
+            config = _config("config", known["model_type"], known.get("config", {}) | self.config)
             config.architectures = [known["architecture"]]
         elif file := self._file():
             fields = _read_config(file) | self.config
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            config = _config(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
         if getattr(config, "pad_token_id", None) is None:
@@ -131,11 +131,12 @@ class Task(Record):
 
         known = _hub_answers()
         try:
-            return AutoConfig.from_pretrained(self.model, local_files_only=not known, **self.config)
+            options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
+            return AutoConfig.from_pretrained(self.model, **options, **self.config)
         except (OSError, ValueError) as error:
             where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
             hint = nearest_text(self.model, [*PRESETS, *_ALIASES])
-            raise ValueError(f"{self.model!r} is no preset, no file or folder, and {where}. {hint}") from error
+            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}. {hint}") from error
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
@@ -147,7 +148,8 @@ class Task(Record):
             name = _usual_class(config)
         found = getattr(transformers, name, None)
         if found is None:
-            raise ValueError(f"transformers has no class {name!r}; name one with architecture=")
+            near = nearest_text(name, _families_of_classes())
+            raise ValueError(f"transformers has no class {shown(name)}; name one with architecture=. {near}")
         return found
 
     def family(self) -> str:
@@ -175,8 +177,11 @@ class Task(Record):
         if attn_implementation:
             options["attn_implementation"] = attn_implementation
         torch.manual_seed(self.seed)
-        with torch.device(device or "cpu"):
-            return self.model_class(config)._from_config(config, **options).train()
+        try:
+            with torch.device(device or "cpu"):
+                return self.model_class(config)._from_config(config, **options).train()
+        except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise ValueError(f"{self.model}: no model can be made of this configuration ({error!r})") from error
 
     def parameters(self) -> int:
         """Number of parameters, shared ones counted once; no weights are made."""
@@ -288,9 +293,38 @@ def positions(config) -> int | None:
     return count if count and count > 0 else None
 
 
+# The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
+_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
+_MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
+
+
+def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError at a size that no model has: before anything is made of it."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_sizes(where, value)
+        most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
+        least = -1 if "position" in str(name) else 0  # XLNet's: no limit
+        if most and isinstance(value, int | float) and not least <= value <= most:
+            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
+
+
+def _config(where: str, kind: str, fields: dict[str, Any]):
+    """The configuration of a type of model. Raises ValueError, with the file or the argument that said so."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"{where}: no model_type {shown(kind)}. {nearest_text(str(kind), CONFIG_MAPPING)}")
+    _check_sizes(where, fields)
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # what its fields' values are not fit for shows in any kind of error
+        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from error
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text())
+        fields = from_json(text_of(path))
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}). Give a preset, a config.json or a folder."
@@ -387,5 +421,5 @@ def choose_profile(name: str = "auto", machine=None) -> Profile:
     if name == TINY.name:
         return TINY
     if name not in PROFILES:
-        raise ValueError(f"profile={name!r}: choose one of auto, {', '.join(PROFILES)}")
+        raise ValueError(f"profile={shown(name)}: choose one of auto, {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -14,6 +14,7 @@ from perf_helpers.lab import adapters, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task, positions
+from perf_helpers.texts import shown, whole_number
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Experiment:
     samples_of_function: int | None = None  # that one step of a function sees, all processes together
 
     def __post_init__(self):
+        whole_number("processes", self.processes)
+        whole_number("steps", self.steps)
+        whole_number("samples_per_step", 1 if self.samples_of_function is None else self.samples_of_function)
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
@@ -213,7 +217,7 @@ def pickled(function: Callable) -> bytes:
         ValueError: it is no function, or cannot travel.
     """
     if not callable(function):
-        raise ValueError(f"{function!r} is not a function: pass one that takes the task")
+        raise ValueError(f"{shown(function)} is not a function: pass one that takes the task")
     import cloudpickle
 
     try:

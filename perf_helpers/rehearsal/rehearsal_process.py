@@ -21,6 +21,7 @@ from perf_helpers.estimate.allocator_replay import place
 from perf_helpers.lab import Lab, Task, forkserver, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
+from perf_helpers.texts import arguments_of_kind, positive, whole_number
 
 
 def rehearse(
@@ -53,6 +54,9 @@ def rehearse(
     Raises:
         ValueError: unknown or wrong arguments.
     """
+    arguments_of_kind(rehearse, locals())
+    whole_number("processes", processes, most=16)
+    positive("timeout", timeout)
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
         lab = Lab("gpu", executor=stage, timeout=timeout)

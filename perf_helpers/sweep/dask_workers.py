@@ -30,6 +30,7 @@ from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
+from perf_helpers.texts import positive, whole_number
 
 RESOURCE = "device"  # that a worker offers for each experiment it may perform at once, and each experiment takes
 ATTEMPTS = 2  # of a call whose workers are killed
@@ -283,8 +284,8 @@ def connected(
     Raises:
         ValueError: Dask is missing, nobody answers at that address, or there are fewer GPUs than workers.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: give a whole number of at least 1")
+    whole_number("workers", 1 if workers is None else workers, most=1024)
+    positive("wait", patience)
     if scheduler and workers:
         raise ValueError("workers are started here, or a scheduler has some: give one of the two")
     if importlib.util.find_spec("distributed") is None:

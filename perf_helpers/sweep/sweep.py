@@ -23,7 +23,7 @@ from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Run
 from perf_helpers.sweep.dask_workers import TELLING
-from perf_helpers.texts import nearest_text, whole_number
+from perf_helpers.texts import nearest_text, positive, shown, whole_number
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
@@ -50,7 +50,9 @@ class Plan:
         try:
             return cls.of(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+            raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a plan in TOML") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not TOML ({error}). Give a plan in TOML") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -81,7 +83,9 @@ class Plan:
         _check_twice(rows)
         steps = told.get("steps")
         steps = steps if steps is None else whole_number("steps", steps)
-        return cls(rows, _measure(told.get("measure", METERS)), steps, _seconds(told.get("timeout")))
+        timeout = told.get("timeout")
+        timeout = timeout if timeout is None else positive("timeout", timeout)
+        return cls(rows, _measure(told.get("measure", METERS)), steps, timeout)
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ def _check_names(table: Mapping[str, Any], allowed: Iterable[str], where: str) -
 def _table(told: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = told.get(name, {})
     if not isinstance(table, Mapping):
-        raise ValueError(f"{name}={table!r}: write it as a table, [{name}]")
+        raise ValueError(f"{name}={shown(table)}: write it as a table, [{name}]")
     return dict(table)
 
 
@@ -276,7 +280,7 @@ def _as_they_stand(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[st
         changes = {name: _value(where, name, value) for name, value in changes.items()}
         name = row.get("name", _name(changes) or "as it stands")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"{where}: name={name!r}: give a text")
+            raise ValueError(f"{where}: name={shown(name)}: give a text")
         yield name, changes
 
 
@@ -309,7 +313,7 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     if not isinstance(value, bool | int | float | str):
-        raise ValueError(f"{name}={value!r}: give a number, a text, true or false")
+        raise ValueError(f"{name}={shown(value)}: give a number, a text, true or false")
     return [f"--{name}={value}"]
 
 
@@ -320,7 +324,7 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
         raise ValueError("[task]: name a model, as in model = 'bert-tiny'")
     for key, kind in (("model", str), ("architecture", str), ("config", Mapping), ("data", str)):
         if key in of_task and not isinstance(of_task[key], kind):
-            raise ValueError(f"{key}={of_task[key]!r}: give a {'table' if kind is Mapping else 'text'}")
+            raise ValueError(f"{key}={shown(of_task[key])}: give a {'table' if kind is Mapping else 'text'}")
     try:
         return Experiment(name, Task(**of_task), Arguments.of(of_training), processes=processes)
     except ValueError as error:
@@ -345,11 +349,5 @@ def _check_twice(rows: Iterable[Experiment]) -> None:
 def _measure(told: Any) -> tuple[str, ...]:
     meters = (told,) if isinstance(told, str) else tuple(told) if isinstance(told, list | tuple) else ()
     if not meters or set(map(str, meters)) - set(METERS) or len(set(meters)) < len(meters):
-        raise ValueError(f"measure={told!r}: choose 'memory', 'time' or both, as in measure = ['memory', 'time']")
+        raise ValueError(f"measure={shown(told)}: choose 'memory', 'time' or both, as in measure = ['memory', 'time']")
     return meters
-
-
-def _seconds(value: Any) -> float | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-        raise ValueError(f"timeout={value!r}: give the seconds that one training may take")
-    return value

@@ -128,5 +128,5 @@ def _bars_html(values: Mapping[str, float], unit: str) -> str:
     ax.invert_yaxis()
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=12)
-    ax.set_xlabel(unit, fontsize=12)
+    ax.set_xlabel(unit, fontsize=12, parse_math=False)
     return plots.image_html(figure, "; ".join(f"{name} {text}" for name, text in texts.items()))

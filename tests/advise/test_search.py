@@ -153,7 +153,7 @@ def test_lower_precision_is_for_devices_that_compute_in_it():
         ({"must": {"optim": "adafactor"}, "avoid": ["adafactor"]}, "keep one"),
         ({"avoid": ["chekpointing"]}, "'chekpointing' is no technique. Did you mean 'checkpointing'"),
         ({"avoid": ["zzz"]}, "Choose from 8-bit Adam, Adafactor, AdamW, LoRA, QLoRA, SGD, accumulation,"),
-        ({"avoid": "checkpointing"}, "list of names"),
+        ({"avoid": "checkpointing"}, "give a list"),
         ({"avoid": ["adamw_torch_fused", "adafactor", "8-bit Adam"]}, "fix one with must"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_number_in_quotes_is_the_number():
         ({"task": TINY, "grid": GRID, "measure": []}, "choose 'memory', 'time' or both"),
         ({"task": TINY, "grid": GRID, "steps": 0}, "steps=0: give a whole number"),
         ({"task": TINY, "grid": GRID, "processes": True}, "processes=True: give a whole number"),
-        ({"task": TINY, "grid": GRID, "timeout": -1}, "timeout=-1: give the seconds"),
+        ({"task": TINY, "grid": GRID, "timeout": -1}, "timeout=-1: give a number above 0"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line_that_says_where(told, words, monkeypatch):
@@ -84,8 +84,8 @@ def test_a_mistake_is_refused_in_one_line_that_says_where(told, words, monkeypat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[task", "plan.toml: Expected"),
-        (b"\xff", "plan.toml: 'utf-8'"),
+        (b"[task", "plan.toml: not TOML (Expected"),
+        (b"\xff", "plan.toml: not TOML ('utf-8'"),
         (b"[task]\nmodel = 'bert-tiny'\n[gird]", "plan.toml: a plan has no 'gird'"),
         (None, "plan.toml: cannot be read (No such file"),
     ],

@@ -1,0 +1,111 @@
+"""What is read of a folder is text: a pickle that lies where results are expected is never loaded."""
+
+import ast
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from perf_helpers.compare import compare, history, night
+from perf_helpers.course import results
+from perf_helpers.estimate.allocator_replay import place
+from perf_helpers.estimate.peak_model import Surfaces
+from perf_helpers.lab.adapters import settings_of
+from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.task import Task
+from perf_helpers.records import Store
+from perf_helpers.sweep.sweep import Plan
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where bytes are unpickled: they come from a process that this one started, or go to it, and never from a file.
+CHANNELS = {"estimate/prediction.py", "estimate/trace.py", "lab/forkserver.py", "lab/training.py", "lab/worker.py"}
+CHANNELS |= {"rehearsal/rehearsal_process.py", "sweep/dask_workers.py"}
+
+
+class Planted:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A folder in which every file that anybody may look for is a pickle, and the mark that one would leave."""
+    marker, folder = tmp_path / "was loaded", tmp_path / "planted"
+    folder.mkdir()
+    content = pickle.dumps(Planted(marker), protocol=0)  # in ASCII, so that it can be read as text too
+    names = "results.json runs.jsonl 01_anatomy_of_memory.ipynb 01_anatomy_of_memory.json plan.toml snapshot.pickle"
+    names += " runs.pkl cache.pickle pytorch_model.bin model.safetensors adapter_model.bin adapter_config.json"
+    for name in names.split():
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text('{"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2}')
+    with zipfile.ZipFile(folder / "optimizer.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+    yield folder
+    assert not marker.exists()
+    pickle.loads((folder / "results.json").read_bytes()).close()
+    assert marker.exists(), "a planted pickle would not have been seen"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: compare.compare(folder, folder),
+        lambda folder: compare.compare(folder / "snapshot.pickle", folder / "optimizer.pt"),
+        lambda folder: history.read(folder),
+        lambda folder: night.report(folder),
+        lambda folder: night.run_night(folder / "out", folder, ("memory",), False, lessons=["00"]),
+        lambda folder: results.recorded(folder.parent),
+        lambda folder: Plan.read(folder / "plan.toml"),
+        lambda folder: settings_of("peft", folder),
+        lambda folder: settings_of("quantization_config", folder / "adapter_model.bin"),
+    ],
+)
+def test_what_is_no_text_is_refused_and_not_loaded(read, planted):
+    with pytest.raises(ValueError):
+        read(planted)
+
+
+def test_stores_and_caches_leave_a_pickle_alone(planted):
+    with pytest.warns(UserWarning):
+        assert Store(planted / "runs.jsonl").read() == []
+    lab = Lab("tiny", out=planted, lesson="01_anatomy_of_memory")
+    with pytest.warns(UserWarning):
+        assert lab.store.read() == []
+    model = Surfaces(Task(str(planted)), folder=planted)
+    model._file.write_bytes((planted / "results.json").read_bytes())
+    Surfaces(Task(str(planted)), folder=planted)
+    assert place(planted / "snapshot.pickle").exists(), "a snapshot is written, whatever was there"
+    Task(str(planted)).build_model(device="meta")
+
+
+def calls(path):
+    """(library, options) of each call in a module that loads what a library keeps."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "loads"):
+            whose = ast.unparse(node.func.value)
+            if whose in ("torch", "pickle", "cloudpickle", "joblib", "dill", "np", "numpy", "marshal", "shelve"):
+                yield whose, {word.arg: ast.unparse(word.value) for word in node.keywords}
+
+
+def test_only_channels_between_own_processes_are_unpickled():
+    found = set()
+    for path in sorted((ROOT / "perf_helpers").rglob("*.py")):
+        for whose, options in calls(path):
+            assert whose in ("pickle", "cloudpickle") or options.get("weights_only") == "True", path
+            found.add(path.relative_to(ROOT / "perf_helpers").as_posix())
+    assert found == CHANNELS
+
+
+def test_torch_load_as_the_lessons_call_it_loads_weights_only(tmp_path):
+    """They say nothing, and torch's default since 2.6 refuses everything else."""
+    torch.save({"weights": Planted(tmp_path / "was loaded")}, tmp_path / "model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "model.bin")
+    assert not (tmp_path / "was loaded").exists()
