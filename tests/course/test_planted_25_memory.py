@@ -17,7 +17,10 @@ HOLDS, SMALLER, REFUTED = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED
 FULL, TABLE, WORDS, CHECKPOINTED = MEASURES
 RANKS = (FULL, TABLE)
 FOUR_BITS = ("load_in_4bit", "quantization_config", "prepare_model_for_kbit_training")
-SMALL = (("num_hidden_layers=4", "num_hidden_layers=2"), ("vocab_size=2000", "vocab_size=512"))
+SMALL = {  # by cell: the same shares of a smaller whole
+    FULL: (("num_hidden_layers=4", "num_hidden_layers=2"), ("vocab_size=2000", "vocab_size=512")),
+    WORDS: (("vocab_size=8000", "vocab_size=4000, num_hidden_layers=2"),),
+}
 
 
 # ---- faults, each planted in the clean process in which a training runs
@@ -164,7 +167,7 @@ def adapting():
 
 
 def found(lab, cells, replaced=()):
-    return measured(lab, cells, (SMALL if FULL in cells else ()) + replaced)
+    return measured(lab, cells, [*replaced, *(pair for cell in cells for pair in SMALL.get(cell, ()))])
 
 
 def test_without_a_fault_the_verdicts_are_the_expected_ones():
