@@ -1,7 +1,7 @@
 """The estimate for adapters and for bases of 8 and 4 bits: on a CPU against what the lab counts, by category; for CUDA
 against torch's own allocator, over generated trainings that are rehearsed.
 
-    python benchmarks/measure_adapters.py [--count 80] [--seed 1]
+    python benchmarks/measure_adapters.py [--count 112] [--seed 1]
 
 Another seed is another set. Left out is what cannot be trained: a model that refuses a method, or one that asks for
 values which a rehearsal does not compute. Of activations beyond LLM.int8's threshold there are none in a rehearsal.
@@ -139,7 +139,7 @@ ADAPTERS = Measurement(
     cases,
     measure,
     conclude,
-    {"count": 80, "seed": 1},
+    {"count": 112, "seed": 1},
     name_of=lambda number, row: f"{row['device']} {row['number']}",
     line=line,
     rehearsed=True,

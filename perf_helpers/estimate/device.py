@@ -74,6 +74,12 @@ class DeviceTracker(FakeTracker):
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it trains with other products of 8 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
             stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))
+            whole = bitsandbytes.nn.Int8Params
+            stack.enter_context(patch.object(whole, "to", _sent_once(whole.to)))
+        if peft := sys.modules.get("peft"):
+            layer = peft.tuners.tuners_utils.BaseTunerLayer
+            move = self._moved(layer._move_adapter_to_device_of_base_layer)
+            stack.enter_context(patch.object(layer, "_move_adapter_to_device_of_base_layer", move))
         if paged:
             from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -88,6 +94,18 @@ class DeviceTracker(FakeTracker):
                 return plain(*args, **kwargs)
 
         return matmul_4bit
+
+    def _moved(self, plain):
+        """Where peft sends a parameter to a quantized base's device, it makes one that learns: AdaLoRA's `ranknum`."""
+
+        def move(layer, *args, **kwargs):
+            plain(layer, *args, **kwargs)
+            if self.lies_on_device(layer.get_base_layer().weight):
+                for name in layer.other_param_names:
+                    if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
+                        kept.requires_grad_(True)
+
+        return move
 
     def _paged(self, kind: type):
         plain = kind.get_state_buffer
@@ -218,6 +236,16 @@ class DeviceTracker(FakeTracker):
         block = Block(size, Category.INSIDE_OPERATIONS, operation)
         self.log.append((block, +1))
         return block
+
+
+def _sent_once(plain):
+    """`Int8Params.to`, which peft calls after it read a weight on the CPU, as fake ones say they are; the scales, which
+    the layer has by then, were lost."""
+
+    def to(weight, *args, **kwargs):
+        return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
+
+    return to
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None):
