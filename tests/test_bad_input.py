@@ -318,7 +318,7 @@ NONE = (
     "dataset_size",
     "memory",
 )
-NONE += ("card_bytes", "samples_per_step", "pad_to_multiple_of", "on")
+NONE += ("card_bytes", "samples_per_step", "pad_to_multiple_of", "on", "largest")
 
 
 @pytest.mark.parametrize("what", CALLS)
