@@ -12,16 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perf_helpers.advise.changes import Change, helpful_changes
 from perf_helpers.advise.largest import LARGEST
 from perf_helpers.advise.largest import largest as largest_of
 from perf_helpers.advise.measured_speedups import Evidence
 from perf_helpers.advise.search import (
     Candidate,
-    Change,
     Choices,
     Ranking,
     RecipeSearch,
-    helpful_changes,
     native_precisions,
 )
 from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
