@@ -35,6 +35,8 @@ ONCE = ("parameters", "setup", "finish")
 EXERCISE = ("exercise", "check", "solution")
 RECORDED = "recorded"  # the cell that is made here, from recorded runs; it counts neither as a cell nor as prose
 TAGS = {*ONCE, *EXERCISE, "claim", "widget", RECORDED}  # any other tag is a misspelt one
+QUESTION = re.compile(r"^exercises\.question\(", re.MULTILINE)
+SEEN = ("print(", "_ = ", "plots.", "assert ", "import ", "from ")  # what a learner is to read or see
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # as JupyterLab spells it, and as Colab does
 
 
@@ -49,7 +51,7 @@ def build(source: str, recorded: str = "") -> str:
         parsed.insert(-1, nbformat.v4.new_markdown_cell(recorded, metadata={"tags": [RECORDED]}))
     for cell in parsed:
         metadata = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
-        if "solution" in tags(cell):
+        if "solution" in tags(cell) or _asks(cell):
             metadata |= FOLDED
         text = f"{cell.cell_type}\n{cell.source}"
         seen[text] += 1
@@ -119,9 +121,16 @@ def _lint_code(cells):
             yield f"cell {number} calls {name}(...): ask by lab.foresee({name}, ...), which goes on without an answer"
         if "solution" in tags(cell) and not cell.metadata.get("jupyter", {}).get("source_hidden"):
             yield f"cell {number}, a solution, is not folded (metadata jupyter.source_hidden)"
+        if _asks(cell) and any(line.startswith(SEEN) for line in cell.source.splitlines()):
+            yield f"cell {number} asks a question and does more: a question has a cell of its own, which is folded"
         if "parameters" in tags(cell) and _assignments(cell.source) != PARAMETERS:
             expected = "; ".join(f"{name} = {value!r}" for name, value in PARAMETERS.items())
             yield f"cell {number}: the parameters are exactly {expected}"
+
+
+def _asks(cell) -> bool:
+    """Whether a cell asks a question: its source has the key and each explanation, so a learner's view folds it."""
+    return cell.cell_type == "code" and QUESTION.search(cell.source) is not None
 
 
 def _unguarded(source):
@@ -148,7 +157,7 @@ def _assignments(source):
 
 
 def _lint_prose(cells):
-    cells = [cell for cell in cells if RECORDED not in tags(cell)]
+    cells = [cell for cell in cells if RECORDED not in tags(cell) and not _asks(cell)]  # a folded cell is not read
     if not MIN_CELLS <= len(cells) <= MAX_CELLS:
         yield f"{len(cells)} cells; {MIN_CELLS} to {MAX_CELLS}"
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")

@@ -97,6 +97,27 @@ def test_a_solution_is_folded_by_the_build():
     assert solution.metadata["jupyter"]["source_hidden"] and solution.metadata["cellView"] == "form"
 
 
+QUESTION = '# %%\nexercises.question(\n    lab, "key", "Why?", {"a": "for", "b": "no"}, right="a"\n)\n\n'
+
+
+def test_a_question_s_key_is_folded_by_the_build_and_stands_alone():
+    (asking,) = (cell for cell in notebook(source(QUESTION)).cells if "right=" in cell.source)
+    assert asking.metadata["jupyter"]["source_hidden"] and asking.metadata["cellView"] == "form"
+    assert build.lint(notebook(source(QUESTION))) == []
+    mixed = QUESTION.replace("# %%\n", "# %%\nprint('seen')\n")
+    assert "a question has a cell of its own" in build.lint(notebook(source(mixed)))[0]
+
+
+def test_no_lesson_shows_a_question_s_key():
+    asking = [
+        cell
+        for path in (ROOT / "notebooks").glob(f"{build.LESSONS}.ipynb")
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code" and "exercises.question(" in cell.source and "def ward(" not in cell.source
+    ]
+    assert len(asking) >= 40 and all(cell.metadata["jupyter"]["source_hidden"] for cell in asking)
+
+
 def tagged(cells, tag):
     return next(cell for cell in cells if tag in build.tags(cell))
 

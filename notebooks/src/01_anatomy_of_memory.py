@@ -549,6 +549,8 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown
 if max(alone, key=alone.get) != "optimizer_states":
     raise RuntimeError(f"the answer below is not true here: {alone}")
+
+# %%
 text = f"{lab.task.model} in fp32 with AdamW, batch 1: which part of its peak is the largest?"
 options = {
     "weights": "Weights are 4 bytes a parameter: half of what AdamW keeps beside them.",

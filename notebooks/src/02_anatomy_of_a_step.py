@@ -591,6 +591,8 @@ getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_e
 with FlopCounterMode(display=False) as executed:
     model(**tiny.batch(4)).loss.backward()
 assert executed.get_total_flops() > 1.2 * roofline.model_flops(tiny, 4)  # counted: more is executed, no more is needed
+
+# %%
 exercises.question(
     lab,
     "utilization and checkpointing",

@@ -138,6 +138,8 @@ for name, make in optimizers.items():
 
 # %%
 assert cosine_similarity(*apart, dim=0) < 0.99  # as the row above shows
+
+# %%
 exercises.question(
     lab,
     "contrastive",
@@ -203,6 +205,8 @@ tail = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("me
 tails = [lab.train("2 x 1, update", per_device_train_batch_size=2, **tail)]
 tails += [lab.train("1 x 2, update", per_device_train_batch_size=1, gradient_accumulation_steps=2, **tail)]
 assert abs(tails[1].peak_bytes / tails[0].peak_bytes - 1) < 0.01  # measured: this is the answer
+
+# %%
 exercises.question(
     lab,
     "peak in the update",

@@ -190,6 +190,8 @@ print(f"all forgotten: {more_products:.2f} times the matrix products")
 sixes = [Block(inside=1) for _ in range(36)]
 step([torch.nn.Sequential(*sixes[i : i + 6]) for i in range(0, 36, 6)], x)
 assert {block.runs for block in sixes} == {2}  # measured: this is the answer
+
+# %%
 exercises.question(
     lab,
     "longer segments",
@@ -271,6 +273,8 @@ small = [lab.train("short, none", **short), lab.train("short, every layer", grad
 print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:.1%} saved")
 display(plots.table(small))
 assert vanilla.peak_bytes - every.peak_bytes < vanilla.memory.breakdown["activations"]  # measured: this is the answer
+
+# %%
 exercises.question(
     lab,
     "what it shrinks",

@@ -426,6 +426,8 @@ for ax, title in ((left_side, "Peak memory saved by mixed precision"), (right_si
 
 # %%
 rises = runs["mixed", small].peak_bytes > runs["fp32", small].peak_bytes  # where activations are few
+
+# %%
 exercises.question(
     lab,
     "what halves",
@@ -566,6 +568,8 @@ print(
     "so mixed precision should train {:.2f} to {:.2f} x as fast as fp32;".format(*in_step.step_speed),
     f"it does {speed}",
 )
+
+# %%
 exercises.question(
     lab,
     "a flag",

@@ -82,6 +82,8 @@ print(f"kept by Adam: {second.numel():,} numbers; kept by Adafactor: {sum(second
 stripes = torch.outer(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 3.0]))
 examples = [second, torch.eye(2), stripes]  # one for each answer
 exact = [torch.allclose(rebuild(matrix), matrix) for matrix in examples]
+
+# %%
 answers = ["of all of them", "of the symmetric ones", "of those whose rows are multiples of one another"]
 exercises.question(
     lab,
@@ -205,6 +207,8 @@ answers = ["as many, and a smaller share of the peak", "four times as many", "as
 at_four = lab.foresee(estimated, 4 * lab.profile.micro_batch)  # what is saved there, and AdamW's peak
 predicted = [saved, 4 * saved, saved / vanilla.peak_bytes * (at_four[1] if at_four else 0)]
 closest = min(range(3), key=lambda i: abs(predicted[i] - at_four[0])) if at_four else 0
+
+# %%
 exercises.question(
     lab,
     "larger-batch",

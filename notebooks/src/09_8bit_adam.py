@@ -141,6 +141,8 @@ def errors(outlier, block):
 
 
 worse = [after > 2 * before for before, after in zip(errors(1, 256), errors(1000, 256))]  # of 16 stretches
+
+# %%
 answers = {0: "that one, since it is off the map", 1: "the other 255 of its block", 16: "all the others"}
 exercises.question(
     lab,

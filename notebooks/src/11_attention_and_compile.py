@@ -238,6 +238,8 @@ plots.Table(["case", "type", "torch takes", *BACKENDS], rows)
 chosen = found["float32" if on_cpu else half]
 fused_with_dropout = chosen["dropout 0.1"][0] != "math"
 assert chosen["nothing special"][0] != "math"  # measured, as is the right answer below
+
+# %%
 yes = "It falls to what the first line of the table needs: dropout is done inside the kernel."
 no = "Hardly: with dropout torch takes the plain way here, and the square is back."
 exercises.question(

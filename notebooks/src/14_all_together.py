@@ -486,6 +486,8 @@ tried = {
     ),
 }
 left = {name: run.peak_bytes / vanilla.peak_bytes for name, (run, _) in tried.items() if run.ok}
+
+# %%
 options = {name: f"{tried[name][1]}: measured here, {part:.0%} of the peak is left." for name, part in left.items()}
 text = (
     f"Of vanilla's peak here, activations are {activations:.0%} and AdamW's states {states:.0%}. "

@@ -57,6 +57,8 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 print(f"{task.parameters():,} parameters, float32")
 asked = "How many MB of gradients will each rank hand over in one step, to be summed with those of the other?"
 widgets.predict(lab, "sent", asked, "MB", 0, round(12 * task.parameters() / 1e6))
+
+# %%
 exercises.question(
     lab,
     "twice",

@@ -58,6 +58,8 @@ parameters = task.parameters()
 
 # %%
 widgets.predict(lab, "stage1", "Two ranks, stage 1: what is left of DDP's 16 bytes a parameter, in %?", "%", 0, 100)
+
+# %%
 exercises.question(
     lab,
     "halves",

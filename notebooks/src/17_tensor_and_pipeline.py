@@ -55,6 +55,8 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # %%
 asked = "Two ranks, each with half of the layers, and one batch. What percentage of the time do both compute at once?"
 widgets.predict(lab, "together", asked, "%", 0, 100)
+
+# %%
 exercises.question(
     lab,
     "faster",
@@ -85,6 +87,8 @@ rows = [linear(part, weight) for part, weight in zip(hidden.chunk(2, -1), down.w
 torch.testing.assert_close(sum(rows) + down.bias, down(hidden))  # added, and the bias once
 pair = [linear(gelu(part), weight) for part, weight in zip(columns, down.weight.chunk(2, 1))]
 torch.testing.assert_close(sum(pair) + down.bias, down(gelu(up(x))))
+
+# %%
 exercises.question(
     lab,
     "order",

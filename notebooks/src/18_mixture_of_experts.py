@@ -54,6 +54,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %%
 asked = "What will be the peak of its training, in times that of the dense model?"
 widgets.predict(lab, "peak", asked, "x", 0.5, 40)
+
+# %%
 exercises.question(
     lab,
     "eight times",
@@ -548,6 +550,8 @@ rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
 display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
 held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
+
+# %%
 exercises.question(
     lab,
     "all-to-all",
