@@ -357,6 +357,8 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
         costs.append(f"accumulation: {passes} passes of {size} for each update, on smaller kernels")
     sources = tuple(map(str, ranking.factors(candidate)))
     why_not_next = "nothing that is expected to be faster was left out"
+    if search.of_the_leanest:
+        why_not_next = "only the recipe that needs least was looked at; without largest= this task has others"
     if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
         following = max(faster, key=ranking.key)
         its_needs = search.too_large[following]

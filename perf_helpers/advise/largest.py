@@ -92,4 +92,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
     """The same search for another task."""
-    return dataclasses.replace(search, task=task, estimates={}, too_large={}, _begun={}, _lines={}, _states={})
+    afresh = {name: {} for name in ("estimates", "too_large", "_begun", "_lines", "_states")}
+    return dataclasses.replace(search, task=task, of_the_leanest=True, **afresh)

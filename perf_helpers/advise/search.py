@@ -212,6 +212,7 @@ class RecipeSearch:
     ranking: Ranking
     on_estimate: Callable[[], Any]  # called after each estimate
     line: Callable[..., Line]  # of a task with training arguments, by its number of layers
+    of_the_leanest: bool = False  # recipe alone: no other was looked at
     count: int = 0  # estimates asked for so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)

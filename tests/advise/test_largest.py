@@ -76,7 +76,7 @@ def test_the_largest_model_is_the_last_that_fits(ask, memory):
     advice = ask(Task("llama-3-8b", seq_len=2048), memory=memory * GB, may=["QLoRA"], largest="model")
     fitting = [name for name in LLAMAS if needed(Task(name, seq_len=2048), **QLORA) <= memory * GB]
     assert [recipe.arguments["quantization_config"] for recipe in advice.recipes] == [QLORA["quantization_config"]]
-    assert advice.task.model == fitting[-1]
+    assert advice.task.model == fitting[-1] and "needs least" in advice.recipes[0].why_not_next
     assert advice.recipes[0].needed_bytes == needed(advice.task, **advice.recipes[0].arguments) <= memory * GB
     following = LLAMAS[len(fitting) : len(fitting) + 1]
     assert all(f"{name} needs about" in "".join(advice.notes) for name in following)

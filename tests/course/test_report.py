@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from xml.etree import ElementTree
 
+import nbformat
 from toys import PNG, STATUS
 
 from perf_helpers.course.report import report
@@ -50,6 +51,18 @@ def test_executed_lessons_are_pages_that_load_no_library_they_need(ran):
     assert not [
         tag for tag in page.split("<script")[1:] if "src=" in tag.split(">")[0] and "async" not in tag.split(">")[0]
     ]
+
+
+def test_what_is_folded_in_the_lesson_is_folded_in_its_page(ran, tmp_path):
+    shutil.copy(ran[1] / "results.json", tmp_path)
+    executed = nbformat.read(ran[1] / "08_ok.ipynb", as_version=4)
+    next(cell for cell in executed.cells if cell.cell_type == "code").metadata["jupyter"] = {"source_hidden": True}
+    nbformat.write(executed, tmp_path / "08_ok.ipynb")
+    report(tmp_path)
+    folded = [
+        (folder / "08_ok.html").read_text(encoding="utf-8").count("holds an answer") for folder in (ran[1], tmp_path)
+    ]
+    assert folded == [0, 1]
 
 
 def test_report_makes_the_pages_again(ran, tmp_path):
