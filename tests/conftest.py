@@ -1,12 +1,17 @@
 """For every test module: figures need no screen, and what is displayed can be looked at."""
 
 import os
+import signal
 import subprocess
 import types
 
 import matplotlib
 import pytest
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in a shell's background job; what is started here would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would show no pictures in the lessons
 
 

@@ -399,7 +399,7 @@ def test_settings_are_read_as_torch_reads_them():
         ("roundup_power2_divisions:3", "power of two"),
         ("roundup_power2_divisions:[3:1]", "power of two"),
         ("roundup_power2_divisions:[4:6]", "power of two"),
-        ("backend:cudaMallocAsync", "another allocator"),
+        ("backend:cudaMallocAsync", "not the allocator that is followed"),
     ],
 )
 def test_settings_that_torch_refuses_or_nobody_follows_are_refused_with_what_to_write(text, told):
