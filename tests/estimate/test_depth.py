@@ -19,17 +19,17 @@ STATES = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimi
 
 
 @pytest.mark.parametrize(("recipe", "device"), [*zip(RECIPES, ["cuda", "cuda", "cpu"], strict=True)])
-def test_two_shallow_models_tell_the_peak_of_a_deep_one_to_a_fiftieth(recipe, device):
+def test_two_shallow_models_tell_the_peak_of_a_deep_one_to_a_hundredth(recipe, device):
     arguments = {"per_device_train_batch_size": 2} | RECIPES[recipe]
     if "peft" in arguments and (why := optional_packages.offer("peft")):
         pytest.skip(why)
     whose = {"device": device} | ({"compute_capability": (8, 0)} if device == "cuda" else {})
     line, whole = depth.line(TASK, **whose, **arguments), estimate(TASK, **whose, **arguments)
     alive, reserved = line.at(LAYERS)
-    assert alive == pytest.approx(whole.peak_bytes, rel=0.02)
+    assert alive == pytest.approx(whole.peak_bytes, rel=0.01)
     assert alive <= reserved == pytest.approx(whole.memory.reserved_bytes or whole.peak_bytes, rel=0.15)
     states = [sum(parts[name] for name in STATES) for parts in whole.memory.phase_breakdowns.values()]
-    assert line.states_at(LAYERS) == pytest.approx(max(states), rel=0.01)
+    assert 0.98 * max(states) <= line.states_at(LAYERS) <= 1.001 * max(states)  # at least so many: never more
 
 
 @pytest.mark.parametrize(
