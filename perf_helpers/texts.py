@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import jinja2
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-MOST = 2**32 - 1  # of a whole number that an argument may have
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+MOST = 2**32 - 1  # of a whole number that an argument may have
 
 
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:

@@ -8,9 +8,8 @@ import types
 import matplotlib
 import pytest
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # in a shell's background job; what is started here would inherit it
+# A shell's background job ignores Ctrl-C, and what is started here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would show no pictures in the lessons
 

@@ -225,8 +225,8 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
             estimate within `timeout`.
     """
+    limit, named_capability = memory_of_card(card, memory, compute_capability)  # which says best how to write a memory
     arguments_of_kind(advise, locals())
-    limit, named_capability = memory_of_card(card, memory, compute_capability)
     if not 0 <= margin < 1:
         raise ValueError(f"margin={shown(margin)}: give a part of the memory from 0 to 1, such as {MARGIN}")
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
@@ -269,7 +269,7 @@ def advise(
         else:
             search, leanest, does_fit, told = largest_of(search, largest)
             task, assumed = search.task.replace(dataset_size=task.dataset_size), (*assumed, told)
-            search.needed(leanest)
+            search.needed(leanest)  # what is said of it below is from this estimate
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()

@@ -40,8 +40,7 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
     """What is said of the first model that is too large."""
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
-    line = search.line(task, **search.choices.arguments(candidate))
-    needed = line.at(layers)[1] + search.context
+    line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
     fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
     told = f" {task.model} needs about {bytes_text(needed)}"
     if not fewer:
@@ -67,7 +66,9 @@ def _sequence(search: RecipeSearch) -> Found:
 def _alike(task: Task) -> Sequence[Task]:
     """The presets of its kind that have as many positions as it has tokens, the smallest first."""
     kind = task.build_config().model_type
-    named = [task.replace(model=name, config={}) for name, it in PRESETS.items() if it["model_type"] == kind]
+    named = [
+        dataclasses.replace(task, model=name, config={}) for name, it in PRESETS.items() if it["model_type"] == kind
+    ]
     length = task.length()
     sized = []
     for each in named:
@@ -92,5 +93,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
     """The same search for another task."""
-    afresh = {name: {} for name in ("estimates", "too_large", "_begun", "_lines", "_states")}
+    afresh = {name: {} for name in ("estimates", "too_large", "_begun", "_states")}
     return dataclasses.replace(search, task=task, of_the_leanest=True, **afresh)

@@ -5,7 +5,6 @@ next.
 """
 
 import contextvars
-import functools
 import itertools
 import math
 from bisect import bisect_left
@@ -113,8 +112,6 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
     """The names that an argument gives, in the spelling of those that there are."""
-    if isinstance(given, str):
-        raise ValueError(f"{argument}={given!r}: give a list of names")
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # of two, that with capitals
     for name in map(str, given):
         if name.lower() not in words:
@@ -220,7 +217,7 @@ class RecipeSearch:
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
     at_once: int = field(default_factory=lambda: hardware.this_machine().cpu_cores or 1)  # at the same time
     _begun: dict[Candidate, Future] = field(default_factory=dict)  # by other threads, for what is looked at next
-    _lines: dict[Candidate, Line] = field(default_factory=dict)
+    _lines: dict[str, Line] = field(default_factory=dict)  # by task and arguments
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
@@ -236,7 +233,7 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        is_deep = self._layers is not None
+        is_deep = layers_of(self.task) is not None
         pool = ThreadPoolExecutor(min(self.at_once, _MOST_AT_ONCE))
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
@@ -301,30 +298,34 @@ class RecipeSearch:
             arguments = self.choices.arguments(candidate)
             self._begun[candidate] = pool.submit(contextvars.copy_context().run, self.predict, self.task, **arguments)
 
-    @functools.cached_property
-    def _layers(self) -> int | None:
-        return layers_of(self.task)
-
-    def about(self, candidate: Candidate) -> Line | None:
-        """What a deep model takes by its layers; None where all layers are followed at once."""
-        if self._layers is None:
+    def line_of(self, task: Task, candidate: Candidate) -> Line | None:
+        """What a recipe takes by the number of layers, learnt once; None where all layers are followed at once."""
+        arguments = self.choices.arguments(candidate)
+        if layers_of(task) is None:
             return None
-        if candidate not in self._lines:
-            line = self._lines[candidate] = self.line(self.task, **self.choices.arguments(candidate))
-            self._states.setdefault(_of_states(candidate), _SURE * line.states_at(self._layers))
+        if (key := repr((task, arguments))) not in self._lines:
+            self._lines[key] = self.line(task, **arguments)
             self.on_estimate()
-        return self._lines[candidate]
+        return self._lines[key]
+
+    def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
+        """About how many bytes a deep model has alive, and reserves at the most, with the context; else None."""
+        if (line := self.line_of(task, candidate)) is None:
+            return None
+        alive, reserved = line.at(layers_of(task))
+        return alive + self.context, reserved + self.context
 
     def told(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs; of a deep model about so many."""
-        line = self.about(candidate)
-        return line.at(self._layers)[1] + self.context if line else self.needed(candidate)
+        about = self.about(self.task, candidate)
+        return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it does; of a deep model that fits by what shallow ones tell, `_confirmed` says so."""
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
-        if is_open and (line := self.about(candidate)):
-            alive, reserved = (size + self.context for size in line.at(self._layers))
+        if is_open and (line := self.line_of(self.task, candidate)):
+            self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
+            alive, reserved = self.about(self.task, candidate)
             if _SURE * alive > self.limit:
                 self.too_large[candidate] = alive
                 return False
@@ -380,7 +381,7 @@ class RecipeSearch:
     ) -> tuple[int, int]:
         """The largest of ascending sizes of a task at which a recipe fits, looked for from `first` on, and the bytes
         that it needs there; 0, and what the smallest needs, where it fits at none."""
-        arguments, told, exact = self.choices.arguments(candidate), {}, {}  # bytes by size
+        arguments, exact = self.choices.arguments(candidate), {}  # bytes by size
 
         def needed(size: int) -> int:
             if size not in exact:
@@ -389,12 +390,7 @@ class RecipeSearch:
 
         def about(size: int) -> tuple[int, int]:
             """Bytes alive, and reserved at the most."""
-            if not (layers := layers_of(task := task_of(size))):
-                return needed(size), needed(size)
-            if size not in told:
-                told[size] = [each + self.context for each in self.line(task, **arguments).at(layers)]
-                self.on_estimate()
-            return told[size]
+            return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def does(size: int) -> bool:
             return needed(size) <= self.limit

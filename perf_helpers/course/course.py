@@ -41,7 +41,8 @@ def run_course(
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
     """
-    sources, _ = find_lessons(lessons), positive("timeout", timeout_per_lesson)
+    sources = find_lessons(lessons)
+    positive("timeout", timeout_per_lesson)
     choose_profile(profile)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):

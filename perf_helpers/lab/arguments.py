@@ -361,7 +361,8 @@ _AT_LEAST = {
 def _check_kinds(given: Mapping[str, Any]) -> None:
     """Raise ValueError at a value of another kind than the installed library declares, or one out of its choices."""
     declared = typing.get_type_hints(_declared()) | dict.fromkeys(OF_EXPERIMENTS, str | None)
-    declared |= dict.fromkeys(_SWITCHES, bool | None) | dict.fromkeys((*_AS_JSON, *_AT_LEAST, "dtype", "fsdp"), Any)
+    declared |= dict.fromkeys(_SWITCHES, bool | None) | dict.fromkeys((*_AS_JSON, *_AT_LEAST, "dtype"), Any)
+    declared["fsdp"] |= bool  # which the library takes, too
     for name, value in given.items():
         kind = declared[_current_names().get(name, name)]
         choices = [each.value for part in typing.get_args(kind) if isinstance(part, enum.EnumType) for each in part]

@@ -129,7 +129,7 @@ def test_recorded_advice_kept_its_word_in_nearly_all_pairs_of_model_and_card():
 
 @pytest.mark.parametrize("memory", ["16", "16 gigs", "16gb", "-1GB", "", "GB", 0, True, None, 16, float("nan"), "1kB"])
 def test_memory_is_read_strictly(ask, memory):
-    with pytest.raises(ValueError, match=r"memory=.*('16GB'|give a whole number or a number or a text)"):
+    with pytest.raises(ValueError, match=r"memory=.*'16GB'"):
         ask(memory=memory)
 
 
