@@ -29,7 +29,7 @@ from IPython.display import display
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig, CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from perf_helpers import Lab, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
 from perf_helpers.lab import interleaving, roofline
 from perf_helpers.records import CPU, Ratio
 
@@ -464,7 +464,7 @@ claims.check("padding-side", (apart["right"] - apart["left"]) / len(prompts), no
 # %% [markdown]
 # ## Explore
 #
-# What would the cache of a model of your own take?
+# What would the cache of a model of your own take? Below it the whole memory, of a Llama of 8B to begin with: give its answers some new tokens, and its weights fewer bits.
 
 
 # %% tags=["widget"]
@@ -475,6 +475,7 @@ def draw(heads, answers):
 
 
 _ = widgets.explore(draw, heads=[4, 8, 32], answers=[1, 8, 64])
+lab.foresee(explorers.memory, lab, Task("llama-3-8b", seq_len=1024), of="inference", card="a100")
 
 # %% [markdown]
 # ## Exercise: serve 64 requests

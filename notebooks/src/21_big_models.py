@@ -26,6 +26,7 @@ from unittest import mock
 import matplotlib.pyplot as plt
 import torch
 import transformers
+from accelerate import infer_auto_device_map
 from IPython.display import display
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -323,6 +324,52 @@ print(f"in offload_folder: {stored} bytes, for {plots.bytes_text(8 * LAYER)} of 
 # %% [markdown]
 # The folder is empty. Since [transformers PR 20321](https://github.com/huggingface/transformers/pull/20321) layers on disk are read from the checkpoint itself, if it is in safetensors: no second copy on disk. But then the checkpoint must stay where it is.
 #
+# ## Two cards, and who decides what goes where
+#
+# With `device_map="auto"` a plan is made before anything is loaded. By hand it is one loop: layer after layer goes to the first card that has room, and what is left goes to the CPU. No card is needed to look at a plan: here is a Llama of 8B in bf16 on the meta device, and two cards that may hold so many GB each (`max_memory`).
+
+
+# %%
+def filled(sizes, limits, kept=0):
+    """Bytes on each device; so many of the first one stay free."""
+    held, device = [0] * len(limits), 0
+    for size in sizes:
+        while held[device] + size > limits[device] - (kept if device == 0 else 0):
+            device += 1
+        held[device] += size
+    return held
+
+
+def planned(model, parts, limits):
+    """The same, by the library's plan."""
+    room = dict(zip((0, 1, "cpu"), limits))
+    plan = infer_auto_device_map(model, max_memory=room, no_split_module_classes=model._no_split_modules)
+    assert set(plan) == set(parts), "a part was split"
+    return [sum(size for name, size in parts.items() if plan[name] == device) for device in room]
+
+
+# %%
+EIGHT = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32)
+with torch.device("meta"):
+    eight = LlamaForCausalLM(LlamaConfig(**EIGHT, num_attention_heads=32, num_key_value_heads=8)).bfloat16()
+layers = [f"model.layers.{number}" for number in range(32)]
+names_of_parts = ["model.embed_tokens", *layers, "model.norm", "model.rotary_emb", "lm_head"]
+parts = {name: sum(weight.nbytes for weight in eight.get_submodule(name).parameters()) for name in names_of_parts}
+largest_part, plans = max(parts.values()), {}
+for gigabytes in (6, 7, 8, 8.25, 8.5):
+    limits = int(gigabytes * 1e9), int(gigabytes * 1e9), 10**12
+    by_hand, plans[gigabytes] = filled(parts.values(), limits), planned(eight, parts, limits)
+    assert filled(parts.values(), limits, kept=largest_part) == plans[gigabytes]
+    plans[gigabytes] = [plans[gigabytes], by_hand]
+rows = [[f"{size}", *(f"{held / 1e9:.2f}" for held in [*auto, *ours])] for size, (auto, ours) in plans.items()]
+heads = ["GB a card", "auto: card 0", "card 1", "CPU", "by hand: card 0", "card 1", "CPU"]
+plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
+
+# %% [markdown]
+# Nobody gets more than is allowed. But the first card is never filled: the plan keeps room there for the **largest part**, 1.05 GB of embeddings, so that what is left on the CPU can be fetched for its turn (`infer_auto_device_map` in accelerate's `utils/modeling.py`). It keeps it also where nothing would have to be left. The assertion above says so: by hand, with that much kept, the plan is the library's, byte for byte.
+#
+# So on two cards of 8.25 GB this model has 1.5 GB on the CPU, which travel at every token, although all of it fits. **The remedy**: write the `device_map` yourself, from the loop above.
+#
 # ## It runs. Does it train?
 #
 # The guide says of such a model that it "can still be used as a regular PyTorch model". A warning below adds that only inference is supported, since most of it happens under `torch.no_grad`. The Trainer takes such a model anyway. So: a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one that follows it. What changed is read from the checkpoint that the Trainer saves.
@@ -484,6 +531,9 @@ display(claims.check("offload-copies", None if missing else stored / (8 * LAYER)
 four = None if missing or no_bnb else against("load_in_4bit", checkpoint)
 note = "" if four is None else f"private alone {share(found['load_in_4bit'], 'peak', 0):.2f} of the weights"
 display(claims.check("four-bit-load", four, missing=missing or no_bnb, note=note))
+on_cards = {size: sum(auto[:2]) / sum(ours[:2]) for size, (auto, ours) in plans.items()}
+note = f"with {min(on_cards, key=on_cards.get)} GB a card; the loop by hand puts it there"
+display(claims.check("device-map-cards", min(on_cards.values()), note=note))
 run, note = runs["two steps"], "two steps, layers 4 to 7 on disk"
 claims.check("offload-trains", run and run.value["changed"], note=note, missing=missing if not run else None)
 
@@ -567,6 +617,7 @@ temporary.cleanup()  # the checkpoints
 #
 # - The usual way held the weights twice. Built on meta and mapped, they were there once, in pages of the file, and only after the model had answered.
 # - Shards and `low_cpu_mem_usage` changed nothing. Another `dtype` and four bits took more at the peak.
+# - `device_map="auto"` left weights to the CPU that would have fitted on the cards: it keeps room for the largest part on the first.
 # - Layers on disk gave the same answers, from the checkpoint itself. The Trainer trained what was in memory and said nothing; four lines ask before the first step.
 
 # %% tags=["finish"]

@@ -33,7 +33,8 @@ import torch
 from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from perf_helpers import Lab, claims, exercises, plots, widgets
+from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="23_troubleshooting")
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
@@ -548,6 +549,16 @@ rooms = dict.fromkeys(memory, 1.2 * max(always.values()))  # enough for the heal
 rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "17": 1.1 * peaks["build"]}
 ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 
+# %% [markdown]
+# Halving the batch size is what everybody tries first. It is the cure for one of the five. States do not depend on it (lessons 08 and 09); the long batch wants a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
+#
+# And a training that ran, was stopped, and runs out of memory when it is resumed? Not by the Trainer: its peaks, below, are the same. A loop that leaves the loaded checkpoint in a variable holds the weights twice; [nanoGPT had that](https://github.com/karpathy/nanoGPT/pull/236). `del` it.
+#
+# **Much is free, and it runs out.** Our stand-in counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. When batches change their lengths, free blocks are too small for the next tensor, and another segment is taken. The error then says that much is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. A GPU measures it below; without one, the course's estimate goes through the allocator's own rules. No batch is too large there: what tells this fault from the five is one subtraction, reserved less allocated.
+#
+# In the **fourth ward** two are simulated. Filling `/dev/shm` would harm your other programs: the loader asks for much, and 64 MiB are said to be free, as in a Docker container. And `CUDA_HOME` is taken away for the moment of the building. Below that ward stands what the tool says of all. It was told no name: a test of the course plants faults in other layers, steps and ranks.
+
+
 # %%
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
@@ -575,14 +586,25 @@ def peaks_of(train):
 scratch, resumed = peaks_of(resumable)
 print(f"the Trainer from scratch: {scratch:,} bytes, resumed: {resumed:,}")
 
-# %% [markdown]
-# Halving the batch size is what everybody tries first. It is the cure for one of the five. States do not depend on it (lessons 08 and 09); the long batch wants a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
-#
-# And a training that ran, was stopped, and runs out of memory when it is resumed? Not by the Trainer: its peaks above are the same. A loop that leaves the loaded checkpoint in a variable holds the weights twice; [nanoGPT had that](https://github.com/karpathy/nanoGPT/pull/236). `del` it.
-#
-# In the fourth ward two are simulated. Filling `/dev/shm` would harm your other programs: the loader asks for much, and 64 MiB are said to be free, as in a Docker container. And `CUDA_HOME` is taken away for the moment of the building.
-#
-# Below that ward stands what the tool says of all. It was told no name: a test of the course plants faults in other layers, steps and ranks.
+# %%
+lengths = [90, 60, 350, 80, 120, 40, 500, 260, 60, 450]  # two a step
+uneven = Task("gpt2", lengths=lengths, config=dict(n_layer=2, n_embd=256, n_head=4, vocab_size=8000))
+
+
+def with_settings(settings):
+    common = dict(per_device_train_batch_size=2)
+    if lab.machine.kind != "cuda":
+        return estimate(uneven, device="cuda", allocator_settings=settings, **common).memory
+    with mock.patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF=settings):  # new: before the process starts
+        return lab.train(settings or "segments as they are", task=uneven, measure=("memory",), **common).memory
+
+
+fragments = {}
+for name, settings in {"as it is": "", "expandable": "expandable_segments:True"}.items():
+    memory = with_settings(settings)
+    fragments[name] = memory.reserved_bytes - memory.peak_bytes
+    print(f"{name}: {plots.bytes_text(memory.peak_bytes)} of tensors at the peak, reserved", end=" ")
+    print(f"{plots.bytes_text(memory.reserved_bytes)}: {plots.bytes_text(fragments[name])} more")
 
 
 # %% jupyter={"source_hidden": true}
@@ -733,11 +755,6 @@ lines, nan, _ = logs["the defaults"]
 lines_of_nan = sum(line != line for line in lines)
 widgets.revealed(lab, "nan", lines_of_nan)
 
-# %% [markdown]
-# In place of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). There are none, so 0.0. It came for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619); a training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). The cure stands in the second row. `Opening` stops at the first NaN loss.
-#
-# What does watching cost? The four ways take turns; CPU time of a step.
-
 # %%
 from perf_helpers.records import Ratio
 
@@ -766,7 +783,9 @@ rows = [[name, f"{cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"] for name
 plots.Table(["watch", "CPU time of a step, in times that without"], rows)
 
 # %% [markdown]
-# Watch some steps, not all. On a GPU each `.item()` also waits for the device. The detector's share shrinks as batches grow, since much of its work is with the weights.
+# In place of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). There are none, so 0.0. It came for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619); a training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). The cure stands in the second row. `Opening` stops at the first NaN loss.
+#
+# The last table is what watching costs: four ways in turns, CPU time of a step. Watch some steps, not all. On a GPU each `.item()` also waits for the device. The detector's share shrinks as batches grow, since much of its work is with the weights.
 #
 # ## What held
 #
@@ -791,7 +810,11 @@ display(claims.check("nan-is-logged", lines_of_nan / nan, note=f"logged: {lines}
 rightly = sum(anomaly(backward[one]) == name for one, name in made.items())
 display(claims.check("anomaly-names-it", rightly / len(made), note=", ".join(made.values())))
 display(claims.check("debug-cost", costs["transformers' detector"]))
-claims.check("resume-peak", resumed / scratch)
+display(claims.check("resume-peak", resumed / scratch))
+ratio = fragments["expandable"] / fragments["as it is"]
+on_gpu = lab.machine.kind == "cuda"
+said = "" if on_gpu else f"{ratio:.2f} by the estimate, which follows the allocator's own rules"
+claims.check("oom-fragments", ratio if on_gpu else None, note=said)
 
 # %% [markdown]
 # ## Exercise: three at once
@@ -883,7 +906,7 @@ exercises.prove(check, solution=mended, mistake=partial(mended, keep=False))
 #
 # - *"Loss 0.0, so it has learnt."* Above, eight lines of it were eight NaN.
 # - *`torch.cuda.empty_cache()` in the loop, against out of memory.* It gives back what no tensor uses. Each of the five faults above is about bytes in use.
-# - *Half the batch size, whatever ran out.* It was the cure for one of five.
+# - *Half the batch size, whatever ran out.* It was the cure for one of five, and not for fragments.
 # - *The module that is named is the culprit.* The embedding was named for what another layer had done one update before.
 # - *Anomaly mode left on.* Look at what it costs.
 #

@@ -39,7 +39,7 @@ class Surface:
 
     phases: list[str]  # of each operation
     operations: list[str]  # their names
-    updates: list[bool]  # whether the operation belongs to the optimizer's update
+    updates: list[bool]  # whether it belongs to the optimizer's update; in inference to the second pass, of one token
     coefficients: list  # (terms, operations, columns): what `terms` are multiplied by
     after_backward: list  # (terms, columns): the same for what lives when the backward has ended
     hidden: list  # (operations, points): bytes inside the operation at each of the points on offer
@@ -88,11 +88,16 @@ def _surface(followed: Sequence[Followed], device: Device, points: Points, offer
     if device.kind == "cpu" and is_fitted:
         hidden = _hidden(followed, indices, traced_at, wanted_at, live, high, probe)
     is_update = np.array([trace.phases[index] == Phase.STEP for index in indices[0]])
+    if Phase.BACKWARD not in trace.marks:  # inference: a prompt's pass and one token's in turn
+        forward = np.array([phase == Phase.FORWARD for phase in trace.phases])
+        passes = np.cumsum(forward & ~np.roll(forward, 1))[indices[0]]
+        is_update = passes % 2 == 0
     # Kept are the operations that hold the peak, of the passes or of the update, at any point on offer.
     heights = np.maximum(high, live + hidden)
     groups = (np.flatnonzero(group) for group in ([is_update, ~is_update] if is_fitted else [is_update]))
     kept = sorted({int(group[i]) for group in groups if len(group) for i in heights[:, group].argmax(axis=1)})
-    at_end = [each.trace.marks[Phase.BACKWARD][:TOTAL].astype(float) for each in followed]
+    nothing = np.zeros(TOTAL)  # has lived when no backward has ended
+    at_end = [each.trace.marks.get(Phase.BACKWARD, nothing)[:TOTAL].astype(float) for each in followed]
     return Surface(
         phases=[trace.phases[indices[0][number]].shown for number in kept],
         operations=[trace.operations[indices[0][number]].name for number in kept],

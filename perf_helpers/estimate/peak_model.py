@@ -12,8 +12,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,23 @@ ACCUMULATION = (1, 2, 4, 8, 16, 32)
 PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in recipes.PRECISIONS}
 OPTIMIZERS = {technique.name: technique.arguments for technique in recipes.OPTIMIZERS}
 ATTENTION = ("sdpa", "eager")
+WEIGHTS = {  # of inference
+    "fp32": {},
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16"},
+    "8 bits": {"dtype": "bfloat16", "load_in_8bit": True},
+    "4 bits": {"dtype": "bfloat16", "load_in_4bit": True},
+}
+NEW_TOKENS = (0, 2, 16, 64, 256, 1024)  # of an answer; 0: one forward pass
+BEAMS = (1, 2, 4, 8)
 
-_SCHEMA = 8  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 9  # of the file; to be raised where the estimate says something else than it did
 _PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
 _INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
+_OF_ENCODERS = (
+    "an encoder-decoder's answers do not lengthen its prompt, and nothing is fitted to them. Ask for a point: "
+    "estimate(task, training=False, max_new_tokens=...)"
+)
 _SECONDS = 300.0  # that the traces of one surface may take
 
 
@@ -54,6 +67,7 @@ class Choice:
     accumulation: int = 1  # micro-batches for each update
     optimizer: str = ADAMW.name  # one of `OPTIMIZERS`
     attention: str = ATTENTION[0]
+    new_tokens = 0  # a training writes none
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
         """As training arguments."""
@@ -81,11 +95,60 @@ class Choice:
         simplest = Choice(BF16_WEIGHTS.name if in_bf16 else "fp32", False, 1, self.optimizer, self.attention)
         return {(_PASSES, *self.kind): plain, (_UPDATE, self.optimizer, in_bf16): simplest}
 
-    def distance(self, other: "Choice") -> int:
-        """How far another recipe is: 10 for each control that has to be moved, 1 for another optimizer, which is nearly
-        free."""
-        differs = [mine != its for mine, its in zip(self.kind, other.kind, strict=True)]
-        return 10 * sum(differs) + (self.optimizer != other.optimizer)
+    def near(self, device: str) -> list["Choice"]:
+        """Every choice on offer, each way of training once, those nearest first: 10 for each control that has to be
+        moved, 1 for another optimizer, which is nearly free."""
+
+        def distance(other: Choice) -> int:
+            differs = [mine != its for mine, its in zip(self.kind, other.kind, strict=True)]
+            return 10 * sum(differs) + (self.optimizer != other.optimizer)
+
+        ways = itertools.product(precisions(device), (False, True), (1, 2), OPTIMIZERS, ATTENTION)
+        return sorted((Choice(*way) for way in ways), key=distance)
+
+    def experiment(self, task: Task, micro_batch: int) -> Experiment:
+        """The training, with as many samples as are followed."""
+        arguments = Arguments(self.arguments(micro_batch))
+        return Experiment("fit", task.replace(dataset_size=enough_samples(arguments)), arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A way of inference but for its prompts: how many there are together, and their length."""
+
+    weights: str = "fp32"  # one of `WEIGHTS`
+    new_tokens: int = 0  # that each answer gets; 0: one forward pass
+    beams: int = 1  # answers kept beside each other while one is searched
+    attention: str = ATTENTION[0]
+
+    def arguments(self, micro_batch: int) -> dict[str, Any]:
+        """As arguments of `Lab.infer`."""
+        arguments = {"per_device_eval_batch_size": micro_batch, "attn_implementation": self.attention}
+        beams = {"num_beams": self.beams} if self.beams > 1 else {}
+        writing = {"max_new_tokens": self.new_tokens} | beams if self.new_tokens else {}
+        return arguments | WEIGHTS[self.weights] | writing
+
+    def at(self, micro_batch: int, seq_len: int | None) -> tuple:
+        """The way at a point, as a key."""
+        return "inference", self.weights, self.new_tokens, self.beams, self.attention, micro_batch, seq_len
+
+    def surfaces(self) -> dict[tuple, "Inference"]:
+        """The one surface that answers it, {key: what is traced for it}: with two new tokens, for the last of many is
+        written as the second after a longer prompt."""
+        if not self.new_tokens:
+            return {(_PASSES, "inference", self.weights, 0, self.attention): replace(self, beams=1)}
+        return {(_PASSES, "inference", self.weights, self.beams, self.attention): replace(self, new_tokens=2)}
+
+    def near(self, device: str) -> list["Inference"]:
+        """Itself: another way of inference is traced when it is asked for."""
+        return [self]
+
+    def experiment(self, task: Task, micro_batch: int) -> Experiment:
+        """The inference, as it is followed."""
+        return Experiment("fit", task, Arguments.of(self.arguments(micro_batch)), training=False)
+
+
+Way = Choice | Inference
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +189,7 @@ class Surfaces:
         self.task = task.replace(seq_len=None)
         self.refused: dict[tuple, str] = {}  # why a surface could not be made, by its key
         self.lengths: tuple[int, ...] = ()  # on offer, known after `prepare`; () for images
+        self._room: int | None = None  # positions that the model has, likewise; None: as many as one likes
         self._options = {"device": device}
         if device == "cuda":
             self._options["compute_capability"] = compute_capability
@@ -143,39 +207,23 @@ class Surfaces:
         if self.task.family() == "vision":
             return
         config, offered = self.task.build_config(), []
-        for length in LENGTHS if positions(config) else LENGTHS[:7]:  # 2048 where a model takes any length
+        self._room = positions(config)
+        for length in LENGTHS if self._room else LENGTHS[:7]:  # 2048 where a model takes any length
             with contextlib.suppress(ValueError):
                 offered.append(self.task.replace(seq_len=length).length(config))
         self.lengths = tuple(offered) or (self.task.length(config),)
 
-    def choices(self, first: Choice) -> Iterator[Choice]:
-        """Every choice on offer, each way of training once, those nearest to `first` first."""
-        ways = itertools.product(precisions(self.device), (False, True), (1, 2), OPTIMIZERS, ATTENTION)
-        yield from sorted((Choice(*way) for way in ways), key=first.distance)
-
     # ---- answers
 
-    def answer(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer | None:
+    def answer(self, choice: Way, micro_batch: int, seq_len: int | None) -> Answer | None:
         """The peak at a point; None where nothing is known of the recipe yet. No process is started."""
         exact = self._exact.get(choice.at(micro_batch, seq_len))
-        if exact or self._missing(choice):
+        if exact or self._missing(choice) or self.refusal(choice, seq_len):
             return exact
-        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
-        columns, at_end = _at(passes, micro_batch, seq_len)
-        where = list(zip(passes.phases, passes.operations, strict=True))
-        for update in updates:  # another optimizer: its states while the passes run, and its update after them
-            kept = np.flatnonzero(np.logical_not(passes.updates))
-            own, its_end = _at(update, micro_batch, seq_len)
-            has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
-            columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
-            columns[kept[has_states], STATES] = update.states
-            # What lives when the backward ends differs between this recipe and the one the update was traced with.
-            moved = at_end - its_end
-            moved[STATES] = 0
-            moved[TOTAL] = moved[:TOTAL].sum()
-            columns = np.concatenate([columns[kept], own + moved])
-            where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
-        if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
+        surfaces = [self._surfaces[key] for key in choice.surfaces()]
+        of = _of_training if isinstance(choice, Choice) else _of_inference
+        columns, where = of(choice, surfaces, micro_batch, seq_len)
+        if isinstance(choice, Choice) and choice.accumulation > 2:  # the Trainer fetches one update's batches together
             sample = self.task.replace(seq_len=seq_len).arrays(1).values()
             more = (choice.accumulation - 2) * micro_batch * sum(array.nbytes for array in sample)
             columns[:, [_INPUTS, TOTAL]] += more
@@ -186,58 +234,58 @@ class Surfaces:
         breakdown = live | {Category.INSIDE_OPERATIONS: max(0, total - sum(live.values()))}
         return Answer(breakdown, *where[peak], "interpolated")
 
-    def is_known(self, choice: Choice) -> bool:
+    def is_known(self, choice: Way) -> bool:
         """Whether every point of the recipe is answered, or it is known that none can be."""
         return self.refusal(choice) is not None or not self._missing(choice)
 
-    def refusal(self, choice: Choice) -> str | None:
-        """Why the recipe cannot be answered, or None."""
+    def refusal(self, choice: Way, seq_len: int = 0) -> str | None:
+        """Why the recipe cannot be answered, there or anywhere; or None."""
+        if self._room and (seq_len or 0) + choice.new_tokens > self._room:
+            return f"{self.task.model} has positions for {self._room} tokens, not for {seq_len} + {choice.new_tokens}"
         return next((self.refused[key] for key in choice.surfaces() if key in self.refused), None)
 
-    def _missing(self, choice: Choice) -> list[tuple]:
+    def _missing(self, choice: Way) -> list[tuple]:
         return [key for key in choice.surfaces() if key not in self._surfaces]
 
     # ---- learning
 
-    def learn(self, choice: Choice) -> None:
+    def learn(self, choice: Way) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
         for key in self._missing(choice):
-            points = self._points()[: None if key[0] == _PASSES else 1]
+            points = self._points(choice.new_tokens and 2)[: None if key[0] == _PASSES else 1]
             try:
+                if choice.new_tokens and self.task.build_config().is_encoder_decoder:
+                    raise ValueError(_OF_ENCODERS)
                 self._surfaces[key] = self._fitted(choice.surfaces()[key], points)
             except ValueError as error:
                 self.refused[key] = str(error)
                 break
         self._save()
 
-    def trace(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Answer:
+    def trace(self, choice: Way, micro_batch: int, seq_len: int | None) -> Answer:
         """The exact answer at a point, traced if it has not been; raises ValueError where it cannot be followed."""
         key = choice.at(micro_batch, seq_len)
         if key not in self._exact:
-            training = self._training(choice, micro_batch, seq_len)
-            said = estimate(training.task, **self._options, **training.arguments.given)
+            asked = choice.experiment(self.task.replace(seq_len=seq_len), micro_batch)
+            said = estimate(asked.task, training=asked.training, **self._options, **choice.arguments(micro_batch))
             self._exact[key] = Answer.traced(said.memory, said.attention)
             self._save()
         return self._exact[key]
 
-    def _points(self) -> list[Point]:
-        """Points at which a recipe is traced: as many as there are terms, as far apart as the sliders go."""
+    def _points(self, new_tokens: int) -> list[Point]:
+        """Points at which a recipe is traced: as many as there are terms, as far apart as the sliders go, with room for
+        new tokens."""
         if not self.lengths:
             return [(size, None) for size in MICRO_BATCHES[1:3]]  # images are many numbers
         first, middle, last = self.lengths[0], self.lengths[len(self.lengths) // 2], self.lengths[-1]
         if len(self.lengths) < 3:
             first, middle = last // 4, last // 2
-        return [(size, length) for size in MICRO_BATCHES[1:5:3] for length in (first, middle, last)]
+        lengths = [length - new_tokens for length in (first, middle, last)]
+        return [(size, length) for size in MICRO_BATCHES[1:5:3] for length in lengths]
 
-    def _training(self, choice: Choice, micro_batch: int, seq_len: int | None) -> Experiment:
-        """The recipe at a point, with as many samples as are followed."""
-        arguments = Arguments(choice.arguments(micro_batch))
-        task = self.task.replace(seq_len=seq_len, dataset_size=enough_samples(arguments))
-        return Experiment("fit", task, arguments)
-
-    def _fitted(self, choice: Choice, points: Sequence[Point]) -> Surface:
+    def _fitted(self, choice: Way, points: Sequence[Point]) -> Surface:
         """The surface through the traces at these points, which are kept as exact answers too."""
-        experiments = [self._training(choice, *point) for point in points]
+        experiments = [choice.experiment(self.task.replace(seq_len=length), size) for size, length in points]
         offered = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
         job = peak_fit.fit, experiments, target(**self._options), points, offered
         surface, memories = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
@@ -265,6 +313,40 @@ class Surfaces:
             self._exact = {tuple(key): Answer(**answer) for key, answer in content.get("exact", [])}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             self._surfaces, self._exact = {}, {}  # absent, damaged or of an older version
+
+
+def _of_training(
+    choice: Choice, surfaces: Sequence[Surface], micro_batch: int, seq_len: int | None
+) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """The columns of a training's operations at a point, and the phase and name of each."""
+    passes, *updates = surfaces
+    columns, at_end = _at(passes, micro_batch, seq_len)
+    where = list(zip(passes.phases, passes.operations, strict=True))
+    for update in updates:  # another optimizer: its states while the passes run, and its update after them
+        kept = np.flatnonzero(np.logical_not(passes.updates))
+        own, its_end = _at(update, micro_batch, seq_len)
+        has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
+        columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
+        columns[kept[has_states], STATES] = update.states
+        # What lives when the backward ends differs between this recipe and the one the update was traced with.
+        moved = at_end - its_end
+        moved[STATES] = 0
+        moved[TOTAL] = moved[:TOTAL].sum()
+        columns = np.concatenate([columns[kept], own + moved])
+        where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
+    return columns, where
+
+
+def _of_inference(
+    choice: Inference, surfaces: Sequence[Surface], micro_batch: int, seq_len: int | None
+) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """The same of inference: the prompt as it is, and the last token after all that are before it."""
+    (passes,) = surfaces
+    columns, _ = _at(passes, micro_batch, seq_len)
+    if choice.new_tokens:
+        last, _ = _at(passes, micro_batch, seq_len + choice.new_tokens - 2)
+        columns[passes.updates] = last[passes.updates]
+    return columns, list(zip(passes.phases, passes.operations, strict=True))
 
 
 def precisions(device: str) -> list[str]:

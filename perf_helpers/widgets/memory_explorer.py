@@ -12,7 +12,7 @@ from perf_helpers.cards import SIZES, context_bytes, named
 from perf_helpers.estimate import MemoryEstimate, estimate, peak_model
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.task import PRESETS
-from perf_helpers.texts import bytes_text, parts_text
+from perf_helpers.texts import bytes_text, parts_text, shown
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
@@ -21,30 +21,42 @@ if TYPE_CHECKING:
 
 _CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUDA context is published
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
+_TRACED_TOKENS = 16  # of an answer: of more the point itself would take minutes
+# What is controlled in a training, and in inference.
+_OF = {
+    "training": ("precision", "checkpointing", "accumulation", "optimizer", "attention"),
+    "inference": ("weights", "new_tokens", "beams", "attention"),
+}
 
 
-def memory(lab: Lab, task: Task | None = None, *, card: str | None = None, device: str | None = None) -> None:
-    """The peak of any model and recipe, by category, against the memory of common cards and of this machine.
+def memory(
+    lab: Lab, task: Task | None = None, *, of: str = "training", card: str | None = None, device: str | None = None
+) -> None:
+    """The peak of any model and recipe, by category, against the memory of common cards and of this machine: of a
+    training, or of inference, with the cache of keys and values where answers are written.
 
     Once a model is known (six traces for each way of training it), every move is answered from those traces, at once;
     the point that the controls rest on is then traced itself. The picture says which of the two it shows.
 
     Args:
         task: the model to start with; None: the lab's.
+        of: "training" or "inference", to start with.
         card: a GPU by its name in `cards.CARDS`, e.g. "t4", whose compute capability counts.
         device: "cpu" or "cuda", to start with; None: the card's, else this machine's.
 
     Raises:
         ValueError: an unknown card, or a model that cannot be followed on fake tensors.
     """
-    task = task or lab.task
+    if of not in _OF:
+        raise ValueError(f"of={shown(of)}: choose 'training' or 'inference'")
+    task, way = task or lab.task, peak_model.Choice() if of == "training" else peak_model.Inference()
     capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
     device = device or (lab.machine.kind if card is None else "cuda")
     capability = capability if card is None else named(card).capability
     options = {"compute_capability": capability} if capability else {}
     size = peak_model.nearest(peak_model.MICRO_BATCHES, lab.profile.micro_batch)
-    first = estimate(task, device=device, **options, **peak_model.Choice().arguments(size))
-    explorer, title = _MemoryExplorer(lab, task, first, size, options), f"{task.model}, micro-batch {size}"
+    first = estimate(task, device=device, training=of == "training", **options, **way.arguments(size))
+    explorer, title = _MemoryExplorer(lab, task, first, size, options, of), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
     place(("memory explorer", lab.lesson), explorer.parts, static, repr(first), at_end=explorer.close)
 
@@ -56,7 +68,7 @@ class _MemoryExplorer:
     controls stand afresh for each thing that it does, so that what is wanted now comes first.
     """
 
-    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int, options: dict[str, Any]):
+    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int, options: dict[str, Any], of: str):
         import ipywidgets
 
         self._task, self._machine, self._folder = task, lab.machine, Path(lab.store.path).with_name("fits")
@@ -66,7 +78,7 @@ class _MemoryExplorer:
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
         self._error: str | None = None  # why the point cannot be answered
-        self._controls = _controls(task, first, micro_batch)
+        self._controls = _controls(task, first, micro_batch, of)
         self._picture, self._note, self._progress = html_box(), html_box(), html_box()
         self._output = ipywidgets.Output()
         self._callback = observe(self._controls.values(), self._moved, self._output)
@@ -83,6 +95,8 @@ class _MemoryExplorer:
     def _moved(self, change) -> None:
         if change["owner"] is self._controls["device"]:
             self._controls["precision"].options = peak_model.precisions(change["new"])
+        if change["owner"] is self._controls["of"]:
+            _offer(self._controls)
         self._error = None
         self._draw()
         self._wake.set()
@@ -90,7 +104,7 @@ class _MemoryExplorer:
             self._thread = threading.Thread(target=self._work, name="memory explorer", daemon=True)
             self._thread.start()
 
-    def _point(self) -> tuple[peak_model.Surfaces, tuple[peak_model.Choice, int, int | None]]:
+    def _point(self) -> tuple[peak_model.Surfaces, tuple[peak_model.Way, int, int | None]]:
         """Where the controls stand: what is known of the model on that device, and the recipe, the micro-batch and the
         length (in tokens; None for images)."""
         value = {name: control.value for name, control in self._controls.items()}
@@ -104,7 +118,11 @@ class _MemoryExplorer:
                 self._models[which] = peak_model.Surfaces(task, device, folder=self._folder, **self._options)
         known = self._models[which]
         is_image = known in self._prepared and not known.lengths
-        return known, (peak_model.Choice(**value), micro_batch, None if is_image else seq_len)
+        of = value.pop("of")
+        way = (peak_model.Choice if of == "training" else peak_model.Inference)(
+            **{name: value[name] for name in _OF[of]}
+        )
+        return known, (way, micro_batch, None if is_image else seq_len)
 
     # ---- the thread
 
@@ -132,11 +150,11 @@ class _MemoryExplorer:
                 self._prepare(known)
             elif not known.is_known(choice):
                 known.learn(choice)
-            elif (answer := known.answer(*point)) is not None and answer.how == "interpolated":
+            elif choice.new_tokens <= _TRACED_TOKENS and _is_interpolated(known.answer(*point)):
                 if self._wake.wait(_REST_SECONDS):
                     return True  # it was moved on
                 known.trace(*point)
-            elif near := next((near for near in known.choices(choice) if not known.is_known(near)), None):
+            elif near := next((near for near in choice.near(known.device) if not known.is_known(near)), None):
                 known.learn(near)
             else:
                 return False
@@ -170,14 +188,14 @@ class _MemoryExplorer:
         if answer is not None:
             self._show(answer)
         else:
-            refused = self._error or known.refusal(choice)
+            refused = self._error or known.refusal(choice, point[2])
             text = f"✗ {refused}" if refused else f"Tracing {known.task.model} with this recipe: a few seconds ..."
             self._picture.value = f"<div style='opacity:0.35'>{self._drawn}</div>"
             self._note.value = f"<div role='status'>{html.escape(text)}</div>"
-        ways = [known.is_known(each) for each in known.choices(choice)]
+        ways = [known.is_known(each) for each in choice.near(known.device)]
         state = "all are answered at once" if all(ways) else "the others are being traced"
         bar = f"<progress value='{sum(ways)}' max='{len(ways)}' aria-label='recipes known'></progress>"
-        self._tell(f"{bar} {sum(ways)} of {len(ways)} ways of training known: {state}.")
+        self._tell(f"{bar} {sum(ways)} of {len(ways)} ways known: {state}.")
 
     def _tell(self, progress: str) -> None:
         self._progress.value = f"<div style='font-size:12px;line-height:1.4'>{progress}</div>"
@@ -191,9 +209,9 @@ class _MemoryExplorer:
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
-def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, "DOMWidget"]:
-    """The controls by what they choose, set to what was estimated first; from the precision on to the attention they
-    are a `Choice`."""
+def _controls(task: Task, first: MemoryEstimate, micro_batch: int, of: str) -> dict[str, "DOMWidget"]:
+    """The controls by what they choose, set to what was estimated first; `_OF` has those of a way of training or of
+    inference."""
     import ipywidgets
 
     def field(kind: type, description: str, **options) -> "DOMWidget":
@@ -204,8 +222,10 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, 
     lengths = peak_model.LENGTHS if length in peak_model.LENGTHS else sorted({*peak_model.LENGTHS, length or 32})
     models = {"options": sorted({task.model, *PRESETS}), "placeholder": "a preset, a config.json, a name on the Hub"}
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
-    return {
+    new = [(str(count) if count else "none", count) for count in peak_model.NEW_TOKENS]
+    controls = {
         "model": field(ipywidgets.Combobox, "model", value=task.model, continuous_update=False, **models),
+        "of": field(menu, "memory of", options=list(_OF), value=of),
         "device": field(menu, "on", options=[("a GPU", "cuda"), ("a CPU", "cpu")], value=first.device),
         "micro_batch": field(slider, "micro-batch", options=peak_model.MICRO_BATCHES, value=micro_batch),
         "seq_len": field(slider, "length", options=lengths, value=length or 32, disabled=length is None),
@@ -213,9 +233,25 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int) -> dict[str, 
         "checkpointing": field(menu, "checkpointing", options=[("none", False), ("every layer", True)]),
         "accumulation": field(slider, "accumulation", options=peak_model.ACCUMULATION, value=1),
         "optimizer": field(menu, "optimizer", options=list(peak_model.OPTIMIZERS)),
+        "weights": field(menu, "weights", options=list(peak_model.WEIGHTS)),
+        "new_tokens": field(slider, "new tokens", options=new),
+        "beams": field(slider, "beams", options=peak_model.BEAMS),
         "attention": field(menu, "attention", options=list(peak_model.ATTENTION)),
         "vocabulary": field(menu, "vocabulary", options=[("as it is", 1), ("padded to 8", 8), ("padded to 64", 64)]),
     }
+    _offer(controls)
+    return controls
+
+
+def _offer(controls: dict[str, "DOMWidget"]) -> None:
+    """Show the controls of what is chosen, a training or inference."""
+    wanted = _OF[controls["of"].value]
+    for name in {name for names in _OF.values() for name in names}:
+        controls[name].layout.display = None if name in wanted else "none"
+
+
+def _is_interpolated(answer: peak_model.Answer | None) -> bool:
+    return answer is not None and answer.how == "interpolated"
 
 
 def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, int]) -> str:

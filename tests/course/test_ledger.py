@@ -62,11 +62,12 @@ OWNED = {
     "threads-minus-one many-cpus",
     "20": "cache-bytes static-cache-high static-cache-compiles nf4-bits footprint-tells quantized-error nf4-error "
     "batching-throughput quantized-faster int8-faster eval-keeps-logits padding-side",
-    "21": "load-twice big-models shards-cap low-cpu-mem-usage offload-same offload-copies offload-trains four-bit-load",
+    "21": "load-twice big-models shards-cap low-cpu-mem-usage device-map-cards offload-same offload-copies "
+    "offload-trains four-bit-load",
     "22": "hpo hpo-winner-honest hpo-default-space hpo-default-direction hpo-objective-is-loss hpo-applies-best "
     "hpo-own-seed hpo-reproduces hpo-unknown-name hpo-value-kept hpo-frees-memory hpo-pruning",
     "23": "troubleshooting debug-overflow debug-underflow debug-nan-loss nan-is-logged debug-backward anomaly-names-it "
-    "debug-cost resume-peak",
+    "debug-cost oom-fragments resume-peak",
     "24": "cooling power-sockets gpu-choice prebuilt-images shutdown-temperature throttled wheels-build-nothing "
     "shapes-recompile shapes-recompile-default pad-to-multiple cost-a-token conda-builds tpu-tensorflow xla-tensorflow "
     "specialized-hardware",
@@ -78,7 +79,7 @@ NEEDS = {  # what is not in this table is decided on any machine
     "context-cost first-tensor-cost activations-bandwidth nvml-agrees multiples-of-eight tile-quantization "
     "fp16-faster fp16-up-to-5x fp16-twice-by-batch combined-speed adam8bit-cost all-three-speed all-three-8bit-speed "
     "pinned-memory utilisation-shows-wait pinned-by-loader accelerator-required cooling sdpa-fused-kernels "
-    "shutdown-temperature throttled "
+    "shutdown-temperature throttled oom-fragments "
     "multi-tensor-default compile-cudagraphs compile-reduce-overhead offload-to-host",
     "sm80": "weights-grow-on-gpu multiples-of-64 tf32-layout tf32-range tf32-convergence tf32-with-half tf32-faster "
     "tf32-trainer-flag",
@@ -256,6 +257,7 @@ TRUE_AND_FALSE = {
     "big-models": (1.1, 2.2),
     "shards-cap": (0.55, 1.1),
     "low-cpu-mem-usage": (0.5, 1.0),
+    "device-map-cards": (1.0, 0.886),
     "offload-same": (0.0, 0.001),
     "offload-copies": (1.0, 0.0),
     "offload-trains": (1.0, 0.55),
@@ -291,6 +293,7 @@ TRUE_AND_FALSE = {
     "debug-backward": (1.0, 0.0),
     "anomaly-names-it": (1.0, 0.75),
     "debug-cost": (1.6, 0.9),
+    "oom-fragments": (0.14, 1.0),
     "resume-peak": (1.0, 1.23),
     "lora-states": (1.0, 0.67),
     "lora-activations": (1.0, 0.73),
@@ -487,7 +490,7 @@ def reversed_(claim):
 class TestLedger:
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
-        assert len(listed) == 261
+        assert len(listed) == 263
         assert {claim.id: claim.lesson for claim in LEDGER.values()} == listed
 
     def test_every_claim_names_the_machine_it_needs(self):

@@ -6,10 +6,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from planted import verdict
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
@@ -30,7 +32,17 @@ FUNCTIONS = {
     "share",
     "Whole",
 }
-FUNCTIONS |= {"places", "fetching", "hooked", "offloaded", "sentences", "training", "who_gets_the_gradient"}
+FUNCTIONS |= {
+    "filled",
+    "planned",
+    "places",
+    "fetching",
+    "hooked",
+    "offloaded",
+    "sentences",
+    "training",
+    "who_gets_the_gradient",
+}
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +147,43 @@ class TestLayersOnDisk:
             lesson.load(source, device_map=lesson.places(12, 4), offload_folder=folder)
             stored = sum(file.stat().st_size for file in folder.rglob("*"))
             assert verdict("offload-copies", stored / layers) is expected
+
+
+class TestPlanOfCards:
+    LIMITS = 30_000_000, 30_000_000, 10**12
+
+    @pytest.fixture
+    def model(self, lesson):
+        with torch.device("meta"):
+            return LlamaForCausalLM(LlamaConfig(**lesson.SIZES, tie_word_embeddings=False))
+
+    def parts(self, model):
+        layers = [f"model.layers.{number}" for number in range(12)]
+        names = ["model.embed_tokens", *layers, "model.norm", "model.rotary_emb", "lm_head"]
+        return {name: sum(weight.nbytes for weight in model.get_submodule(name).parameters()) for name in names}
+
+    def test_the_librarys_keeps_room_for_the_largest_part(self, lesson, model):
+        parts = self.parts(model)
+        auto, by_hand = lesson.planned(model, parts, self.LIMITS), lesson.filled(parts.values(), self.LIMITS)
+        assert auto == lesson.filled(parts.values(), self.LIMITS, kept=max(parts.values()))
+        assert all(held <= limit for held, limit in zip(auto, self.LIMITS, strict=True))
+        assert verdict("device-map-cards", sum(auto[:2]) / sum(by_hand[:2])) is REFUTED
+
+    def test_one_that_filled_the_first_card_would_hold(self, lesson, model):
+        parts = self.parts(model)
+        by_hand = lesson.filled(parts.values(), self.LIMITS)
+
+        def filling(model, max_memory, no_split_module_classes):
+            plan, device, held = {}, 0, 0
+            for name, size in parts.items():
+                if device in max_memory and held + size > max_memory[device]:
+                    device, held = device + 1 if device == 0 else "cpu", 0
+                plan[name], held = device, held + size
+            return plan
+
+        with patch.dict(lesson.planned.__globals__, infer_auto_device_map=filling):
+            auto = lesson.planned(model, parts, self.LIMITS)
+        assert verdict("device-map-cards", sum(auto[:2]) / sum(by_hand[:2])) is HOLDS
 
 
 class TestTraining:

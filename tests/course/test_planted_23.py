@@ -26,7 +26,10 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
 @pytest.fixture
 def lesson():
     """The lesson's functions and classes, and the constants that they need."""
-    kinds, constants = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef), {"SIZES", "CONFIG", "WIDE"}
+    kinds, constants = (
+        (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef),
+        {"SIZES", "CONFIG", "WIDE", "lengths", "uneven"},
+    )
     body = ast.parse(SOURCE.read_text("utf-8")).body
     taken = [
         node for node in body if isinstance(node, kinds) or constants & {getattr(t, "id", "") for t in targets(node)}
@@ -253,3 +256,29 @@ class TestVerdicts:
         ratio = Ratio.of_pairs([watched / without] * 3, 1.05)
         told = verdict("debug-cost", (ratio.low, ratio.high))
         assert (told is HOLDS) is not forgets
+
+
+class TestFragments:
+    """By the estimate, which follows the allocator's rules: no card is needed to see whether the claim can turn."""
+
+    @pytest.fixture
+    def rest(self, lesson):
+        """Function (settings) -> bytes reserved beyond the peak of tensors, as the lesson has it without a GPU."""
+        lesson.scope["lab"] = SimpleNamespace(machine=SimpleNamespace(kind="cpu"))
+
+        def rest(settings):
+            memory = lesson.with_settings(settings)
+            return memory.reserved_bytes - memory.peak_bytes
+
+        return rest
+
+    def test_segments_that_grow_leave_less_and_a_switch_that_does_nothing_does_not(self, rest):
+        plain, expandable = rest(""), rest("expandable_segments:True")
+        assert verdict("oom-fragments", expandable / plain) is HOLDS
+        ignored = rest("expandable_segments:False")
+        assert verdict("oom-fragments", ignored / plain) is REFUTED
+
+    def test_where_all_lengths_are_equal_there_is_nothing_to_avoid(self, lesson, rest):
+        fewer = rest("")
+        lesson.scope["uneven"] = lesson.scope["uneven"].replace(lengths=[500] * 10)
+        assert rest("") < fewer / 2

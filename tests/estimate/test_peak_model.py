@@ -1,17 +1,30 @@
 """The explorer's quick answers against the estimate: between the points that were traced, and for other optimizers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from perf_helpers.estimate import estimate
-from perf_helpers.estimate.peak_model import Choice, Surfaces, precisions
+from perf_helpers.estimate.peak_model import Choice, Inference, Surfaces, precisions
 from perf_helpers.lab import processes
 from perf_helpers.lab.task import Task
 
 TASKS = {
     "bert-tiny": Task("bert-tiny"),
     "gpt2": Task("gpt2", config={"n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 500, "n_positions": 256}),
+    "llama": Task(
+        "llama-2-7b",
+        config=dict(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            max_position_embeddings=300,
+        ),
+    ),
     "vit": Task(
         "vit-base", config={"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64}
     ),
@@ -38,7 +51,7 @@ def known():
     return of
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt2", "vit"])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_between_the_traces_the_answer_is_the_estimate(known, name, choice):
     found = known(name)
@@ -63,6 +76,44 @@ def test_on_a_gpu_too(known):
     exact = found.trace(choice, 4, 128)
     assert (quick.how, exact.how) == ("interpolated", "traced")
     assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "way", [Inference(), Inference("fp32", 12), Inference("bf16", 12, 3), Inference("4 bits", 12, 1, "eager")], ids=str
+)
+def test_of_inference_too_with_the_cache_of_all_that_was_written(known, device, way):
+    found = known("llama", device)
+    found.learn(way)
+    assert found.refusal(way) is None and found.is_known(way)
+    quick, exact = found.answer(way, 6, 64), found.trace(way, 6, 64)
+    assert (quick.how, exact.how) == ("interpolated", "traced")
+    assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=4e-3), "beams are kept in tables, of 8 bytes a token"
+    assert quick.breakdown["key_value_cache"] == exact.breakdown["key_value_cache"]
+    assert quick.operation == exact.operation
+    size = 2 * 3 * 2 * 16 * (4 if way.weights == "fp32" else 2)  # bytes of a token's keys and values
+    tokens = 64 + max(0, way.new_tokens - 1)  # the last one is written and never read
+    written = exact.breakdown["key_value_cache"] / (6 * way.beams * size)
+    assert tokens - 1 <= written <= 2 * tokens, "a layer's keys are there twice while they grow"
+    if way.new_tokens:
+        more = found.answer(replace(way, new_tokens=120), 6, 64)
+        assert more.breakdown["key_value_cache"] > 1.5 * quick.breakdown["key_value_cache"]
+
+
+def test_inference_is_refused_where_it_cannot_be(known, tmp_path):
+    found, way = known("llama"), Inference("fp32", 16)
+    found.learn(way)
+    assert found.answer(way, 2, 284) and found.answer(way, 2, 285) is None
+    assert found.refusal(way, 285) == "llama-2-7b has positions for 300 tokens, not for 285 + 16"
+    found = known("bert-tiny")
+    found.learn(way)
+    assert "no generate()" in found.refusal(way) and found.answer(way, 2, 32) is None
+    assert not found.refusal(Inference())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 32, "d_kv": 8, "num_layers": 1}))
+    translator = Surfaces(Task(str(tmp_path)))
+    translator.prepare()
+    translator.learn(way)
+    assert "encoder-decoder" in translator.refusal(way)
 
 
 def test_a_point_that_was_traced_is_told_as_traced(known):
@@ -104,7 +155,7 @@ def test_what_cannot_be_followed_is_told(tmp_path):
 def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
     found = Surfaces(TASKS["bert-tiny"])
     first = Choice("bf16", True)
-    order = list(found.choices(first))
+    order = first.near(found.device)
     assert order[0] == first and len(order) == len(set(order)) == 3 * 2 * 2 * 5 * 2
     assert {choice.kind for choice in order[:4]} == {first.kind}, "another optimizer is nearer than another pass"
     assert precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]

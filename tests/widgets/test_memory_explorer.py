@@ -11,7 +11,7 @@ import pytest
 from explored import TASK
 from kernel import alive, box, control, inside, text
 
-from perf_helpers import explorers
+from perf_helpers import Task, explorers
 from perf_helpers.estimate import peak_model
 from perf_helpers.records import Store
 
@@ -87,6 +87,23 @@ def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab,
     control(shown, "vocabulary").value = 1
     wait(lambda: len(asked) > 1)
     assert asked[1] == lab.task.replace(seq_len=None) or asked[1] == lab.task
+
+
+def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown, tmp_path):
+    small = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3, "vocab_size": 64}))
+    with pytest.raises(ValueError, match="choose 'training' or 'inference'"):
+        explorers.memory(lab, of="answers")
+    explorers.memory(lab, Task(str(tmp_path), seq_len=32), of="inference", device="cpu")
+    offered = {name: control(shown, name).layout.display for name in ("optimizer", "beams", "new tokens", "weights")}
+    assert offered == {"optimizer": "none", "beams": None, "new tokens": None, "weights": None}
+    control(shown, "new tokens").value = 16
+    wait(lambda: "</b> traced" in text(shown) and "key value cache" in text(shown))
+    control(shown, "new tokens").value = 256
+    wait(lambda: "</b> interpolated" in text(shown))
+    control(shown, "memory of").value = "training"
+    assert control(shown, "optimizer").layout.display is None and control(shown, "beams").layout.display == "none"
+    wait(lambda: "gradients" in text(shown))
 
 
 def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
