@@ -134,7 +134,7 @@ class Task(Record):
         except (OSError, ValueError) as error:
             where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
             where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
-            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}") from error
+            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
@@ -315,7 +315,7 @@ def _config(where: str, kind: str, fields: dict[str, Any]):
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # what its fields' values are not fit for shows in any kind of error
-        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from error
+        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
+import environments
 import pytest
 
 from perf_helpers.lab import hardware
@@ -52,46 +52,15 @@ def one(answer, level, subject, text):
     """The remedy of the one finding with this level, subject and words; the exit code follows from the levels."""
     found, code = answer
     assert code == any(each[0] == "error" for each in found), answer
-    (remedy,) = [each[3] for each in found if each[:2] == (level, subject) and text in each[2]] or [found]
-    return remedy
+    remedies = [each[3] for each in found if each[:2] == (level, subject) and text in each[2]]
+    assert len(remedies) == 1, found
+    return remedies[0]
 
 
 @pytest.fixture
 def installed(tmp_path):
     """A function: the Python of an environment that has what this one has, but for some packages and versions."""
-
-    def make(without=(), **versions):
-        venv.create(tmp_path / "venv", symlinks=True)
-        (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-        for package in (*without, *versions):
-            hidden = importlib.metadata.distribution(package)
-            gone = {
-                Path(str(file)).parts[0] for file in hidden.files if package in without or ".dist-info" in str(file)
-            }
-            assert gone
-            make.gone |= gone
-        for place in {
-            Path(importlib.metadata.distribution(name).locate_file("")) for name in ("pip", "torch", "typer")
-        }:
-            for path in place.iterdir():
-                if path.name not in make.gone and not (site / path.name).exists():
-                    (site / path.name).symlink_to(path)
-        for package, version in versions.items():
-            record(site, package, version)
-        make.site = site
-        return str(tmp_path / "venv" / "bin" / "python")
-
-    make.gone = {"__pycache__"}
-    return make
-
-
-def record(site, package, version):
-    """Leave the record of an installed version, and no other."""
-    for old in site.glob(f"{package}-*.dist-info"):
-        shutil.rmtree(old)
-    folder = site / f"{package}-{version}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return lambda without=(), **versions: environments.make(tmp_path / "venv", without, **versions)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +96,8 @@ def test_a_package_that_is_missing(installed, package, level, code):
 
 @pytest.mark.parametrize("package", ["torch", "jinja2"])
 def test_a_package_that_is_missing_though_the_doctor_has_no_use_for_it(installed, package):
-    assert one(doctor(installed(without=[package]), "-P", *COMMAND), "error", package, "lessons cannot run")
+    answer = doctor(installed(without=[package]), "-P", *COMMAND)
+    assert one(answer, "error", package, "lessons cannot run") == f"pip install {package}"
 
 
 def test_nvml_s_bindings_are_missing(installed):
@@ -142,19 +112,17 @@ def test_a_version_that_was_not_tested(installed):
 
 def test_an_installation_that_was_interrupted(installed):
     python = installed(without=["accelerate"])
-    record(installed.site, "accelerate", "1.12.0")
+    environments.record(python, "accelerate", "1.12.0")
     remedy = one(doctor(python, "-P", *COMMAND), "error", "accelerate", "finds nothing in place of the accelerate")
     assert remedy == "pip install --no-deps --force-reinstall accelerate==1.12.0"
 
 
 def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
     """In the order that a notebook has it: a library is imported, pip changes it, and the doctor is asked."""
-    python = installed(numpy="2.0.0")
-    record(installed.site, "numpy", importlib.metadata.version("numpy"))
-    shutil.copy(__file__, installed.site / "this_test.py")
-    code = f"import numpy, sys, this_test; from pathlib import Path; this_test.record(Path({str(installed.site)!r}), "
-    code += "'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; from perf_helpers.cli import main; main()"
-    answer = doctor(python, "-P", "-c", code)
+    python = installed(numpy=importlib.metadata.version("numpy"))
+    code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
+    code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "
+    answer = doctor(python, "-P", "-c", code + "from perf_helpers.cli import main; main()")
     assert one(answer, "error", "numpy", "is loaded here, and 2.0.0 was installed since").startswith(
         "Restart the kernel"
     )
