@@ -27,7 +27,7 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True} 
 
 @app.command()
 def doctor(json_output: Json = False) -> int:
-    """What this machine is and can do, what is wrong, and the remedy."""
+    """What this machine is and can do, what is wrong, and the remedy. Exit code 1: lessons cannot run as it is."""
     from perf_helpers.lab.doctor import diagnose
 
     machine, versions = hardware.describe(), hardware.versions()

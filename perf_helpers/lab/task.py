@@ -131,7 +131,7 @@ class Task(Record):
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
             return AutoConfig.from_pretrained(self.model, **options, **self.config)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError):
             where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
             where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
             raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}") from None
@@ -322,8 +322,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         fields = from_json(text_of(path))
     except OSError as error:
-        what = "Give a preset, a config.json or a folder with one."
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). {what}") from None
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a config.json or its folder.") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}). Give a config.json.") from None
     if not isinstance(fields, dict) or "model_type" not in fields:

@@ -115,7 +115,7 @@ def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypat
     folder = tmp_path / "mein Modell"
     folder.mkdir()
     (folder / "model.bin").write_bytes(b"\x80\x02")
-    assert "Give a preset, a config.json or a folder with one" in refusal(folder), "weights only"
+    assert "No such file or directory). Give a config.json or its folder" in refusal(folder), "weights only"
     assert "not JSON" in refusal(folder / "model.bin")
     assert "is no preset, no file or folder, and is not on the Hub. Did you mean 'gpt2'" in refusal(tmp_path / "gpt2")
 
