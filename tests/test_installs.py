@@ -28,6 +28,7 @@ def test_what_stands_there_already_is_left_as_it_is(tmp_path):
     assert would_install(tmp_path, tmp_path, ROOT, **THERE) == {"perf-helpers"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
 def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(name, tmp_path):
     """As conda calls pip: with a file of requirements, in the folder of the environment's file."""
