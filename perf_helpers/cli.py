@@ -27,19 +27,22 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True} 
 
 @app.command()
 def doctor(json_output: Json = False) -> int:
-    """What this machine is and can do, what is wrong, and the remedy."""
+    """What this machine is and can do, what is wrong, and the remedy. Exit code 1: lessons cannot run as it is."""
     from perf_helpers.lab.doctor import diagnose
-    from perf_helpers.rehearsal import build
 
     machine, versions = hardware.describe(), hardware.versions()
-    findings = [*diagnose(machine, versions), build.finding()]
+    findings = diagnose(machine, versions)
+    if not (broken := any(finding.level == "error" for finding in findings)):  # its room imports what may be broken
+        from perf_helpers.rehearsal import build
+
+        findings.append(build.finding())
     lines = [machine.name]
     for finding in findings:
         lines.append(f"{finding.level:>8}  {finding.subject}: {finding.text}")
         lines += [f"          -> {finding.remedy}"] if finding.remedy else []
     found = {"machine": machine.to_dict(), "versions": versions, "findings": [*map(dataclasses.asdict, findings)]}
     answer(found if json_output else lines)
-    return int(any(finding.level == "error" for finding in findings))
+    return int(broken)
 
 
 @app.command()
@@ -50,9 +53,7 @@ def course(
     out: CourseFolder = Path("build/course"),
     baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
     fail_on: FailOn = "memory,verdict,speed",
-    speeds: Annotated[
-        bool, typer.Option(help="Time a few recipes, so that speeds of other days can be compared.")
-    ] = True,
+    speeds: Annotated[bool, typer.Option(help="Time a few recipes, for comparison with other days.")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one lesson may take.")] = 900,
 ) -> int:
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also

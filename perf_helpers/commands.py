@@ -78,16 +78,12 @@ def estimate(
     card: Card = None,
     compute_capability: Capability = None,
     inference: Inference = False,
-    allocator_settings: Annotated[
-        str, typer.Option("--allocator-settings", help="What PYTORCH_CUDA_ALLOC_CONF would say.")
-    ] = "",
+    allocator_settings: Annotated[str, typer.Option(help="What PYTORCH_CUDA_ALLOC_CONF would say.")] = "",
     torch_version: Annotated[
         str | None, typer.Option("--torch", help="Whose allocator is meant, e.g. 2.10; default: that of the installed.")
     ] = None,
     snapshot: Snapshot = None,
-    lengths: Annotated[
-        Path | None, typer.Option(help="A file with the tokens of each sample: its worst batch.")
-    ] = None,
+    lengths: Annotated[Path | None, typer.Option(help="A file with each sample's tokens: its worst batch.")] = None,
     multiple: Annotated[int, typer.Option("--pad-to-multiple-of", "--pad_to_multiple_of", help="With --lengths.")] = 1,
     json_output: Json = False,
 ) -> None:

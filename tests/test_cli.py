@@ -142,7 +142,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
     """Where the Hub does not answer: at an address where nobody listens."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
-    assert done.returncode == 2 and "Did you mean 'bert-large'" in done.stderr
+    assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr
     assert "does not answer" in done.stderr and "Retry" not in done.stderr
 
 

@@ -66,7 +66,7 @@ widgets.predict(
 # This is `lab.train` without its clothes: a model with random weights, random data, transformers' `Trainer` with its defaults. Around it the lab adds a clean process, a meter, and silence.
 
 # %%
-STEPS = 5
+STEPS, BATCH = 5, 4
 
 
 def ten_lines(task, steps=STEPS):
@@ -75,7 +75,7 @@ def ten_lines(task, steps=STEPS):
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
         arguments = TrainingArguments(
-            folder, per_device_train_batch_size=4, max_steps=steps, seed=0, logging_steps=1, **quiet
+            folder, per_device_train_batch_size=BATCH, max_steps=steps, seed=0, logging_steps=1, **quiet
         )
         arguments._n_gpu = min(1, arguments.n_gpu)  # several would train one batch each (DataParallel, lesson 15)
         trainer = Trainer(task.build_model(), arguments, train_dataset=task.dataset())
@@ -84,7 +84,7 @@ def ten_lines(task, steps=STEPS):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-from_lab = lab.train("lab.train", task=short, per_device_train_batch_size=4, max_steps=STEPS)
+from_lab = lab.train("lab.train", task=short, per_device_train_batch_size=BATCH, max_steps=STEPS)
 from_trainer = lab.run(ten_lines, task=short, measure="none").value
 torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-3)
 
@@ -108,7 +108,7 @@ def plain_loop(task, steps=STEPS, *, order=0, rate=5e-5, falling=True, clear=Tru
     model, data = task.build_model().to(device), task.dataset()
     torch.manual_seed(0)  # dropout starts here
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(order))
-    batches = fetch(DataLoader(data, batch_size=4, sampler=sampler))
+    batches = fetch(DataLoader(data, batch_size=BATCH, sampler=sampler))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: (steps - done) / steps if falling else 1.0)
     losses, clocks = [], [(time.perf_counter(), time.process_time())]
@@ -158,7 +158,7 @@ def one_ahead(loader):
 loop = lab.run(lambda task: plain_loop(task, 2), "plain loop", task=short, measure="memory")
 ahead = lab.run(lambda task: plain_loop(task, 2, fetch=one_ahead), "one ahead", task=short, measure="memory")
 lines = lab.run(lambda task: ten_lines(task, 2), "ten lines", task=short, measure="memory")
-one_batch = sum(tensor.numel() * tensor.element_size() for tensor in short.batch(4).values())
+one_batch = sum(tensor.numel() * tensor.element_size() for tensor in short.batch(BATCH).values())
 print(f"one batch of data: {one_batch:,} bytes")
 rows = [
     [run.name, f"{run.peak_bytes:,}", run.peak_bytes - from_lab.peak_bytes] for run in (from_lab, lines, loop, ahead)

@@ -1,14 +1,21 @@
 """The doctor: what a user of a machine should know before a lesson runs there, each with its remedy."""
 
 import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from perf_helpers.lab.hardware import CPU_FP16, Machine, versions
+from perf_helpers.lab.hardware import CPU_FP16, PACKAGES, Machine, cache_folder, version_of, versions
 from perf_helpers.texts import bytes_text
 
 DISTRIBUTION = "perf-helpers"
-LITTLE_BYTES, SMALL_SHM_BYTES = 4_000_000_000, 500_000_000
+LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
 
 # What to type or do, by words of a reason; the first that fits counts.
 REMEDIES = {
@@ -39,6 +46,8 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
         *_about_gpus(machine),
         *_about_precision(machine),
         *_about_host(machine),
+        *_about_folders(),
+        *_about_imports(),
         *_about_packages(versions() if installed is None else installed),
     ]
 
@@ -97,11 +106,16 @@ def _about_precision(machine: Machine) -> Iterator[Finding]:
 
 def _about_host(machine: Machine) -> Iterator[Finding]:
     cores, everything, free = machine.cpu_cores, machine.machine_cores, machine.memory_available_bytes
-    if machine.cpu_quota and everything and machine.cpu_quota < everything:
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(told) if told.isdigit() else everything
+    if machine.cpu_quota and everything and machine.cpu_quota < min(everything, threads):
         allowed = f"{machine.cpu_quota:g} of {everything} cores"
-        text = f"A cgroup allows the time of {allowed}, but torch starts a thread for each: it is throttled."
+        text = f"A cgroup allows the time of {allowed}, but torch starts {threads} threads: it is throttled."
         remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
         yield Finding("warning", "CPU", text, remedy)
+    elif told and cores and threads < cores:
+        text = f"OMP_NUM_THREADS={told}: torch computes on {told} of {cores} cores."
+        yield Finding("note", "CPU", text, "Type `unset OMP_NUM_THREADS` before starting, unless you mean it.")
     if cores == 1:
         text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."
         yield Finding("warning", "CPU", text, "Use two cores or more for lessons 12, 15 and 19.")
@@ -116,23 +130,61 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", "/dev/shm", text, "Start the container with `--shm-size=2g` or `--ipc=host`.")
 
 
+def _about_folders() -> Iterator[Finding]:
+    """Where runs and temporary files go: whether they can, and whether there is room."""
+    kept = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not kept")
+    for name, find, lost in (kept, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
+        try:
+            folder = Path(find()).absolute()
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
+        except FileNotFoundError:  # of none of the folders for temporary files
+            there, free = "Every folder for temporary files", 0
+        if free < SMALL_DISK_BYTES:
+            text = f"has only {_amount(free)} free: without room" if free else "cannot be written to:"
+            remedy = f"Type `export {name}=FOLDER`, with one that has room and that you may write to."
+            yield Finding(
+                "warning" if free or find is cache_folder else "error", name, f"{there} {text} {lost}.", remedy
+            )
+
+
+def _about_imports() -> Iterator[Finding]:
+    """What Python imports in place of a library that is installed, and what was installed after it was loaded."""
+    for package in filter(version_of, PACKAGES):
+        record, spec = importlib.metadata.distribution(package), importlib.util.find_spec(package)
+        file, home = spec and spec.origin, Path(record.locate_file("")).absolute()
+        loaded = getattr(sys.modules.get(package), "__version__", record.version)
+        if home not in Path(file or "").parents and "editable" not in (record.read_text("direct_url.json") or ""):
+            text = f"Python finds {file or 'nothing'} in place of the {package} that is installed."
+            again = f"pip install --no-deps --force-reinstall {package}=={record.version}"
+            yield Finding("error", package, text, "Rename it, or take its folder off PYTHONPATH." if file else again)
+        elif loaded.partition("+")[0] != record.version.partition("+")[0]:
+            text = f"{package} {loaded} is loaded here, and {record.version} was installed since."
+            yield Finding("error", package, text, "Restart the kernel (in the menu: Kernel, Restart).")
+    for name in sorted({*sys.stdlib_module_names, *PACKAGES} - {"test"}):
+        for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
+            if file.exists() and not file.resolve().is_relative_to(sys.prefix):
+                text = f"A notebook in this folder imports {file} in place of the library {name}."
+                yield Finding("warning", name, text, "Rename it, or start in another folder.")
+
+
 def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
-    for package in (name for name, version in installed.items() if version is None):
-        level, without = "error", "lessons cannot run"
-        if package == "bitsandbytes":
-            level, without = "note", "8-bit Adam (lessons 09, 13 and 14) cannot run"
-        yield Finding(level, package, f"{package} is not installed: {without}.", f"pip install {package}")
-    try:
+    ranges = {}
+    with suppress(ImportError):  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
         from packaging.requirements import Requirement
 
-        tested = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or ()]
-    except ImportError:  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
-        return
-    for wanted in tested:
-        version = installed.get(wanted.name)
-        if version and not wanted.specifier.contains(version, prereleases=True):
-            text = f"{wanted.name} {version} is outside of the tested range {wanted.specifier}: verdicts may differ."
-            yield Finding("warning", wanted.name, text, f'pip install "{wanted.name}{wanted.specifier}"')
+        tested = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
+        # A marker is an extra's. What nvidia-ml-py is missing for is told with the GPUs.
+        ranges = {each.name: each.specifier for each in tested if not each.marker and each.name != "nvidia-ml-py"}
+    for package in {**installed, **ranges}:
+        version = installed[package] if package in installed else version_of(package)
+        if version is None:
+            needs = "8-bit Adam (lessons 09, 13 and 14)" if package == "bitsandbytes" else "lessons"
+            text = f"{package} is not installed: {needs} cannot run."
+            yield Finding("error" if needs == "lessons" else "note", package, text, f"pip install {package}")
+        elif package in ranges and not ranges[package].contains(version, prereleases=True):
+            text = f"{package} {version} is outside of the tested range {ranges[package]}: verdicts may differ."
+            yield Finding("warning", package, text, f'pip install "{package}{ranges[package]}"')
 
 
 def _amount(size: int | None) -> str:

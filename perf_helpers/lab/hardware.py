@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -173,13 +173,12 @@ def cache_folder() -> Path:
 
 def versions() -> dict[str, str | None]:
     """Installed versions, read from the packages' metadata: nothing is imported; None where not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
+
+
+def version_of(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
@@ -320,9 +319,10 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
 def torch_build() -> tuple[str | None, bool]:
     """torch's version with its build ("2.13.0+cpu") and whether that has CUDA, from its version.py alone."""
     spec = importlib.util.find_spec("torch")
-    if not spec or not spec.origin:
+    file = spec and spec.origin and Path(spec.origin).with_name("version.py")
+    if not file or not file.exists():  # a file of the user's that is called torch.py has none beside it
         return None, False
-    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    said = runpy.run_path(str(file))
     return said["__version__"], bool(said.get("cuda"))
 
 

@@ -291,6 +291,8 @@ class Lab:
             raise NeedsValues(outcome.message)
         if experiment.function and outcome.output:
             print(outcome.output, end="")
+        if experiment.function and outcome.status == "crashed":  # who reads the run's value alone learns why it is None
+            print(f"{experiment.name}: {outcome.message}", file=sys.stderr)
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:

@@ -15,7 +15,6 @@ from perf_helpers.records import Record
 from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, shown, text_of, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
 # What the data of a task looks like, by the family of its class in transformers' own registry. A class that stands in
@@ -29,8 +28,6 @@ _FAMILIES = {
     "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
     "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
-
-
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
 
 
@@ -78,10 +75,9 @@ class Task(Record):
 
     def replace(self, **changes) -> "Task":
         """The same task with other sizes; `config` is merged with the present one."""
-        unknown = changes.keys() - {item.name for item in dataclasses.fields(self)}
-        if unknown:
-            names = ", ".join(item.name for item in dataclasses.fields(self))
-            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {names}")
+        names = [item.name for item in dataclasses.fields(self)]
+        if unknown := changes.keys() - {*names}:
+            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
         if "config" in changes:
             changes["config"] = {**self.config, **changes["config"]}
         return dataclasses.replace(self, **changes)
@@ -101,7 +97,8 @@ class Task(Record):
         path = Path(self.model)
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
-        return path / "config.json" if os.path.isdir(path) else path if path.suffix == ".json" else None
+        is_file = path.suffix == ".json" or os.path.isfile(path)
+        return path / "config.json" if os.path.isdir(path) else path if is_file else None
 
     def build_config(self):
         """The `PretrainedConfig`.
@@ -129,14 +126,15 @@ class Task(Record):
         """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
         from transformers import AutoConfig
 
-        known = _hub_answers()
+        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
+        known = bool(name) and _hub_answers()
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
             return AutoConfig.from_pretrained(self.model, **options, **self.config)
-        except (OSError, ValueError) as error:
-            where = "is not on the Hub" if known else "cannot be fetched: the Hub does not answer"
-            hint = nearest_text(self.model, [*PRESETS, *_ALIASES])
-            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}. {hint}") from error
+        except (OSError, ValueError):
+            where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
+            where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
+            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
@@ -157,9 +155,7 @@ class Task(Record):
         name = self.model_class().__name__
         family = _families_of_classes().get(name)
         if family is None:
-            raise ValueError(
-                f"no data is known for {name}. Choose a class for {', '.join(_FAMILIES)} with architecture="
-            )
+            raise ValueError(f"no data is known for {name}: with architecture= choose one for {', '.join(_FAMILIES)}")
         return family
 
     def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
@@ -319,18 +315,16 @@ def _config(where: str, kind: str, fields: dict[str, Any]):
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # what its fields' values are not fit for shows in any kind of error
-        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from error
+        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         fields = from_json(text_of(path))
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}). Give a preset, a config.json or a folder."
-        ) from None
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a config.json or its folder.") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+        raise ValueError(f"{path}: not JSON ({error}). Give a config.json.") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{path}: a model configuration needs 'model_type'")
     return fields

@@ -9,6 +9,11 @@ from machines import GOOD, H200, INSTALLED, PLAIN, T4
 from perf_helpers import doctor, hardware
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
 def test_a_good_machine_has_nothing_to_repair(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
     findings = doctor.diagnose(GOOD, INSTALLED)

@@ -82,6 +82,12 @@ def test_what_a_function_prints_reaches_the_caller(lab, capfd):
     assert capfd.readouterr().out == "hello from bert-tiny\n"
 
 
+def test_a_function_that_fails_says_why_also_to_who_reads_its_value_alone(lab, capfd):
+    assert lab.run(lambda task: {}["width"], "grown", measure=("none",)).value is None
+    out, errors = capfd.readouterr()
+    assert not out and errors.startswith("grown: KeyError: 'width' (line ")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

@@ -107,3 +107,23 @@ def test_no_code_of_a_model_s_folder_is_run(model_type, tmp_path):
 @pytest.mark.parametrize("model", ["x" * 5000, "a\0b", "a\0b.json", "../../etc/passwd", "http://[::1"])
 def test_a_name_that_is_no_path_is_refused_in_words(model):
     assert "no preset" in refusal(model) or "not JSON" in refusal(model)
+
+
+def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
+    """Nobody is asked for what cannot be a name there, and a file that is there is looked into."""
+    monkeypatch.setattr("perf_helpers.lab.task._hub_answers", lambda: pytest.fail("the Hub was asked"))
+    folder = tmp_path / "mein Modell"
+    folder.mkdir()
+    (folder / "model.bin").write_bytes(b"\x80\x02")
+    assert "No such file or directory). Give a config.json or its folder" in refusal(folder), "weights only"
+    assert "not JSON" in refusal(folder / "model.bin")
+    assert "is no preset, no file or folder, and is not on the Hub. Did you mean 'gpt2'" in refusal(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("meta-llama/Llama-3.1-8B", "'llama-3-8b'"), ("google/BERT-large", "'bert-large-uncased'")]
+)
+def test_a_name_that_cannot_be_fetched_gets_the_nearest_preset_and_another_way(name, near, monkeypatch):
+    monkeypatch.setattr("perf_helpers.lab.task._hub_answers", lambda: False)
+    said = refusal(name)
+    assert "the Hub does not answer" in said and near in said and said.endswith("Or give its config.json.")

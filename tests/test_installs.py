@@ -1,0 +1,44 @@
+"""What pip would do: beside libraries that stand there already, as on Colab, and by the environments' files."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import environments
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+# As preinstalled elsewhere, all older than what is tested here: within the ranges of pyproject.toml.
+THERE = {"torch": "2.12.1", "numpy": "2.2.6", "transformers": "5.15.0", "ipywidgets": "7.7.1", "ipython": "7.34.0"}
+
+
+def would_install(folder, where, *words, **versions):
+    """The packages that pip would install, called in the folder `where`; nothing is installed."""
+    python = environments.make(folder / "venv", ("perf-helpers",), **versions)
+    command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True)
+    if "No matching distribution found for hatchling" in done.stderr:
+        pytest.skip("without a network the package cannot be built")
+    assert done.returncode == 0, done.stderr
+    return {each["metadata"]["name"] for each in json.loads((folder / "report.json").read_text())["install"]}
+
+
+def test_what_stands_there_already_is_left_as_it_is(tmp_path):
+    assert would_install(tmp_path, tmp_path, ROOT, **THERE) == {"perf-helpers"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
+def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(name, tmp_path):
+    """As conda calls pip: with a file of requirements, in the folder of the environment's file."""
+    *_, last = yaml.safe_load((ROOT / name).read_text())["dependencies"]
+    (tmp_path / "requirements.txt").write_text("\n".join(last["pip"]))
+    found = would_install(tmp_path, (ROOT / name).parent, "-r", tmp_path / "requirements.txt", **THERE)
+    assert found == {"perf-helpers"}
+
+
+@pytest.mark.nightly
+def test_what_is_too_old_is_replaced_and_what_is_not_is_left(tmp_path):
+    found = would_install(tmp_path, tmp_path, ROOT, **THERE | {"transformers": "5.10.0"})
+    assert {"perf-helpers", "transformers"} <= found and not {"torch", "numpy", "ipywidgets"} & found
