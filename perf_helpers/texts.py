@@ -1,5 +1,6 @@
 """Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -9,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,18 @@ def from_json(text: str) -> Any:
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
     except RecursionError:
         raise ValueError("too many brackets in each other") from None
+
+
+@contextlib.contextmanager
+def reading(where: Any, kind: str, give: str) -> Iterator[None]:
+    """Where settings are read inside: what is wrong with them is a ValueError in one line that begins with where they
+    stand (a file, an argument with its value) and ends with what to give; `kind` is what they are written in."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}). Give {give}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not {kind} ({error}). Give {give}") from None
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.texts import from_json, nearest_text, shown, text_of
+from perf_helpers.texts import from_json, nearest_text, reading, shown, text_of
 
 # How peft calls a task (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
@@ -35,15 +35,10 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
         value = value.to_dict()
     if isinstance(value, str | Path):
         text, path = str(value), Path(value)
-        try:
+        with reading(f"{name}={shown(value)}", "JSON", "a JSON file or JSON"):
             if not text.lstrip().startswith("{"):
                 text = text_of(path / "adapter_config.json" if path.is_dir() else path)
             value = from_json(text)
-        except OSError as error:
-            told = f"cannot be read ({error.strerror}). Give a JSON file or JSON"
-            raise ValueError(f"{name}={shown(value)}: {told}") from None
-        except ValueError as error:
-            raise ValueError(f"{name}={shown(value)}: not JSON ({error}). Give a JSON file or JSON") from None
     if not isinstance(value, Mapping):
         raise ValueError(f'{name}={shown(value)}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
     return dict(value)
