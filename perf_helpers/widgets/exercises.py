@@ -22,7 +22,7 @@ from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
-from perf_helpers.widgets.frame import ROW, guarded, place
+from perf_helpers.widgets.frame import ROW, place
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
@@ -119,7 +119,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     for option, letter in letters.items():  # buttons rather than radio buttons, where moving by the arrow keys chooses
         buttons.append(ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"}))
-        buttons[-1].on_click(guarded(partial(choose, option), output))
+        buttons[-1].on_click(output.capture()(partial(choose, option)))
     if chosen in answers:
         show(chosen)
     folded = "".join(
