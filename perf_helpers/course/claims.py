@@ -219,7 +219,7 @@ def check(
         note=str(note),
         predicted=range_,
         predicted_from=why_unpredicted or claim.predicted,
-        kind=machine.kind,
+        kind="cuda" if hardware.supports("cuda")[0] else "cpu",
         profile=choose_profile("auto", machine).name,
         rehearsed=machine.rehearsed,
         excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
