@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,13 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
     every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < (9 if near else 100) else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
+
+
+def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    """Raise ValueError at the first name that is none of those allowed there, with the nearest one."""
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{where} has no {name!r}. {nearest_text(str(name), allowed)}")
 
 
 def shown(value: Any) -> str:

@@ -7,12 +7,12 @@ does with a `BitsAndBytesConfig` where it loads a model. Only the weights are ra
 import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.texts import from_json, nearest_text, reading, shown, text_of
+from perf_helpers.texts import check_known, from_json, nearest_text, reading, shown, text_of
 
 # How peft calls a task (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
@@ -62,7 +62,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
     from transformers.quantizers import AutoHfQuantizer
 
     settings = {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
-    _check_fields("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
+    check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
     try:
         config = BitsAndBytesConfig(**settings)
     except (TypeError, AttributeError) as error:
@@ -122,7 +122,7 @@ def adapted(model, settings: Mapping[str, Any], family: str):
     name = str(getattr(name, "value", name)).upper()
     if name not in known:
         raise ValueError(f"peft: {name!r} is no peft_type. {nearest_text(name, known)}")
-    _check_fields(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
+    check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
     if settings.get("task_type") is None and family in _TASK_TYPES:
         settings["task_type"] = _TASK_TYPES[family]
     try:
@@ -155,9 +155,3 @@ def constants(model) -> Iterator[tuple[Any, list[Any]]]:
             yield weight, [kept.absmax, kept.code, *nested]
         elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers show the weight too
             yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]
-
-
-def _check_fields(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{what}: there is no {name!r}. {nearest_text(name, known)}")

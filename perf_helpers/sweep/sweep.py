@@ -22,7 +22,7 @@ from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Run
 from perf_helpers.sweep.dask_workers import TELLING
-from perf_helpers.texts import nearest_text, positive, reading, shown, text_of, whole_number
+from perf_helpers.texts import check_known, positive, reading, shown, text_of, whole_number
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
@@ -67,9 +67,9 @@ class Plan:
             ValueError: an unknown name, with the nearest one that is known; a value that is not taken; no rows; a row
                 twice. It says in which table.
         """
-        _check_names(told, OF_THE_PLAN, "a plan")
+        check_known("a plan", told, OF_THE_PLAN)
         task, fixed, grid = (_table(told, name) for name in ("task", "arguments", "grid"))
-        _check_names(task, OF_THE_TASK, "[task]")
+        check_known("[task]", task, OF_THE_TASK)
         fixed = {name: _value("[arguments]", name, value, in_task=False) for name, value in fixed.items()}
         combinations = [*_combinations(grid, {*task, *fixed}), *_as_they_stand(_rows(told))]
         if not combinations:
@@ -224,12 +224,6 @@ def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------- reading a plan
-
-
-def _check_names(table: Mapping[str, Any], allowed: Iterable[str], where: str) -> None:
-    for name in table:
-        if name not in allowed:
-            raise ValueError(f"{where} has no {name!r}. {nearest_text(name, allowed)}")
 
 
 def _table(told: Mapping[str, Any], name: str) -> dict[str, Any]:
