@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
@@ -206,6 +207,11 @@ class Run(Record):
         return self.status == "ok"
 
     @property
+    def experiment(self) -> str:
+        """What it is a run of, as text: where that is equal, so is the experiment, but for the code of a function."""
+        return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
+
+    @property
     def peak_bytes(self) -> int | None:
         return self.memory.peak_bytes if self.memory else None
 
@@ -384,6 +390,11 @@ class Store(Generic[Kept]):
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
         return records
+
+
+def now(precision: str = "seconds") -> str:
+    """This moment, as records have it: ISO 8601, UTC, to the second or another `timespec` of `datetime.isoformat`."""
+    return datetime.now(UTC).isoformat(timespec=precision)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -9,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,13 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 
+def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    """Raise ValueError at the first name that is none of those allowed there, with the nearest one."""
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{where} has no {name!r}. {nearest_text(str(name), allowed)}")
+
+
 def shown(value: Any) -> str:
     """A value as a message has it: in one line, of a hundred characters at most."""
     try:
@@ -105,6 +113,18 @@ def from_json(text: str) -> Any:
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
     except RecursionError:
         raise ValueError("too many brackets in each other") from None
+
+
+@contextlib.contextmanager
+def reading(where: Any, kind: str, give: str) -> Iterator[None]:
+    """Where settings are read inside: what is wrong with them is a ValueError in one line that begins with where they
+    stand (a file, an argument with its value) and ends with what to give; `kind` is what they are written in."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}). Give {give}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not {kind} ({error}). Give {give}") from None
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:

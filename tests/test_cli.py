@@ -68,7 +68,7 @@ def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
         (["--model", "bert-tiny", "--bf16", "maybe"], "bf16='maybe': give True or False"),
         (["--model", "bert-tiny", "--save_strategy"], "save_strategy: it takes a value"),
         (["--model", "bert-tiny", "--save_strategy", "epocs"], "Did you mean 'epoch'"),
-        (["--model", "bert-tiny", "--gradient_checkpointing_kwargs", "{use}"], "give a JSON object"),
+        (["--model", "bert-tiny", "--gradient_checkpointing_kwargs", "{use}"], "Give a JSON object"),
         (["--model", "bert-tiny", "--attn_implementation", "flash"], "Did you mean 'flash_attention"),
         (["--model", "bert-tiny", "--steps", "0"], "steps=0: give a whole number of at least 1"),
         (["--model", "bert-tiny", "--seq-len", "long"], "valid integer"),

@@ -230,15 +230,8 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
         yield id + (f" ({seen[id]})" if seen[id] > 1 else ""), run
 
 
-def _is_the_same(old: Run, new: Run) -> bool:
-    """Whether two runs of one name are of the same experiment, as far as they tell: a function does not, see
-    `_rewritten`."""
-    what = [(run.kind, dict(run.arguments), dict(run.task), run.processes) for run in (old, new)]
-    return what[0] == what[1]
-
-
 def _rewritten(old: dict, new: dict) -> set[str]:
-    """Lessons whose code is another one now."""
+    """Lessons whose code is another one now: of what their functions do, `Run.experiment` does not tell."""
     before = {lesson["name"]: lesson.get("code") for lesson in old["lessons"]}
     now = {lesson["name"]: lesson.get("code") for lesson in new["lessons"]}
     return {name for name, code in now.items() if code and before.get(name) and before[name] != code}
@@ -255,7 +248,7 @@ def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
     for id, a, b in pairs:
-        if a.memory and b.memory and _is_the_same(a, b) and (what := _bytes_that_moved(a.memory, b.memory)):
+        if a.memory and b.memory and a.experiment == b.experiment and (what := _bytes_that_moved(a.memory, b.memory)):
             sizes = [str(run.memory.peak_bytes) for run in (a, b)]
             worse = _is_larger(a.memory, b.memory)
             yield _change("memory", "memory", id, id.partition("/")[0], *sizes, worse, what=what)
@@ -357,7 +350,7 @@ def _notes(old: dict, new: dict, both: set[str], pairs: list[tuple[str, Run, Run
             lines.append(f"ran only {when}, not compared: {', '.join(only)}")
     if rewritten:
         lines.append(f"of other code now, their functions are not compared: {', '.join(sorted(rewritten))}")
-    if others := [id for id, a, b in pairs if not _is_the_same(a, b)]:
+    if others := [id for id, a, b in pairs if a.experiment != b.experiment]:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         lines.append(f"another experiment now, not compared: {', '.join(others[:3])}{more}")
     return lines

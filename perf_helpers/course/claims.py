@@ -12,16 +12,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_helpers.course import learner_log
-from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Claim, Verdict, decide, load, recorded_since
+from perf_helpers.course.ledger import Claim, Verdict, decide, load, recorded_since
 from perf_helpers.course.results import expectation_text, interval_text, unexpected
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
-from perf_helpers.records import Ratio, write_whole
+from perf_helpers.records import Ratio, now, write_whole
 from perf_helpers.texts import nearest_text, number_text, template
 from perf_helpers.unknown import Unknown
 
@@ -260,13 +259,13 @@ def finish(lab: "Lab") -> None:
             check(id, missing="a rehearsal: its cell needs values")
     decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
     _decided.update(decided)
-    made, date = [*decided.values()], datetime.now(UTC).isoformat(timespec="seconds")
+    made, date = [*decided.values()], now()
     rows = [decision.to_dict() for decision in made]
     problems = unexpected(rows)
     problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in decided]
     others = ((id, one.claim.lesson) for id, one in decided.items() if id not in owned)
     problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
-    if not made and name[:2] not in LESSONS_WITHOUT_CLAIMS:
+    if not made:
         problems.append("nothing was checked: call claims.check before claims.finish")
     versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
     title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))

@@ -7,7 +7,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import hardware
 from perf_helpers.lab.task import choose_profile
-from perf_helpers.records import write_whole
+from perf_helpers.records import now, write_whole
 from perf_helpers.texts import nearest_text, positive, shown
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -48,7 +47,7 @@ def run_course(
     if any(source.parent == out for source in sources):
         raise ValueError(f"{out} holds the lessons themselves: name another folder for the executed ones")
     out.mkdir(parents=True, exist_ok=True)
-    data = {"schema": SCHEMA, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     for number, source in enumerate(sources, 1):

@@ -8,12 +8,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import takewhile
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers.records import Record, Store
+from perf_helpers.records import Record, Store, now
 
 if TYPE_CHECKING:
     from perf_helpers.lab.lab import Lab
@@ -70,9 +69,9 @@ def of(lab: "Lab") -> Journal:
 
 def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
     """Append an entry (`Entry` says what it needs) under the lab's lesson; where the file cannot be written, say so."""
-    journal, now = of(lab), datetime.now(UTC).isoformat(timespec="seconds")
+    journal = of(lab)
     try:
-        journal.append(Entry(kind, lab.lesson, key, content, now))
+        journal.append(Entry(kind, lab.lesson, key, content, now()))
     except OSError as error:
         print(f"This could not be kept in {journal.path}: {error.strerror}.", file=sys.stderr)
 

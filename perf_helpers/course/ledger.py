@@ -24,7 +24,6 @@ SINCE = Path(__file__).with_name("since.json")  # made by benchmarks/build.py fr
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
-LESSONS_WITHOUT_CLAIMS: tuple[str, ...] = ()  # that may finish without having checked anything; none at present
 
 Need = Callable[[object, str, str], None]  # need(what must be true, field, what to write there), or it raises
 

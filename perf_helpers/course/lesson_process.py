@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
 
-from perf_helpers.course.ledger import LESSONS_WITHOUT_CLAIMS, Verdict
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import NEEDED
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
@@ -215,8 +215,8 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
     if not complete or lesson != name or not isinstance(runs, list):
         return {}, f"{path.name} is {f'that of {lesson}' if complete else 'not complete'}: in the lesson, Lab({name!r})"
     # A rehearsal decides by memory alone, and some lessons have no such claim.
-    excused = name[:2] in LESSONS_WITHOUT_CLAIMS or record.get("machine", {}).get("rehearsed")
-    return record, "" if decided or excused else "it decided no claim"
+    rehearsed = record.get("machine", {}).get("rehearsed")
+    return record, "" if decided or rehearsed else "it decided no claim"
 
 
 def _running(cells: list[Cell]) -> Cell | None:

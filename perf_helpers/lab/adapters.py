@@ -7,12 +7,12 @@ does with a `BitsAndBytesConfig` where it loads a model. Only the weights are ra
 import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.texts import from_json, nearest_text, shown, text_of
+from perf_helpers.texts import check_known, from_json, nearest_text, reading, shown, text_of
 
 # How peft calls a task (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
@@ -35,15 +35,10 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
         value = value.to_dict()
     if isinstance(value, str | Path):
         text, path = str(value), Path(value)
-        try:
+        with reading(f"{name}={shown(value)}", "JSON", "a JSON file or JSON"):
             if not text.lstrip().startswith("{"):
                 text = text_of(path / "adapter_config.json" if path.is_dir() else path)
             value = from_json(text)
-        except OSError as error:
-            told = f"cannot be read ({error.strerror}). Give a JSON file or JSON"
-            raise ValueError(f"{name}={shown(value)}: {told}") from None
-        except ValueError as error:
-            raise ValueError(f"{name}={shown(value)}: not JSON ({error}). Give a JSON file or JSON") from None
     if not isinstance(value, Mapping):
         raise ValueError(f'{name}={shown(value)}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
     return dict(value)
@@ -67,7 +62,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
     from transformers.quantizers import AutoHfQuantizer
 
     settings = {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
-    _check_fields("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
+    check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
     try:
         config = BitsAndBytesConfig(**settings)
     except (TypeError, AttributeError) as error:
@@ -127,7 +122,7 @@ def adapted(model, settings: Mapping[str, Any], family: str):
     name = str(getattr(name, "value", name)).upper()
     if name not in known:
         raise ValueError(f"peft: {name!r} is no peft_type. {nearest_text(name, known)}")
-    _check_fields(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
+    check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
     if settings.get("task_type") is None and family in _TASK_TYPES:
         settings["task_type"] = _TASK_TYPES[family]
     try:
@@ -160,9 +155,3 @@ def constants(model) -> Iterator[tuple[Any, list[Any]]]:
             yield weight, [kept.absmax, kept.code, *nested]
         elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers show the weight too
             yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]
-
-
-def _check_fields(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{what}: there is no {name!r}. {nearest_text(name, known)}")

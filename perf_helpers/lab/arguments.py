@@ -16,36 +16,37 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from perf_helpers.lab.adapters import settings_of
-from perf_helpers.texts import MOST, from_json, nearest_text, of_kind, shown, whole_number
+from perf_helpers.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
 
-# Arguments of `from_config` rather than of the Trainer: how the model is built.
+# What an experiment takes beside the fields of `TrainingArguments`: {name: (type, help)}, as those have them.
+# How the model is built: arguments of `from_config`.
 MODEL_ARGUMENTS = {
-    "attn_implementation": "attention kernel: 'eager', 'sdpa', ...",
-    "dtype": "type of the weights: 'float32' (default), 'bfloat16', 'float16'",
+    "attn_implementation": (str | None, "attention kernel: 'eager', 'sdpa', ..."),
+    "dtype": (Literal["float32", "bfloat16", "float16"], "type of the weights; default: float32"),
 }
 # What of the model is learned, and how the rest is kept, see `adapters`.
 ADAPTER_ARGUMENTS = {
-    "peft": "adapters, as peft's configuration: a JSON file or JSON, e.g. '{\"r\": 16}' for LoRA",
-    "quantization_config": "a base of 8 or 4 bits, as transformers' BitsAndBytesConfig: a JSON file or JSON",
-    "load_in_4bit": "the same in short: 4 bits",
-    "load_in_8bit": "the same in short: 8 bits",
-    "prepare_model_for_kbit_training": "peft's function: what is not quantized in fp32; default: with peft",
-    "freeze": "parameters that learn nothing: parts of their names, with commas between",
+    "peft": (dict | str | None, "adapters, as peft's configuration: a JSON file or JSON, e.g. '{\"r\": 16}' for LoRA"),
+    "quantization_config": (
+        dict | str | None,
+        "a base of 8 or 4 bits, as transformers' BitsAndBytesConfig: a JSON file or JSON",
+    ),
+    "load_in_4bit": (bool, "the same in short: 4 bits"),
+    "load_in_8bit": (bool, "the same in short: 8 bits"),
+    "prepare_model_for_kbit_training": (bool, "peft's function: what is not quantized in fp32; default: with peft"),
+    "freeze": (str | None, "parameters that learn nothing: parts of their names, with commas between"),
 }
-_AS_JSON = ("peft", "quantization_config")
-_SWITCHES = ("load_in_4bit", "load_in_8bit", "prepare_model_for_kbit_training")
 # Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
 GENERATION_ARGUMENTS = {
-    "max_new_tokens": "tokens that each answer gets, all of them; with --inference",
-    "num_beams": "answers kept beside each other while one is searched; with max_new_tokens",
-    "cache_implementation": "cache of keys and values: 'dynamic' (default), 'static'; with max_new_tokens",
+    "max_new_tokens": (int, "tokens that each answer gets, all of them; with --inference"),
+    "num_beams": (int, "answers kept beside each other while one is searched; with max_new_tokens"),
+    "cache_implementation": (Literal["dynamic", "static"], "of keys and values; with max_new_tokens"),
 }
-
-OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS  # and not of `TrainingArguments`
-
+OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS
+_AS_JSON = ("peft", "quantization_config")
 COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
 
 # Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers
@@ -102,9 +103,19 @@ class Arguments:
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
         made = cls({**given, **read})
-        _check_kinds(made.given)
-        _check_values(made.training, made.model, made.generation, made.adapters)
+        _check_values(made.given)
+        made._check_together()
         return made
+
+    def _check_together(self) -> None:
+        """Raise ValueError at values that do not go together, and at a kernel that there is not."""
+        if self.get("load_in_4bit") and self.get("load_in_8bit"):
+            raise ValueError("load_in_8bit: the model is in 4 bits already. Keep one of the two.")
+        if self.generation and "max_new_tokens" not in self.generation:
+            raise ValueError(f"{next(iter(self.generation))}: give max_new_tokens too, how many tokens an answer gets")
+        kernel = self.get("attn_implementation") or "eager"
+        if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # those are of a Hub, and variants
+            raise ValueError(f"attn_implementation={shown(kernel)} is not known. {nearest_text(kernel, _kernels())}")
 
     @functools.cached_property
     def current(self) -> dict[str, Any]:
@@ -311,10 +322,9 @@ def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
     import argparse
 
     library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
-    parser = library["HfArgumentParser"](_declared(), allow_abbrev=False, exit_on_error=False)
-    for name, text in OF_EXPERIMENTS.items():
-        kind = {"type": library["string_to_bool"], "nargs": "?", "const": True} if name in _SWITCHES else {}
-        parser.add_argument(f"--{name}", help=text, **(kind or {"type": int if name in _AT_LEAST else str}))
+    own = [(name, kind, field(default=None, metadata={"help": text})) for name, (kind, text) in OF_EXPERIMENTS.items()]
+    both = [_declared(), dataclasses.make_dataclass("OfExperiments", own)]
+    parser = library["HfArgumentParser"](both, allow_abbrev=False, exit_on_error=False)
     for action in parser._actions:  # so that only what was typed comes back
         action.default = argparse.SUPPRESS
     try:
@@ -358,46 +368,28 @@ _AT_LEAST = {
 }
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
-    """Raise ValueError at a value of another kind than the installed library declares, or one out of its choices."""
-    declared = typing.get_type_hints(_declared()) | dict.fromkeys(OF_EXPERIMENTS, str | None)
-    declared |= dict.fromkeys(_SWITCHES, bool | None) | dict.fromkeys((*_AS_JSON, *_AT_LEAST, "dtype"), Any)
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Raise ValueError at a value of another kind than is declared, out of its choices or out of range."""
+    declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
     declared["fsdp"] |= bool  # which the library takes, too
     for name, value in given.items():
-        kind = declared[_current_names().get(name, name)]
-        choices = [each.value for part in typing.get_args(kind) if isinstance(part, enum.EnumType) for each in part]
-        if choices and (chosen := getattr(value, "value", value)) not in choices:
-            raise ValueError(
-                f"{name}={shown(chosen)} is none of its values. {nearest_text(shown(chosen)[1:-1], choices)}"
-            )
+        now = _current_names().get(name, name)
+        if now in _AT_LEAST:
+            whole_number(name, value, _AT_LEAST[now])
+            continue
+        kind, parts = declared[now], typing.get_args(declared[now])
+        choices = [each.value for part in parts if isinstance(part, enum.EnumType) for each in part]
+        choices = parts if typing.get_origin(kind) is Literal else choices
+        chosen = getattr(value, "value", value)
+        of_torch = shown(chosen).removeprefix("torch.")  # of a dtype its name
+        if choices and chosen not in choices and of_torch not in choices:
+            near = nearest_text(shown(chosen)[1:-1], choices)
+            raise ValueError(f"{name}={shown(chosen)} is none of its values. {near}")
         if value is not None or not (choices or kind is bool):
             of_kind(name, value, kind)
         most = 1 if name in _AT_MOST_1 else MOST
-        if isinstance(value, float | int) and not 0 <= value <= most and name not in ("local_rank", *_AT_LEAST):
+        if isinstance(value, float | int) and not 0 <= value <= most and name != "local_rank":
             raise ValueError(f"{name}={shown(value)}: give a number that is not negative, of {most:,} at most")
         if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
-            try:
+            with reading(f"{name}={shown(value)}", "JSON", "a JSON object"):
                 from_json(value)
-            except ValueError as error:
-                raise ValueError(f"{name}={shown(value)}: give a JSON object ({error})") from None
-
-
-def _check_values(
-    training: Mapping[str, Any], model: Mapping[str, Any], generation: Mapping[str, Any], adapters: Mapping[str, Any]
-) -> None:
-    """Raise ValueError at a value out of range, naming the argument and what it takes."""
-    if adapters.get("load_in_4bit") and adapters.get("load_in_8bit"):
-        raise ValueError("load_in_8bit: the model is in 4 bits already. Keep one of the two.")
-    for name, least in _AT_LEAST.items():
-        whole_number(name, (training | generation).get(name, least), least)
-    if generation and "max_new_tokens" not in generation:
-        raise ValueError(f"{next(iter(generation))}: give max_new_tokens too, how many tokens an answer gets")
-    if (cache := generation.get("cache_implementation", "dynamic")) not in ("dynamic", "static"):
-        raise ValueError(f"cache_implementation={shown(cache)}: choose 'dynamic' or 'static'")
-    attention = model.get("attn_implementation")
-    is_own = isinstance(attention, str) and not {"/", "|"} & set(attention)  # those are kernels of a Hub, and variants
-    if is_own and attention not in _kernels():
-        raise ValueError(f"attn_implementation={shown(attention)} is not known. {nearest_text(attention, _kernels())}")
-    dtypes = ("float32", "bfloat16", "float16")
-    if str(model.get("dtype", "float32")).removeprefix("torch.") not in dtypes:
-        raise ValueError(f"dtype={shown(model['dtype'])}: choose from {', '.join(dtypes)}")

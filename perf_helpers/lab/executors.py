@@ -1,6 +1,5 @@
 """Where experiments are performed: here, or wherever an executor performs them; and what is known of that place."""
 
-import datetime
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -10,18 +9,15 @@ from perf_helpers.lab import hardware, processes, worker
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """The machine that experiments see, and the packages that they run with: those of this process without an executor;
-    else what the executor says (`machine()`, `versions()`), or what is found where it performs this question.
-    """
-
-    def ask(name: str, question: Callable):
-        known = getattr(executor, name, None)
-        return question() if executor is None else known() if known else executor.submit(question).result()
-
-    return ask("machine", hardware.describe), ask("versions", hardware.versions)
+    """The machine that experiments see, and the packages that they run with: of this process, or of where an executor
+    performs these questions."""
+    if executor is None:
+        return hardware.describe(), hardware.versions()
+    return executor.submit(hardware.describe).result(), executor.submit(hardware.versions).result()
 
 
 def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
@@ -49,11 +45,12 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
     """What `submit` has done: the outcome with its machine and versions and, by a worker of a cluster, the attempt. The
     `number` makes this call unlike any other.
     """
-    began = now()
+    began = now("milliseconds")
     outcome = function(*arguments)
     if worker := _worker():
-        attempt = {"worker": str(worker.name), "address": worker.address, "began": began, "ended": now()}
-        outcome = outcome.replace(attempts=(attempt | {"status": outcome.status, "message": outcome.message},))
+        attempt = {"worker": str(worker.name), "address": worker.address, "began": began}
+        attempt |= {"ended": now("milliseconds"), "status": outcome.status, "message": outcome.message}
+        outcome = outcome.replace(attempts=(attempt,))
     return outcome.replace(machine=hardware.describe().to_dict(), versions=hardware.versions())
 
 
@@ -84,11 +81,6 @@ def measured(
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
     """What is known of an experiment when all meters have `measured` it, or one failed."""
     return [*measured(experiment, meters, timeout)][-1]
-
-
-def now() -> str:
-    """This moment, ISO 8601, UTC, to the millisecond."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _worker():

@@ -1,6 +1,5 @@
 """The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
 
-import datetime
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment, pickled
-from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run, Store
+from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run, Store, now
 from perf_helpers.texts import arguments_of_kind, of_kind, positive, shown, whole_number
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -328,7 +327,7 @@ class Lab:
             machine=outcome.machine or self.machine.to_dict(),
             versions=outcome.versions or self.versions,
             attempts=outcome.attempts,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            date=now(),
             id=uuid.uuid4().hex[:12],
         )
         self._experiments[run.id] = experiment

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perf_helpers.lab import hardware
 from perf_helpers.lab.tracker import Tracker, counted, name_of, watched
-from perf_helpers.lab.watcher import MARK, Watcher, leave_mark
+from perf_helpers.lab.watcher import MARK, Watcher
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
 
 COLLECTIVES = "c10d."  # how the names of their operations begin
@@ -43,12 +44,22 @@ class MemoryMeter:
             run does both. For several ranks: threads of gloo may free a tensor last, and the allocator tells the
             profiler of no other thread's. And for a data loader with workers: how many batches have come from them by
             now is a matter of time, and they lie in shared memory.
+        compiling_steps: of compiled code: the steps at its beginning that do not count. Hooks on modules break a model
+            into pieces for its compiler, and where operations are watched it gives up: what would be measured is the
+            code uncompiled. So only the ends of steps are seen then, and there is no breakdown.
     """
 
-    def __init__(self, categories: bool = False, on_cpu: bool = False, by_tensors: bool = False):
+    def __init__(
+        self,
+        categories: bool = False,
+        on_cpu: bool = False,
+        by_tensors: bool = False,
+        compiling_steps: int | None = None,
+    ):
         self._cuda = torch.cuda.is_available() and not on_cpu
         self._categories = categories or (by_tensors and not self._cuda)
         self._replay = _replayed_by_tensors if by_tensors else _replayed
+        self._compiling_steps = compiling_steps
 
     def __enter__(self):
         self._context_bytes = _context_cost() if self._cuda else None
@@ -60,7 +71,10 @@ class MemoryMeter:
             self._tracker = _CudaTracker() if self._categories else _CudaWatcher()
             if (file := os.environ.get("REHEARSAL_SNAPSHOT")) and not self._categories:
                 self._stack.enter_context(_recorded(file))
-        self._parameters = self._stack.enter_context(watched(self._tracker))
+        watching = watched(self._tracker)
+        if self._compiling_steps is not None:
+            watching = _seen_from_outside(self._tracker, self._compiling_steps)
+        self._parameters = self._stack.enter_context(watching)
         return self
 
     def __exit__(self, *error):
@@ -69,9 +83,12 @@ class MemoryMeter:
             self._device_used = self._context_bytes = None
         return self._stack.__exit__(*error)
 
-    def result(self) -> Memory:
-        """The memory figures, in bytes; breakdowns are None without `categories`."""
+    def result(self) -> Memory | None:
+        """The memory figures, in bytes; breakdowns are None without `categories`. None where compiled code ended
+        before its steps that compile."""
         tracker = self._tracker
+        if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
+            return None
         account = tracker.account() if self._cuda else self._replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals.pop("start", None)
@@ -102,52 +119,21 @@ class MemoryMeter:
         )
 
 
-class CompiledMemoryMeter:
-    """Peak memory of the last optimizer step inside `with CompiledMemoryMeter() as meter`, for compiled code.
+@contextlib.contextmanager
+def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
+    """Let a watcher see the ends of steps alone, of which those of steps that compile begin the measurement anew."""
+    parameters: dict[int, torch.Tensor] = {}
 
-    Hooks on modules break a model into pieces for its compiler, and where operations are watched it gives up: what
-    would be measured is the code uncompiled. So only the ends of steps are seen here, there is no breakdown, and
-    earlier steps, which compile, do not count. `on_cpu` is that of `MemoryMeter`.
-    """
+    def stepped(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        parameters.update((id(weight), weight) for weight in weights)
+        watcher.mark("start" if len(watcher.marks) < compiling_steps else "step")
 
-    def __init__(self, on_cpu: bool = False):
-        self._cuda = torch.cuda.is_available() and not on_cpu
-        self._peaks: list[int] = []  # on CUDA, of each step
-        self._parameters = 0
-
-    def __enter__(self):
-        self._stack = contextlib.ExitStack()
-        if not self._cuda:
-            self._profile = self._stack.enter_context(_profile())
-        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-        return self
-
-    def __exit__(self, *error):
-        return self._stack.__exit__(*error)
-
-    def _stepped(self, optimizer, *_):
-        self._parameters = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
-        if self._cuda:
-            self._peaks.append(torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-        leave_mark()
-
-    def result(self) -> Memory | None:
-        """The memory figures, in bytes; None if there were fewer than two steps."""
-        if self._cuda:
-            peak = self._peaks[-1] if len(self._peaks) > 1 else None
-        else:
-            changes, _, ends = _events(self._profile)
-            times, totals = _running(changes)
-            last = [bisect.bisect_right(times, when) for when in ends[-2:]]
-            peak = max(totals[last[0] : last[1] + 1]) if len(last) > 1 else None
-        return peak and Memory(
-            peak_bytes=peak,
-            kind="allocated" if self._cuda else "counted",
-            parameters=self._parameters,
-            reserved_bytes=torch.cuda.max_memory_reserved() if self._cuda else None,
-            rss_bytes=peak_rss_bytes(),
-        )
+    hook = register_optimizer_step_post_hook(stepped)
+    try:
+        yield parameters
+    finally:
+        hook.remove()
 
 
 # ---- what an allocator says
@@ -209,7 +195,7 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
     changes, operations, mark_times = _events(profile)
     times, totals = _running(changes)
     begins = [ran.begin for ran in operations]
-    start = next((when for when, (label, _, _) in zip(mark_times, tracker.marks, strict=True) if label == "start"), 0)
+    start = max((when for when, mark in zip(mark_times, tracker.marks, strict=True) if mark[0] == "start"), default=0)
     peak = max(range(bisect.bisect_left(times, start), len(totals)), key=totals.__getitem__)
     at_operations = []
     for begin, end in itertools.pairwise([*begins, float("inf")]):

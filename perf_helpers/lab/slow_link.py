@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from perf_helpers.texts import positive
+
 _DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist in the namespaces only
 _CLONE_NEWNET = 0x40000000
 
@@ -70,8 +72,7 @@ def link(megabits_per_second: float | None = None, delay_seconds: float | None =
     """
     rate = megabits_per_second
     for name, value in {"megabits_per_second": rate, "delay_seconds": delay_seconds}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise ValueError(f"{name}={value!r}: give a positive number, or None for no limit")
+        positive(name, 1 if value is None else value)
     if lacking := _lacking():
         raise Unavailable(lacking)
     with contextlib.ExitStack() as stack:

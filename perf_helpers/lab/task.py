@@ -12,7 +12,7 @@ from typing import Any
 
 from perf_helpers.lab import hardware
 from perf_helpers.records import Record
-from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, shown, text_of, whole_number
+from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, reading, shown, text_of, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
@@ -319,12 +319,8 @@ def _config(where: str, kind: str, fields: dict[str, Any]):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path, "JSON", "a preset, a config.json or a folder"):
         fields = from_json(text_of(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a config.json or its folder.") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}). Give a config.json.") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{path}: a model configuration needs 'model_type'")
     return fields

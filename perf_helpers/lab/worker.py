@@ -20,8 +20,9 @@ from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.records import Timing
 from perf_helpers.unknown import Unknown
 
-# A model may be compiled anew after its first call, in which transformers' complete their configuration.
-_COMPILING_STEPS = 3
+# Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
+# transformers' complete their configuration.
+_METERED_COMPILED = 4
 NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
 
 
@@ -55,7 +56,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
         if measure in ("memory", "categories"):
             if experiment.arguments.compiles:
-                meter, steps = memory_meter.CompiledMemoryMeter(on_cpu), _COMPILING_STEPS + 1
+                steps = min(experiment.arguments.get("max_steps", _METERED_COMPILED), _METERED_COMPILED)
+                meter = memory_meter.MemoryMeter(on_cpu=on_cpu, compiling_steps=steps - 1)
             else:
                 by_tensors = experiment.is_counted_by_tensors
                 alone = measure == "memory" and torch.cuda.is_available() and not on_cpu

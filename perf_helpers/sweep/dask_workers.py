@@ -25,11 +25,12 @@ from typing import Any
 import cloudpickle
 
 import perf_helpers
-from perf_helpers.lab import executors, hardware
+from perf_helpers.lab import hardware
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
+from perf_helpers.records import now
 from perf_helpers.texts import positive, whole_number
 
 RESOURCE = "device"  # that a worker offers for each experiment it may perform at once, and each experiment takes
@@ -201,7 +202,7 @@ class Workers(Executor):
         number, attempts = uuid.uuid4().hex, []  # that failed, as in `records.Run.attempts`
         while len(attempts) < ATTEMPTS:
             worker = await self._free({attempt["worker"] for attempt in attempts})
-            began, future = executors.now(), self._sent(number, attempts, content, worker)
+            began, future = now("milliseconds"), self._sent(number, attempts, content, worker)
             result = asyncio.ensure_future(future.result())
             try:
                 return await asyncio.shield(result)  # Dask may bring others' results with it
@@ -221,7 +222,7 @@ class Workers(Executor):
                 worker.running.discard(future)
                 self._wake()
             said = f"worker {worker.name} ({worker.address}) was killed or left"
-            attempt = {"worker": worker.name, "address": worker.address, "began": began, "ended": executors.now()}
+            attempt = {"worker": worker.name, "address": worker.address, "began": began, "ended": now("milliseconds")}
             attempts.append(attempt | {"status": "killed", "message": said})
             if len(attempts) < ATTEMPTS:
                 self._tell(f"{said}: what it did is done once more elsewhere")

@@ -5,7 +5,6 @@ anything runs: names, values, the model, its sequence length.
 """
 
 import itertools
-import json
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import as_completed
@@ -23,7 +22,7 @@ from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Run
 from perf_helpers.sweep.dask_workers import TELLING
-from perf_helpers.texts import nearest_text, positive, shown, whole_number
+from perf_helpers.texts import check_known, positive, reading, shown, text_of, whole_number
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
@@ -47,12 +46,10 @@ class Plan:
         Raises:
             ValueError: the file cannot be read, is not TOML, or is no plan; in one line that begins with its name.
         """
+        with reading(path, "TOML", "a plan in TOML"):
+            told = tomllib.loads(text_of(Path(path)))
         try:
-            return cls.of(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a plan in TOML") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not TOML ({error}). Give a plan in TOML") from None
+            return cls.of(told)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -70,9 +67,9 @@ class Plan:
             ValueError: an unknown name, with the nearest one that is known; a value that is not taken; no rows; a row
                 twice. It says in which table.
         """
-        _check_names(told, OF_THE_PLAN, "a plan")
+        check_known("a plan", told, OF_THE_PLAN)
         task, fixed, grid = (_table(told, name) for name in ("task", "arguments", "grid"))
-        _check_names(task, OF_THE_TASK, "[task]")
+        check_known("[task]", task, OF_THE_TASK)
         fixed = {name: _value("[arguments]", name, value, in_task=False) for name, value in fixed.items()}
         combinations = [*_combinations(grid, {*task, *fixed}), *_as_they_stand(_rows(told))]
         if not combinations:
@@ -202,21 +199,17 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     here = {(machine.name, _telling(versions)) for machine, versions in places_here}
     stored = {
-        _identity(run.task, run.arguments, run.processes): run
+        run.experiment: run
         for run in lab.store.read()
-        if run.ok and run.kind == "training" and (run.machine.get("name"), _telling(run.versions)) in here
+        if run.ok and (run.machine.get("name"), _telling(run.versions)) in here
     }
     found = {}
     for number, experiment in enumerate(experiments):
-        asked = (experiment.task.to_dict(), experiment.arguments.given, experiment.processes)
-        run = stored.get(_identity(*asked))
+        of_row = {"task": experiment.task.to_dict(), "arguments": dict(experiment.arguments.given)}
+        run = stored.get(Run(experiment.name, "asked for", processes=experiment.processes, **of_row).experiment)
         if run and _has(run, plan, experiment):
             found[number] = run
     return found
-
-
-def _identity(task: Mapping[str, Any], arguments: Mapping[str, Any], processes: int) -> str:
-    return json.dumps([task, arguments, processes], sort_keys=True, default=str)
 
 
 def _telling(versions: Mapping[str, str | None]) -> tuple[str | None, ...]:
@@ -231,12 +224,6 @@ def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------- reading a plan
-
-
-def _check_names(table: Mapping[str, Any], allowed: Iterable[str], where: str) -> None:
-    for name in table:
-        if name not in allowed:
-            raise ValueError(f"{where} has no {name!r}. {nearest_text(name, allowed)}")
 
 
 def _table(told: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -289,7 +276,8 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
-    """The value of a training argument as transformers' own parser takes it; that of a field of the task as it is."""
+    """The value of a training argument, of a text as transformers' own parser takes it; that of a field of the task as
+    it is."""
     if name in OF_THE_TASK:
         if in_task and name != "config":
             return value
@@ -299,22 +287,13 @@ def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
     if name == "output_dir":
         raise ValueError(f"{where}: output_dir is not taken: each training has a folder of its own")
     try:
-        read = arguments.parse(_words(name, value)).given.get(name, value)
+        arguments.check_names([name], also=OF_THE_TASK)
+        if not isinstance(value, str):
+            return Arguments.of({name: value}).given.get(name)
+        read = arguments.parse([f"--{name}={value}"]).given.get(name)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return read if isinstance(value, str) and isinstance(read, bool | int | float) else value
-
-
-def _words(name: str, value: Any) -> list[str]:
-    """An argument as it would be typed in a shell."""
-    arguments.check_names([name], also=OF_THE_TASK)
-    if isinstance(value, Mapping):
-        return [f"--{name}={json.dumps(value)}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    if not isinstance(value, bool | int | float | str):
-        raise ValueError(f"{name}={shown(value)}: give a number, a text, true or false")
-    return [f"--{name}={value}"]
+    return read if isinstance(read, bool | int | float) else value
 
 
 def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[str, Any], processes: int) -> Experiment:
@@ -322,9 +301,6 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
     of_training = fixed | {key: value for key, value in changes.items() if key not in OF_THE_TASK}
     if "model" not in of_task:
         raise ValueError("[task]: name a model, as in model = 'bert-tiny'")
-    for key, kind in (("model", str), ("architecture", str), ("config", Mapping), ("data", str)):
-        if key in of_task and not isinstance(of_task[key], kind):
-            raise ValueError(f"{key}={shown(of_task[key])}: give a {'table' if kind is Mapping else 'text'}")
     try:
         return Experiment(name, Task(**of_task), Arguments.of(of_training), processes=processes)
     except ValueError as error:

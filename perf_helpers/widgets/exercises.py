@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import NeedsValues, Unknown, is_measured
-from perf_helpers.widgets.frame import ROW, guarded, place
+from perf_helpers.widgets.frame import ROW, place
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
@@ -119,7 +119,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     for option, letter in letters.items():  # buttons rather than radio buttons, where moving by the arrow keys chooses
         buttons.append(ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"}))
-        buttons[-1].on_click(guarded(partial(choose, option), output))
+        buttons[-1].on_click(output.capture()(partial(choose, option)))
     if chosen in answers:
         show(chosen)
     folded = "".join(
@@ -301,11 +301,11 @@ def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
     """The feedback on a recipe after running it; one that meets the target goes onto the board."""
-    same = {"name": f"your {key}", "arguments": recipe, "task": baseline.task, "processes": baseline.processes}
-    before = (run for run in lab.runs if run.ok and run.memory and same.items() <= run.to_dict().items())
+    name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
+    before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
     again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}
     try:
-        run = next(before, None) or lab.train(same["name"], **again, **recipe)
+        run = next(before, None) or lab.train(name, **again, **recipe)
     except ValueError as error:  # a value that the library refuses
         return wrong(str(error))
     if not run.ok:

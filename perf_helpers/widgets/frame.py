@@ -4,8 +4,9 @@
   stood there, its callbacks and threads with it, so that a cell that is run again leaves nothing twice: `take`.
 - It is shown as three things at once: its widgets for a front end, HTML for a page without one, and text for a
   terminal: `place`.
-- No error of a callback is lost: each is `guarded` by an Output widget that is one of its parts. Its state is kept in
-  the notebook, where the course run finds the error.
+- No error of a callback is lost: an Output widget that is one of its parts captures what each displays, prints or
+  raises (`observe`, `Output.capture`). Its state is kept in the notebook, where the course run finds the error. Outside
+  IPython an error is raised on, to whoever changed the widget.
 - It is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
 """
 
@@ -19,38 +20,25 @@ WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
 ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # of a Box whose children go to the next line
 
 
-# What this kernel shows, by its place: what ends it, and what is known of it.
-STANDING: dict[Hashable, tuple[Callable[[], None], Any]] = {}
+STANDING: dict[Hashable, Callable[[], None]] = {}  # what ends that which this kernel shows, by its place
 
 
-def take(where: Hashable, close: Callable[[], None], about: Any = None) -> None:
-    """Stand at a place, after what stood there before is closed; `close` is called when something else comes. Until
-    then, `about_place(where)` answers `about`."""
-    close_before, _ = STANDING.pop(where, (None, None))
-    STANDING[where] = close, about
+def take(where: Hashable, close: Callable[[], None]) -> None:
+    """Stand at a place, after what stood there before is closed; `close` is called when something else comes."""
+    close_before = STANDING.pop(where, None)
+    STANDING[where] = close
     if close_before:
         close_before()
 
 
-def about_place(where: Hashable) -> Any:
-    """What is known about that which stands at a place; None where nothing stands there."""
-    return STANDING.get(where, (None, None))[1]
-
-
 def place(
-    where: Hashable,
-    parts: "Sequence[Widget]",
-    static: str,
-    plain: str,
-    at_end: Callable[[], None] | None = None,
-    about: Any = None,
+    where: Hashable, parts: "Sequence[Widget]", static: str, plain: str, at_end: Callable[[], None] | None = None
 ) -> None:
     """Display parts under each other where there is a front end, `static` (HTML) or `plain` (text) where there is none.
 
     Args:
         where: names the place among all of this kernel; what stands there is closed.
         at_end: called before these parts are closed, e.g. to end a thread.
-        about: what a later cell can ask of it, see `about_place`.
     """
     import ipywidgets
     from IPython.display import display
@@ -62,7 +50,7 @@ def place(
             at_end()
         close_widget(box)
 
-    take(where, close, about)
+    take(where, close)
     display({"text/plain": plain, "text/html": static} | view(box), raw=True)
 
 
@@ -81,23 +69,9 @@ def close_widget(widget: "Widget") -> None:
             part.close()
 
 
-def guarded(function: Callable[..., None], output: "Output") -> Callable[..., None]:
-    """`function` as a widget's callback that loses no error.
-
-    What it displays, prints or raises goes to `output`, which the widget has to show. Outside IPython the error is
-    raised on, to whoever changed the widget.
-    """
-
-    def callback(*arguments):
-        with output:
-            function(*arguments)
-
-    return callback
-
-
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function, guarded, whenever one of these controls changes its value. Returns the callback."""
-    callback = guarded(function, output)
+    """Call a function, captured by `output`, whenever one of these controls changes its value. Returns the callback."""
+    callback = output.capture()(function)
     for control in controls:
         control.observe(callback, names="value")
     return callback

@@ -10,10 +10,11 @@ from perf_helpers.lab import Lab
 from perf_helpers.texts import number_text
 from perf_helpers.unknown import is_measured
 from perf_helpers.widgets.exercises import Feedback, prose_html
-from perf_helpers.widgets.frame import ROW, about_place, guarded, place
+from perf_helpers.widgets.frame import ROW, place
 from perf_helpers.widgets.svg import round_step
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
+_ASKED: dict[tuple[str, str], tuple[str, float | None]] = {}  # by lesson and key: what `predict` had as unit, estimate
 
 
 def predict(
@@ -53,11 +54,12 @@ def predict(
         learner_log.keep(lab, "guess", key, guess=float(field.value), unit=unit)
         state.value = _state_html(lab, key, unit)
 
-    button.on_click(guarded(commit, output))
+    button.on_click(output.capture()(commit))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {prose_html(question)}</div>"
     row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
     parts, static = [ipywidgets.HTML(head), row, state, output], head + state.value
-    place(("predict", lab.lesson, key), parts, static, f"Predict: {question}", about=(unit, estimate))
+    place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
+    _ASKED[lab.lesson, key] = unit, estimate
 
 
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
@@ -73,10 +75,9 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Raises:
         ValueError: this kernel has not asked for a guess under that key.
     """
-    asked = about_place(("predict", lab.lesson, key))
-    if asked is None:
+    if (lab.lesson, key) not in _ASKED:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
-    unit, estimate_before = asked
+    unit, estimate_before = _ASKED[lab.lesson, key]
     estimate = estimate_before if estimate is None else estimate
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)

@@ -7,7 +7,7 @@ from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import svg
-from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, guarded, html_box, observe, place
+from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 
 def timeline(*runs: Run | MemoryEstimate) -> None:
@@ -44,7 +44,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
         slider.value = value
 
     button = ipywidgets.Button(description="to the peak", tooltip="move to the peak of the upper run")
-    button.on_click(guarded(to_the_peak, output))
+    button.on_click(output.capture()(to_the_peak))
     observe([upper, lower, slider], draw, output)
     to_the_peak()
     top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=ROW)

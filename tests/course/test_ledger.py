@@ -552,9 +552,6 @@ class TestLedger:
         assert not claim.says.endswith(".")
         assert claim.quantity is None or 15 < len(claim.quantity) <= 180
 
-    def test_the_lessons_without_claims_own_none(self):
-        assert OWNED.keys().isdisjoint(ledger.LESSONS_WITHOUT_CLAIMS)
-
 
 VALID = """
 [[claim]]

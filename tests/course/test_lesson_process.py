@@ -40,12 +40,12 @@ def test_only_complete_results_of_the_lesson_itself_count(tmp_path, text, words)
     assert words in message and status == ("failed" if words else "ok") and bool(kept) == (not words)
 
 
-def test_a_lesson_without_claims_of_its_own_need_not_decide_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(lesson_process, "LESSONS_WITHOUT_CLAIMS", ("20",))
-    for name, status in (("20_inference", "ok"), ("21_other", "failed")):
-        nbformat.write(nbformat.v4.new_notebook(), tmp_path / f"{name}.ipynb")
-        (tmp_path / f"{name}.json").write_text(json.dumps(RECORD | {"lesson": name, "claims": []}))
-        assert judge(name, tmp_path, 0).status == status
+def test_a_lesson_has_to_decide_a_claim_but_for_a_rehearsal(tmp_path):
+    for rehearsed, status in ((True, "ok"), (False, "failed")):
+        nbformat.write(nbformat.v4.new_notebook(), tmp_path / "20_inference.ipynb")
+        told = {"lesson": "20_inference", "claims": [], "machine": {"rehearsed": rehearsed}}
+        (tmp_path / "20_inference.json").write_text(json.dumps(RECORD | told))
+        assert judge("20_inference", tmp_path, 0).status == status
 
 
 def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys, copied):

@@ -69,7 +69,7 @@ def test_a_training_has_no_cache(lab):
     [
         (LLAMA, {"num_beams": 3}, "num_beams: give max_new_tokens too"),
         (LLAMA, {"max_new_tokens": 0}, "max_new_tokens=0"),
-        (LLAMA, {"max_new_tokens": 3, "cache_implementation": "paged"}, "choose 'dynamic' or 'static'"),
+        (LLAMA, {"max_new_tokens": 3, "cache_implementation": "paged"}, "Choose from dynamic, static"),
         (Task("gpt2", seq_len=1000), {"max_new_tokens": 30}, "has positions for 1024 tokens, and 1000 are there"),
         (
             Task("bert-tiny", seq_len=16, architecture="BertForSequenceClassification"),

@@ -1,7 +1,6 @@
 """Where experiments are performed: the machine is that of the place, and whoever ends there is told."""
 
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from machines import TINY
@@ -23,8 +22,6 @@ def test_an_executor_is_asked_what_experiments_see_there(monkeypatch):
         monkeypatch.setattr(hardware, "versions", lambda: {"torch": "there"})
         machine, versions = executors.seen_by(executor)
     assert machine.cpu_cores and versions == {"torch": "there"}
-    told = SimpleNamespace(machine=lambda: "its machine", versions=lambda: "its versions")
-    assert executors.seen_by(told) == ("its machine", "its versions")
 
 
 def test_an_outcome_has_the_machine_and_the_versions_of_where_it_was_made():

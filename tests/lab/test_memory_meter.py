@@ -293,8 +293,8 @@ def test_an_operation_is_told_with_its_module(lab, reentrant):
     assert told["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}
 
 
-@pytest.mark.parametrize(("meter", "is_whole"), [("CompiledMemoryMeter", True), ("MemoryMeter", False)])
-def test_only_the_meter_for_compiled_code_leaves_a_model_whole(lab, meter, is_whole):
+@pytest.mark.parametrize(("compiling_steps", "is_whole"), [(3, True), (None, False)])
+def test_only_a_meter_that_knows_of_compiled_code_leaves_a_model_whole(lab, compiling_steps, is_whole):
     def graphs(task):
         import torch
 
@@ -308,7 +308,7 @@ def test_only_the_meter_for_compiled_code_leaves_a_model_whole(lab, meter, is_wh
 
         model, batch = task.build_model(), task.batch(2)
         compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.01)
-        with getattr(memory_meter, meter)() as watching:
+        with memory_meter.MemoryMeter(compiling_steps=compiling_steps) as watching:
             for _ in range(4):
                 compiled(**batch).loss.backward()
                 optimizer.step()

@@ -158,7 +158,7 @@ def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
 @pytest.mark.parametrize("rate", [0, -1, True, "200", float("nan")])
 def test_a_speed_and_a_delay_are_positive_numbers(rate):
     for name in ("megabits_per_second", "delay_seconds"):
-        with pytest.raises(ValueError, match=f"{name}=.*positive number"), slow_link.link(**{name: rate}):
+        with pytest.raises(ValueError, match=f"{name}=.*give a number"), slow_link.link(**{name: rate}):
             pass
 
 

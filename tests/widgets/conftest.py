@@ -22,8 +22,7 @@ from perf_helpers.widgets.frame import STANDING
 def fresh_kernel():
     yield
     while STANDING:
-        close, _ = STANDING.popitem()[1]
-        close()
+        STANDING.popitem()[1]()
     for widget in list(alive().values()):
         widget.close()
 

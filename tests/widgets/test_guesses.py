@@ -143,7 +143,7 @@ def test_a_cell_run_again_shows_the_kept_guess_and_one_widget(lab, shown):
     assert len(alive()) == before
     assert latest(shown, ipywidgets.FloatSlider)[0].value == 40 and "40 %" in state(shown)
     assert old.comm is None  # closed: no front end can click it
-    STANDING.pop(("predict", LESSON, "peak"))[0]()  # a new kernel
+    STANDING.pop(("predict", LESSON, "peak"))()  # a new kernel
     ask(lab, low=50)
     assert latest(shown, ipywidgets.FloatSlider)[0].value == 50 and "40 %" in state(shown)
 
