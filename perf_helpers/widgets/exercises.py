@@ -50,7 +50,7 @@ class Feedback:
 
     def _repr_html_(self) -> str:
         sign, colour = _SIGNS[self.status]
-        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-x:auto"
+        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-wrap:anywhere"
         return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
 
 
@@ -111,7 +111,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     def show(option: str) -> None:
         line = f"Your choice: {letters[option]}) {prose_html(option)}"
-        answer.value = f"<div style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
+        answer.value = f"<div role='status' style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
 
     def choose(option: str, _) -> None:
         show(option)
@@ -341,7 +341,7 @@ def board(lab: Lab, key: str) -> plots.Table:
         recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())
         rows.append([rank, bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
     caption = "" if rows else "No recipe has met the target yet."
-    return plots.Table(["", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
+    return plots.Table(["rank", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
 
 
 # ---- what was done so far
