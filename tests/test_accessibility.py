@@ -194,7 +194,7 @@ OVERLAPPING = """() => {
     lines.forEach(([a, first], number) => lines.slice(number + 1).forEach(([b, second]) => {
         const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
         const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        if (first !== second && across > 3 && down > 0.4 * Math.min(a.height, b.height))
+        if (across > 3 && down > 0.4 * Math.min(a.height, b.height))
             found.push(`${first.data.trim().slice(0, 40)} | ${second.data.trim().slice(0, 40)}`);
     }));
     return found;

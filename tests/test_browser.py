@@ -164,7 +164,7 @@ FOCUSED = "() => document.activeElement.matches('{}')"
 
 
 def press_tab_until(page, selector):
-    """Go on by keyboard to an element; what has the focus shows it, by an outline, a shadow or a border of its own."""
+    """Go on by keyboard to an element."""
     for _ in range(40):
         page.keyboard.press("Tab")
         if page.evaluate(FOCUSED.format(selector)):

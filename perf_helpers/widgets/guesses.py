@@ -40,12 +40,10 @@ def predict(
         raise ValueError(f"low={low!r}, high={high!r}: give two numbers, the smaller one first")
     kept, _ = _guesses(lab, key)
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
-    limits = {"min": low, "max": high, "value": start}
-    wide = {"flex": "1 1 14em", "max_width": "100%"}
+    limits = {"min": low, "max": high, "value": start, "layout": {"flex": "1 1 14em", "max_width": "100%"}}
     fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
-    slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess", layout=wide)
-    typed = {"description": f"in {unit}", "style": {"description_width": "initial"}, "layout": {"width": "auto"}}
-    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), **typed)
+    slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess")
+    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), description=f"in {unit}")
     ipywidgets.link((slider, "value"), (field, "value"))
     button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
     state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
