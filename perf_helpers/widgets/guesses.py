@@ -40,7 +40,8 @@ def predict(
         raise ValueError(f"low={low!r}, high={high!r}: give two numbers, the smaller one first")
     kept, _ = _guesses(lab, key)
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
-    limits = {"min": low, "max": high, "value": start, "layout": {"flex": "1 1 14em", "max_width": "100%"}}
+    limits = {"min": low, "max": high, "value": start, "style": {"description_width": "initial"}}
+    limits["layout"] = {"flex": "1 1 14em", "max_width": "100%"}
     fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
     slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess")
     field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), description=f"in {unit}")
