@@ -98,6 +98,9 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
     notebook, earlier = browser.Notebook(server, page, f"{lesson}.ipynb"), len(server.runs.read())
     notebook.run_all()
     executed = notebook.saved()
+    folded = [number for number, cell in enumerate(executed.cells) if "solution" in cell.metadata.get("tags", [])]
+    assert folded and not any(notebook.cell(number).locator(".cm-content").is_visible() for number in folded)
+    assert not any(fold.is_visible() for fold in page.locator("details > div", has_text="right").all()), "its answer"
     assert faults(executed) == []
     assert {run.profile for run in server.runs.read()[earlier:]} == {TINY.name}, "it ran at the smallest sizes"
     assert executed.metadata.widgets[lesson_process.WIDGETS]["state"], "the state of its widgets was kept"

@@ -135,8 +135,8 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
 
-    Nothing of it goes into the learner's journal or onto the board. Where what they are held against is unknown here,
-    neither is proved.
+    Nothing of it goes into the learner's journal or onto the board, and what is said of the solution is shown folded.
+    Where what they are held against is unknown here, neither is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -150,9 +150,9 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
             feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
             if feedback.status != expected and not is_unknown:
-                said = f"{feedback.status}, not {expected}: {feedback.text}"
-                raise RuntimeError(f"this exercise's check calls {answer!r} {said}")
-        return feedback
+                raise RuntimeError(f"this check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}")
+        folded = f"<details><summary>What the solution gives</summary>{feedback._repr_html_()}</details>"
+        return feedback if feedback.status == "not measured" else Feedback("right", "", folded)
     finally:
         _is_author.reset(token)
 
