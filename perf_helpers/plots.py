@@ -225,12 +225,12 @@ class Table:
 
     def _repr_html_(self) -> str:
         def row(tag: str, values: list[str]) -> str:
-            cell = f"<{tag} style='text-align:left;white-space:normal'>{{}}</{tag}>"
+            cell = f"<{tag} style='text-align:left;white-space:normal'>{{}}</{tag[:2]}>"
             return f"<tr>{''.join(cell.format(html.escape(value)) for value in values)}</tr>"
 
         caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
-        body = "".join(row("td", values) for values in self.rows)
-        return f"<table>{caption}<thead>{row('th', self.header)}</thead><tbody>{body}</tbody></table>"
+        head, body = row("th scope='col'", self.header), "".join(row("td", values) for values in self.rows)
+        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def table(runs: Sequence[Run], caption: str = "") -> Table:

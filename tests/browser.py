@@ -1,4 +1,5 @@
-"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open."""
+"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open; and what
+axe-core finds on a page."""
 
 import contextlib
 import json
@@ -14,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from perf_helpers.records import Store
 
@@ -29,6 +31,27 @@ def chromium() -> str | None:
     """The browser's executable: $CHROMIUM, or one that is on the path."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
+# The standard, and what axe-core calls good practice: headings in order, all text in a landmark, no empty header.
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = ()) -> list[str]:
+    """What axe-core finds within a part of a page, one line each; `apart` has pairs of a rule and of words in the
+    markup of elements that do not keep it and are another project's. In CI the package is there, else a test skips."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
+    from axe_playwright_python.sync_playwright import Axe
+
+    options = {"runOnly": RULES, "resultTypes": ["violations"]}
+    found = Axe().run(page, context=within, options=options).response["violations"]
+    return [
+        f"{rule['id']}: {node['failureSummary'].splitlines()[1].strip()} {node['html'][:200]}"
+        for rule in found
+        for node in rule["nodes"]
+        if not any(rule["id"] == name and words in node["html"] for name, words in apart)
+    ]
 
 
 class Server:

@@ -38,6 +38,30 @@ with monitor.live():
     time.sleep(4)
 
 # %%
+options = {"activations": "Half as many live at once.", "weights": "They stay as they are."}
+exercises.question(lab, "why", "What does `half` save?", options, right="activations")
+
+# %%
+from IPython.display import display
+
+display(
+    exercises.hint("First `x`.", "Then `y`."),
+    exercises.wrong("of `x`"),
+    exercises.right("yes"),
+    exercises.board(lab, "small"),
+)
+
+# %%
+from perf_helpers import plots
+
+
+def draw(rank, bits):
+    return plots.lines([1, 2], {"frozen": [rank, bits], "learnt": [bits, rank]}, "rank", "GB")
+
+
+_ = widgets.explore(draw, rank=[1, 2], bits=[16, 4])
+
+# %%
 import threading
 
 ours = ("perf_helpers", "explorer", "live monitor")

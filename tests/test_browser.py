@@ -22,7 +22,9 @@ RUN = ("00", "04", "14")  # those that between them have each kind of widget
 LESSONS = [path.stem for path in course.find_lessons()]
 SOURCE = (Path(__file__).parent / "studio.py").read_text(encoding="utf-8")
 STUDIO = [cell.strip() for cell in SOURCE.split("# %%\n")[1:]]
-(_, PREDICT, TRAIN, REVEALED, ANSWER, CHALLENGE, MEMORY, TIMELINE, RECIPES, MONITOR, THREADS) = range(len(STUDIO))
+(_, PREDICT, TRAIN, REVEALED, ANSWER, CHALLENGE, MEMORY, TIMELINE, RECIPES, MONITOR, QUESTION, *_, THREADS) = range(
+    len(STUDIO)
+)
 
 together = pytest.mark.xdist_group("studio")  # one notebook for all that share it
 pytestmark = [
@@ -96,6 +98,9 @@ def test_a_lesson_runs_from_top_to_bottom(server, page, lesson):
     notebook, earlier = browser.Notebook(server, page, f"{lesson}.ipynb"), len(server.runs.read())
     notebook.run_all()
     executed = notebook.saved()
+    folded = [number for number, cell in enumerate(executed.cells) if "solution" in cell.metadata.get("tags", [])]
+    assert folded and not any(notebook.cell(number).locator(".cm-content").is_visible() for number in folded)
+    assert not any(fold.is_visible() for fold in page.locator("details > div", has_text="right").all()), "its answer"
     assert faults(executed) == []
     assert {run.profile for run in server.runs.read()[earlier:]} == {TINY.name}, "it ran at the smallest sizes"
     assert executed.metadata.widgets[lesson_process.WIDGETS]["state"], "the state of its widgets was kept"
@@ -156,6 +161,36 @@ def test_a_challenge_is_answered_wrongly_then_rightly(studio):
         studio.run(CHALLENGE)
         assert expected in studio.outputs(CHALLENGE).inner_text().replace("\xa0", " ")
     screenshot(studio, "challenge", CHALLENGE)
+
+
+FOCUSED = "() => document.activeElement.matches('{}')"
+
+
+def press_tab_until(page, selector):
+    """Go on by keyboard to an element."""
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate(FOCUSED.format(selector)):
+            return
+    raise AssertionError(f"Tab does not reach {selector}")
+
+
+@together
+def test_a_guess_and_a_question_are_answered_by_keyboard_alone(studio):
+    page = studio.page
+    studio.run(PREDICT)
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    press_tab_until(page, "input[type=number]")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("17")
+    press_tab_until(page, 'button[title="keep this guess"]')
+    page.keyboard.press("Space")
+    studio.outputs(PREDICT).get_by_role("status").get_by_text("Your guess: 17 MB").wait_for()
+    studio.run(QUESTION)
+    press_tab_until(page, 'button[title="weights"]')
+    page.keyboard.press("Enter")
+    studio.outputs(QUESTION).get_by_role("status").get_by_text("They stay as they are.").wait_for()
 
 
 # From the key to the picture that has changed, in milliseconds.
@@ -258,3 +293,17 @@ def test_every_widget_is_readable_at_half_the_width(studio, theme):
     for name, cell in {"memory": MEMORY, "timeline": TIMELINE, "recipes": RECIPES}.items():
         screenshot(studio, f"{name}, {theme}, half width", cell)
     studio.page.set_viewport_size({"width": 1100, "height": 1400})
+
+
+# What is ipywidgets' own markup: it gives the description of a slider to no element, and noUiSlider's handle no name
+# (leongersen/noUiSlider#1223). Where a number is asked for, a field beside the slider has one.
+NOT_OURS = (("aria-input-field-name", "noUi-handle"),)
+
+
+@together
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_what_the_widgets_show_keeps_the_standard(studio, theme):
+    studio.command("apputils:change-theme", theme=theme)
+    studio.page.wait_for_timeout(1500)
+    assert studio.page.locator(".jp-Notebook .jp-Cell-outputArea").count() >= 10
+    assert browser.violations(studio.page, ".jp-Notebook .jp-Cell-outputArea", NOT_OURS) == []

@@ -50,7 +50,7 @@ class Feedback:
 
     def _repr_html_(self) -> str:
         sign, colour = _SIGNS[self.status]
-        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-x:auto"
+        style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-wrap:anywhere"
         return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
 
 
@@ -111,7 +111,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     def show(option: str) -> None:
         line = f"Your choice: {letters[option]}) {prose_html(option)}"
-        answer.value = f"<div style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
+        answer.value = f"<div role='status' style='line-height:1.4'>{line}{answers[option]._repr_html_()}</div>"
 
     def choose(option: str, _) -> None:
         show(option)
@@ -135,8 +135,8 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
 
-    Nothing of it goes into the learner's journal or onto the board. Where what they are held against is unknown here,
-    neither is proved.
+    Nothing of it goes into the learner's journal or onto the board, and what is said of the solution is shown folded.
+    Where what they are held against is unknown here, neither is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -150,9 +150,9 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
             feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
             if feedback.status != expected and not is_unknown:
-                said = f"{feedback.status}, not {expected}: {feedback.text}"
-                raise RuntimeError(f"this exercise's check calls {answer!r} {said}")
-        return feedback
+                raise RuntimeError(f"this check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}")
+        folded = f"<details><summary>What the solution gives</summary>{feedback._repr_html_()}</details>"
+        return feedback if feedback.status == "not measured" else Feedback("right", "", folded)
     finally:
         _is_author.reset(token)
 
@@ -341,7 +341,7 @@ def board(lab: Lab, key: str) -> plots.Table:
         recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())
         rows.append([rank, bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
     caption = "" if rows else "No recipe has met the target yet."
-    return plots.Table(["", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
+    return plots.Table(["rank", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
 
 
 # ---- what was done so far

@@ -41,11 +41,11 @@ def predict(
         raise ValueError(f"low={low!r}, high={high!r}: give two numbers, the smaller one first")
     kept, _ = _guesses(lab, key)
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
-    limits = {"min": low, "max": high, "value": start}
-    wide = {"flex": "1 1 14em", "max_width": "100%"}
+    limits = {"min": low, "max": high, "value": start, "style": {"description_width": "initial"}}
+    limits["layout"] = {"flex": "1 1 14em", "max_width": "100%"}
     fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
-    slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess", layout=wide)
-    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), layout={"width": "9em"})
+    slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess")
+    field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), description=f"in {unit}")
     ipywidgets.link((slider, "value"), (field, "value"))
     button = ipywidgets.Button(description="commit", tooltip="keep this guess", layout={"width": "7em"})
     state, output = ipywidgets.HTML(_state_html(lab, key, unit)), ipywidgets.Output()
@@ -56,7 +56,7 @@ def predict(
 
     button.on_click(output.capture()(commit))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {prose_html(question)}</div>"
-    row = ipywidgets.HBox([slider, field, ipywidgets.Label(unit), button], layout=ROW)
+    row = ipywidgets.HBox([slider, field, button], layout=ROW)
     parts, static = [ipywidgets.HTML(head), row, state, output], head + state.value
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
     _ASKED[lab.lesson, key] = unit, estimate
@@ -112,7 +112,7 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
         return "<div>No guess yet. Commit one before you run on.</div>"
     late = ", after the fact: the measurement is out, so it is not scored."
     text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
-    return f"<div>{html.escape(text)}</div>"
+    return f"<div role='status'>{html.escape(text)}</div>"
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:

@@ -35,7 +35,7 @@ def recipes(lab: Lab, *more: Run) -> None:
         raise ValueError("no run so far has its memory or its speed measured: train something first")
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
-    card = ipywidgets.Dropdown(options=[("any", None), *SIZES.items()], description="fits on", **wide)
+    card = ipywidgets.Dropdown(options=[("any", 0), *SIZES.items()], description="fits on", **wide)
     limit = ipywidgets.FloatText(value=0, description="or MB", tooltip="0: no limit", **wide)
     select = ipywidgets.Select(description="recipe", rows=8, layout=WHOLE_WIDTH)
     picture, text, output = html_box(), html_box(), ipywidgets.Output()

@@ -36,6 +36,15 @@ def test_the_page_shows_each_claim_and_stands_alone(ran):
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src' in page.split("<style>")[0]
 
 
+def test_each_sign_on_the_page_is_one_that_it_has(ran, tmp_path):
+    data = json.loads((ran[1] / "results.json").read_text())
+    data["machine"]["rehearsed"] = True  # which the page tells with a sign of its own
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    page = report(tmp_path).read_text(encoding="utf-8")
+    shown, known = (set(re.findall(f'<{part}"([^"]*)"', page)) for part in ("use href=", "symbol id="))
+    assert {f"#{name}" for name in known} >= shown and len(shown) == 5
+
+
 def test_the_numbers_at_its_head_are_those_of_its_rows(ran):
     result, out = ran
     page, verdicts = (out / "index.html").read_text(encoding="utf-8"), [c["verdict"] for c in result["claims"]]

@@ -146,6 +146,11 @@ def test_each_hint_is_folded_into_the_one_before():
     assert folds.texts == wanted | {"the answer": 3}
 
 
+def test_what_is_said_of_a_solution_is_folded_in_pages_and_left_out_in_a_terminal():
+    shown = exercises.prove(judge, solution=4, mistake=5)
+    assert "yes" not in repr(shown) and Folds(shown._repr_html_()).texts[": yes"] == 1
+
+
 @pytest.mark.parametrize("steps", [(), ("look", " ")])
 def test_an_empty_hint_is_refused(steps):
     with pytest.raises(ValueError, match="empty"):
