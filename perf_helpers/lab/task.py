@@ -319,7 +319,7 @@ def _config(where: str, kind: str, fields: dict[str, Any]):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    with reading(path, "JSON", "a preset, a config.json or a folder"):
+    with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{path}: a model configuration needs 'model_type'")
