@@ -349,6 +349,9 @@ def planned(model, parts, limits):
 
 
 # %%
+import logging
+
+logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of cards that are not here
 EIGHT = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32)
 with torch.device("meta"):
     eight = LlamaForCausalLM(LlamaConfig(**EIGHT, num_attention_heads=32, num_key_value_heads=8)).bfloat16()
@@ -368,7 +371,7 @@ plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 # %% [markdown]
 # Nobody gets more than is allowed. But the first card is never filled: the plan keeps room there for the **largest part**, 1.05 GB of embeddings, so that what is left on the CPU can be fetched for its turn (`infer_auto_device_map` in accelerate's `utils/modeling.py`). It keeps it also where nothing would have to be left. The assertion above says so: by hand, with that much kept, the plan is the library's, byte for byte.
 #
-# So on two cards of 8.25 GB this model has 1.5 GB on the CPU, which travel at every token, although all of it fits. **The remedy**: write the `device_map` yourself, from the loop above.
+# So on two cards of 8.25 GB this model has its head, 1.05 GB, on the CPU, from where it travels at every token, although all of it fits. **The remedy**: write the `device_map` yourself, from the loop above.
 #
 # ## It runs. Does it train?
 #
