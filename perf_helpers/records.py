@@ -304,6 +304,8 @@ class Ratio(Record):
         """
         import numpy as np
 
+        for turns in (turns for process in taken for turns in process if isinstance(turns, Unknown)):
+            return cls.unknown(turns.why)
         first, second, again = np.moveaxis(np.asarray(taken, dtype=float)[..., clock], 1, 0)
         itself = abs(float(np.median(np.log(first / again))))
         floor = max(least_floor, math.exp(itself))

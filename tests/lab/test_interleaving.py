@@ -11,7 +11,7 @@ from perf_helpers.lab import interleaving, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CPU, WALL, Ratio
-from perf_helpers.unknown import NeedsValues
+from perf_helpers.unknown import NeedsValues, Unknown
 
 # ---- functions
 
@@ -331,3 +331,9 @@ def test_threads_of_a_clean_process_have_their_memory_from_one_arena(lab):
             return file.read().count("<heap nr=")
 
     assert lab.run(arenas, measure=("none",)).value == 1
+
+
+def test_turns_that_are_not_known_give_a_ratio_that_is_not():
+    taken = [[(1.0, 1.0)] * 5, Unknown("a rehearsal"), [(1.0, 1.0)] * 5]
+    ratio = Ratio.of_turns([taken], CPU, 1.05)
+    assert not ratio.known and ratio.value.why == "a rehearsal"
