@@ -50,7 +50,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python tests/size.py
-	$(BIN)/python -m pytest -q -n 2 tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
+	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
 # What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
 # one; the last line says which failed.
