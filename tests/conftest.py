@@ -48,3 +48,15 @@ def disk(tmp_path):
 
     yield mount
     subprocess.run(["umount", "-l", folder], stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser, for the tests of a module."""
+    import browser
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser.chromium(), args=browser.FLAGS)
+        yield opened
+        opened.close()

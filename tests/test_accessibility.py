@@ -147,16 +147,6 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser.chromium(), args=browser.FLAGS)
-        yield opened
-        opened.close()
-
-
 def opened(chromium, path, screen="phone", theme="light"):
     """A page, with all that is folded on it unfolded. Its policy forbids scripts, axe-core's too: this window does not
     keep it. Nothing is fetched."""

@@ -54,16 +54,6 @@ def server(tmp_path_factory):
     started.close()
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser.chromium(), args=browser.FLAGS)
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
 def page(chromium, server):
     opened = chromium.new_page(viewport={"width": 1100, "height": 900})

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,7 @@ class Inference:
     new_tokens: int = 0  # that each answer gets; 0: one forward pass
     beams: int = 1  # answers kept beside each other while one is searched
     attention: str = ATTENTION[0]
+    accumulation = 1  # inference has no updates
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
         """As arguments of `Lab.infer`."""
@@ -130,14 +131,13 @@ class Inference:
 
     def at(self, micro_batch: int, seq_len: int | None) -> tuple:
         """The way at a point, as a key."""
-        return "inference", self.weights, self.new_tokens, self.beams, self.attention, micro_batch, seq_len
+        return "inference", *astuple(self), micro_batch, seq_len
 
     def surfaces(self) -> dict[tuple, "Inference"]:
         """The one surface that answers it, {key: what is traced for it}: with two new tokens, for the last of many is
         written as the second after a longer prompt."""
-        if not self.new_tokens:
-            return {(_PASSES, "inference", self.weights, 0, self.attention): replace(self, beams=1)}
-        return {(_PASSES, "inference", self.weights, self.beams, self.attention): replace(self, new_tokens=2)}
+        plain = replace(self, new_tokens=min(self.new_tokens, 2), beams=self.beams if self.new_tokens else 1)
+        return {(_PASSES, "inference", *astuple(plain)): plain}
 
     def near(self, device: str) -> list["Inference"]:
         """Itself: another way of inference is traced when it is asked for."""
@@ -220,10 +220,25 @@ class Surfaces:
         exact = self._exact.get(choice.at(micro_batch, seq_len))
         if exact or self._missing(choice) or self.refusal(choice, seq_len):
             return exact
-        surfaces = [self._surfaces[key] for key in choice.surfaces()]
-        of = _of_training if isinstance(choice, Choice) else _of_inference
-        columns, where = of(choice, surfaces, micro_batch, seq_len)
-        if isinstance(choice, Choice) and choice.accumulation > 2:  # the Trainer fetches one update's batches together
+        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
+        columns, at_end = _at(passes, micro_batch, seq_len)
+        if choice.new_tokens:  # the last one comes after all that are before it
+            last, _ = _at(passes, micro_batch, seq_len + choice.new_tokens - 2)
+            columns[passes.updates] = last[passes.updates]
+        where = list(zip(passes.phases, passes.operations, strict=True))
+        for update in updates:  # another optimizer: its states while the passes run, and its update after them
+            kept = np.flatnonzero(np.logical_not(passes.updates))
+            own, its_end = _at(update, micro_batch, seq_len)
+            has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
+            columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
+            columns[kept[has_states], STATES] = update.states
+            # What lives when the backward ends differs between this recipe and the one the update was traced with.
+            moved = at_end - its_end
+            moved[STATES] = 0
+            moved[TOTAL] = moved[:TOTAL].sum()
+            columns = np.concatenate([columns[kept], own + moved])
+            where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
+        if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
             sample = self.task.replace(seq_len=seq_len).arrays(1).values()
             more = (choice.accumulation - 2) * micro_batch * sum(array.nbytes for array in sample)
             columns[:, [_INPUTS, TOTAL]] += more
@@ -252,7 +267,7 @@ class Surfaces:
     def learn(self, choice: Way) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
         for key in self._missing(choice):
-            points = self._points(choice.new_tokens and 2)[: None if key[0] == _PASSES else 1]
+            points = self._points(min(choice.new_tokens, 2))[: None if key[0] == _PASSES else 1]
             try:
                 if choice.new_tokens and self.task.build_config().is_encoder_decoder:
                     raise ValueError(_OF_ENCODERS)
@@ -313,40 +328,6 @@ class Surfaces:
             self._exact = {tuple(key): Answer(**answer) for key, answer in content.get("exact", [])}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             self._surfaces, self._exact = {}, {}  # absent, damaged or of an older version
-
-
-def _of_training(
-    choice: Choice, surfaces: Sequence[Surface], micro_batch: int, seq_len: int | None
-) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """The columns of a training's operations at a point, and the phase and name of each."""
-    passes, *updates = surfaces
-    columns, at_end = _at(passes, micro_batch, seq_len)
-    where = list(zip(passes.phases, passes.operations, strict=True))
-    for update in updates:  # another optimizer: its states while the passes run, and its update after them
-        kept = np.flatnonzero(np.logical_not(passes.updates))
-        own, its_end = _at(update, micro_batch, seq_len)
-        has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
-        columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
-        columns[kept[has_states], STATES] = update.states
-        # What lives when the backward ends differs between this recipe and the one the update was traced with.
-        moved = at_end - its_end
-        moved[STATES] = 0
-        moved[TOTAL] = moved[:TOTAL].sum()
-        columns = np.concatenate([columns[kept], own + moved])
-        where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
-    return columns, where
-
-
-def _of_inference(
-    choice: Inference, surfaces: Sequence[Surface], micro_batch: int, seq_len: int | None
-) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """The same of inference: the prompt as it is, and the last token after all that are before it."""
-    (passes,) = surfaces
-    columns, _ = _at(passes, micro_batch, seq_len)
-    if choice.new_tokens:
-        last, _ = _at(passes, micro_batch, seq_len + choice.new_tokens - 2)
-        columns[passes.updates] = last[passes.updates]
-    return columns, list(zip(passes.phases, passes.operations, strict=True))
 
 
 def precisions(device: str) -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import html
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,7 @@ if TYPE_CHECKING:
 _CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUDA context is published
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 _TRACED_TOKENS = 16  # of an answer: of more the point itself would take minutes
-# What is controlled in a training, and in inference.
-_OF = {
-    "training": ("precision", "checkpointing", "accumulation", "optimizer", "attention"),
-    "inference": ("weights", "new_tokens", "beams", "attention"),
-}
+_OF = {"training": peak_model.Choice, "inference": peak_model.Inference}  # whose fields are what is controlled
 
 
 def memory(
@@ -49,7 +46,7 @@ def memory(
     """
     if of not in _OF:
         raise ValueError(f"of={shown(of)}: choose 'training' or 'inference'")
-    task, way = task or lab.task, peak_model.Choice() if of == "training" else peak_model.Inference()
+    task, way = task or lab.task, _OF[of]()
     capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
     device = device or (lab.machine.kind if card is None else "cuda")
     capability = capability if card is None else named(card).capability
@@ -118,10 +115,8 @@ class _MemoryExplorer:
                 self._models[which] = peak_model.Surfaces(task, device, folder=self._folder, **self._options)
         known = self._models[which]
         is_image = known in self._prepared and not known.lengths
-        of = value.pop("of")
-        way = (peak_model.Choice if of == "training" else peak_model.Inference)(
-            **{name: value[name] for name in _OF[of]}
-        )
+        kind = _OF[value["of"]]
+        way = kind(**{each.name: value[each.name] for each in fields(kind)})
         return known, (way, micro_batch, None if is_image else seq_len)
 
     # ---- the thread
@@ -150,7 +145,11 @@ class _MemoryExplorer:
                 self._prepare(known)
             elif not known.is_known(choice):
                 known.learn(choice)
-            elif choice.new_tokens <= _TRACED_TOKENS and _is_interpolated(known.answer(*point)):
+            elif (
+                (answer := known.answer(*point))
+                and answer.how == "interpolated"
+                and choice.new_tokens <= _TRACED_TOKENS
+            ):
                 if self._wake.wait(_REST_SECONDS):
                     return True  # it was moved on
                 known.trace(*point)
@@ -245,13 +244,9 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int, of: str) -> d
 
 def _offer(controls: dict[str, "DOMWidget"]) -> None:
     """Show the controls of what is chosen, a training or inference."""
-    wanted = _OF[controls["of"].value]
-    for name in {name for names in _OF.values() for name in names}:
-        controls[name].layout.display = None if name in wanted else "none"
-
-
-def _is_interpolated(answer: peak_model.Answer | None) -> bool:
-    return answer is not None and answer.how == "interpolated"
+    names = {of: {each.name for each in fields(kind)} for of, kind in _OF.items()}
+    for name in set.union(*names.values()):
+        controls[name].layout.display = None if name in names[controls["of"].value] else "none"
 
 
 def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, int]) -> str:
