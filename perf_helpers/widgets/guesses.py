@@ -57,7 +57,8 @@ def predict(
     button.on_click(output.capture()(commit))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {prose_html(question)}</div>"
     row = ipywidgets.HBox([slider, field, button], layout=ROW)
-    parts, static = [ipywidgets.HTML(head), row, state, output], head + state.value
+    asked = _data(guess=key, unit=unit, low=low, high=high)
+    parts, static = [ipywidgets.HTML(head), row, state, output], f"<div {asked}>{head}{state.value}</div>"
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
     _ASKED[lab.lesson, key] = unit, estimate
 
@@ -96,7 +97,8 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
     known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
-    return Feedback("no guess" if counted is None else "guess", text, _bars_html(known, unit))
+    picture = f"<div {_data(revealed=key, unit=unit, measured=measured)}>{_bars_html(known, unit)}</div>"
+    return Feedback("no guess" if counted is None else "guess", text, picture)
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
@@ -113,6 +115,11 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
     late = ", after the fact: the measurement is out, so it is not scored."
     text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
     return f"<div role='status'>{html.escape(text)}</div>"
+
+
+def _data(**facts) -> str:
+    """Facts as attributes, for a page that lets its reader guess without a kernel: the site's."""
+    return " ".join(f'data-{name}="{html.escape(str(value))}"' for name, value in facts.items())
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:
