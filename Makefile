@@ -27,6 +27,7 @@ help:
 	@echo "make strangers an hour of the estimate for CUDA against torch's allocator; with NIGHTLY=1 a part of make test-all"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
 	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
+	@echo "make site      what was recorded as web pages: build/site/index.html"
 	@echo "make matrix    the course under the oldest and the newest libraries, and two between: what differs"
 	@echo "make gpu       on a machine with a GPU: what the course lacks without one, in calls of minutes (ARGS=--list)"
 	@echo "make wheel     what depends on torch's build, tested with its CUDA build; and rehearsals themselves"
@@ -34,10 +35,14 @@ help:
 course: extras
 	$(BIN)/perf-helpers course --out build/course $(ARGS)
 
-# Where a verdict is not as expected it stops before anything is kept: look first, then run the two lines by hand.
+# Where a verdict is not as expected it stops before anything is kept: look first, then run the three lines by hand.
 record: course
 	$(BIN)/python benchmarks/build.py --record build/course
+	$(BIN)/python website/recorded_lessons.py build/course
 	$(BIN)/python notebooks/build.py
+
+site: $(STAMP)
+	$(BIN)/python website/site_pages.py $(ARGS)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS) notebooks/
@@ -174,5 +179,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna build/peft help course record lab lessons check test test-all levels rehearse strangers matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna build/peft help course record site lab lessons check test test-all levels rehearse strangers matrix wheel gpu fresh
 fresh: ;

@@ -1,0 +1,89 @@
+"""What was recorded of each claim: on which machine, when, with which libraries, and what it came to."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perf_helpers.course.results import decided_anew, load_results, recorded
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes")
+
+
+class Entry(NamedTuple):
+    """One outcome of a claim."""
+
+    machine: str  # with how it was measured, where it was not simply executed
+    date: str
+    libraries: str
+    row: dict[str, Any]  # of the claim, as in results.json
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All records.
+
+    `now`: by claim, the newest of each machine, as (machine and date, row); `before`: by claim, all, oldest first.
+    """
+
+    now: dict[str, list[tuple[str, dict[str, Any]]]]
+    before: dict[str, list[Entry]]
+    machines: list[str]  # those of `now`
+
+    @classmethod
+    def read(cls) -> "History":
+        """What results/ has: course runs, rehearsed ones, and those of the library matrix."""
+        newest = {data["file"] for data in recorded(RESULTS).values()}
+        now, before, machines = defaultdict(list), defaultdict(list), []
+        for name, data, is_newest in _runs(newest):
+            libraries = ", ".join(
+                f"{each} {data['versions'][each]}" for each in LIBRARIES if data["versions"].get(each)
+            )
+            if is_newest:
+                machines.append(f"{name}, {data['date'][:10]}")
+            for row in decided_anew(data["claims"]):
+                before[row["id"]].append(Entry(name, data["date"][:10], libraries, row))
+                if is_newest:
+                    now[row["id"]].append((machines[-1], row))
+        for id, entry in _of_matrix():
+            before[id].append(entry)
+        for entries in before.values():
+            entries.sort(key=lambda entry: entry.date)
+        return cls(now, before, machines)
+
+    @staticmethod
+    def executed() -> tuple[str, Path]:
+        """The newest machine whose executed lessons are kept, in words, and their folder."""
+        runs = [data for data in recorded(RESULTS).values() if (data["file"].parent / "lessons").is_dir()]
+        data = max(runs, key=lambda data: data["date"])
+        libraries = ", ".join(f"{each} {data['versions'][each]}" for each in LIBRARIES[:2])
+        return f"{data['machine']['name']}, {data['date'][:10]}, {libraries}", data["file"].parent / "lessons"
+
+
+def _runs(newest: set[Path]):
+    """(machine, content, whether it is the machine's newest) of every recorded and every rehearsed course run."""
+    for path in sorted(RESULTS.glob("[!r]*/*.json")):
+        data = load_results(path)
+        yield data["machine"]["name"], data, path in newest
+    for folder in sorted(RESULTS.glob("rehearsed/*")):
+        *_, path = sorted(folder.glob("*.json"))
+        data = json.loads(path.read_text("utf-8"))
+        if course := data["course"]:
+            yield f"{data['card']}, rehearsed", course | {"versions": data["versions"]}, True
+
+
+def _told(versions: dict[str, str]) -> str:
+    """The libraries that bear on a claim, with their versions."""
+    return ", ".join(f"{each} {versions[each]}" for each in LIBRARIES if versions.get(each))
+
+
+def _of_matrix():
+    """(claim, entry) of the library matrix."""
+    matrix = json.loads((RESULTS / "matrix.json").read_text("utf-8"))
+    for of in matrix["sets"]:
+        libraries = _told(of["packages"])
+        for id, sides in matrix["claims"].items():
+            if row := sides.get(of["name"]):
+                yield id, Entry(f"{matrix['machine']}, library matrix", of["date"][:10], libraries, row)

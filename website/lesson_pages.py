@@ -1,0 +1,82 @@
+"""A lesson as a recorded course run executed it, made into a page of the site. No kernel runs for it."""
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import latex2mathml.converter
+import nbformat
+from markupsafe import Markup
+from recorded_lessons import INLINE_PICTURE
+
+from perf_helpers.course.results import measured_text
+
+_DECISION = re.compile(r'<div role="group"[^>]* aria-label="([a-z0-9-]+): [^"]*"[^>]*>.*?\n</div>\n', re.DOTALL)
+_FORMULA = re.compile(r"(?<![\\$\w])\$([^$\n`]+)\$(?!\w)")
+_FOLDED = {"setup": "Imports and set-up", "solution": "The solution", "question": "Code that holds an answer"}
+
+
+def page(
+    notebook: nbformat.NotebookNode, head: str, elsewhere: Mapping[str, str], pictures: Path
+) -> nbformat.NotebookNode:
+    """The notebook as Sphinx is given it.
+
+    Args:
+        head: Markdown that goes below the title.
+        elsewhere: by claim, HTML that its decision ends with.
+        pictures: the folder, beside the notebook's, to which its inline pictures go, as files named by their content.
+    """
+    for cell in notebook.cells:
+        tags = cell.metadata.setdefault("tags", [])
+        if cell.cell_type == "markdown":
+            cell.source = _FORMULA.sub(lambda found: latex2mathml.converter.convert(found[1]), cell.source)
+            continue
+        if "parameters" in tags:
+            tags.append("remove-cell")
+        hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
+        if kind := next((tag for tag in tags if tag in _FOLDED), "question" if hidden else None):
+            tags.append("hide-input")
+            cell.metadata["mystnb"] = {"code_prompt_show": _FOLDED[kind], "code_prompt_hide": _FOLDED[kind]}
+        for output in cell.outputs:
+            if shown := output.get("data", {}).get("text/html"):
+                shown = INLINE_PICTURE.sub(lambda found: _file_of(found[1], pictures), shown)
+                output.data["text/html"] = _DECISION.sub(
+                    lambda found: found[0].removesuffix("</div>\n") + elsewhere.get(found[1], "") + "</div>\n", shown
+                )
+    notebook.cells[0].source = notebook.cells[0].source.replace("\n", f"\n\n{head}\n", 1)
+    return notebook
+
+
+def _file_of(encoded: str, folder: Path) -> str:
+    """Write a picture where it is not yet; its address from a page beside the folder."""
+    content = base64.b64decode(encoded)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.png"
+    if not path.exists():
+        path.write_bytes(content)
+    return f"{folder.name}/{path.name}"
+
+
+def badge(verdict: str, text: str = "") -> Markup:
+    """A verdict as HTML: its words, and its colour by a class of the site's style sheet."""
+    shown = Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", "-"), verdict)
+    return shown + Markup(" {}").format(text) if text else shown
+
+
+def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> Markup:
+    """A claim on all machines that have one, as HTML: [(machine and date, the claim's row in its results)]."""
+    lines = Markup("").join(
+        Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], told(row))) for machine, row in rows
+    )
+    page = Markup('<a href="{}">its history</a>').format(address)
+    return Markup("<details class='everywhere'><summary>On every machine</summary><ul>{}</ul>{}</details>\n").format(
+        lines, page
+    )
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """What a claim measured, in words; empty where nothing was."""
+    return "" if row["value"] is None else measured_text(row)

@@ -1,0 +1,172 @@
+"""Builds the static site from what was recorded: results/, the pages that people wrote, and the ledger.
+
+    python website/site_pages.py                              build/site/index.html
+    python website/site_pages.py --repository owner/name      with links to the sources, to Colab and to Binder
+
+Every lesson stands as a recorded machine executed it; every claim has a page of its own, with all that recorded runs,
+rehearsals and the library matrix say of it. Other pages are those of the repository. Links between them become links of
+the site; those to other files lead to the repository where its address is known.
+"""
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import claim_history
+import jinja2
+import lesson_pages
+import nbformat
+from sphinx.cmd.build import build_main
+
+from perf_helpers.course.ledger import Verdict, load, recorded_since
+from perf_helpers.course.results import measured_text
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+SOURCE, SITE = ROOT / "build" / "site-source", ROOT / "build" / "site"
+GUIDES = ("estimate", "rehearsal", "sweeps", "nights", "gpu-suite", "scripts", "trust", "coverage", "words")
+PAGES = [  # of the repository, in the site's order; the README is taken apart
+    *(f"docs/{name}.md" for name in GUIDES),
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/upstream/*.md")),
+    *("results/README.md", "notebooks/INSTRUCTOR.md", "notebooks/BIBLIOGRAPHY.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+]
+APPS = [path.name for path in sorted(HERE.glob("*.md"))]  # pages that compute in the browser
+FIRST = "What was found"  # the README's section that the first page begins with
+MOVED = {"What you learn": "lessons.md", "Read on": "guides.md"}  # its sections that become pages
+LINK = re.compile(r"(?P<before>\]\(|(?:src|href)=\")(?P<to>[^)\"\s#:]+)(?P<anchor>#[^)\"\s]*)?(?=[)\"])")
+NOWHERE = "nowhere:"  # where a link leads that cannot be followed; it is taken out
+LESSON = re.compile(r"(?m)^\| *(?P<part>[^|]*?) *\| \[[^\]]*\]\((?P<lesson>notebooks/\w+)\.ipynb\)")
+COLAB, BINDER = "https://colab.research.google.com/github", "https://mybinder.org/v2/gh"
+
+
+class Sources:
+    """The pages as Sphinx is given them.
+
+    Args:
+        folder: to write them into; what was there is removed.
+        repository: owner/name on GitHub, or None.
+    """
+
+    def __init__(self, folder: Path, repository: str | None):
+        self.folder, self.repository = folder, repository
+        self.templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(HERE / "templates"), trim_blocks=True, lstrip_blocks=True, autoescape=True
+        )
+        self.templates.globals |= {"badge": lesson_pages.badge, "measured": measured_text, "verdicts": list(Verdict)}
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def write(self) -> None:
+        for name in PAGES:
+            self.put(name, self.linked((ROOT / name).read_text("utf-8"), Path(name).parent))
+        for name in APPS:
+            self.put(name, (HERE / name).read_text("utf-8"))
+        self.readme()
+        self.lessons()
+        self.claims()
+
+    @functools.cached_property
+    def history(self) -> claim_history.History:
+        return claim_history.History.read()
+
+    def put(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+    def linked(self, text: str, folder: Path) -> str:
+        """A page's Markdown with links that lead somewhere from the site. `folder`: the page's, in the repository."""
+
+        def link(found: re.Match) -> str:
+            target = Path(os.path.normpath(ROOT / folder / found["to"]))
+            name = os.path.relpath(target, ROOT)
+            if name.startswith("..") or not target.exists() or name in PAGES or target.suffix == ".ipynb":
+                return found[0]
+            if name == "README.md":
+                return found["before"] + os.path.relpath("index.md", folder) + (found["anchor"] or "")
+            if target.suffix == ".png":
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(target, self.folder / name)
+                return found[0]
+            at = f"https://github.com/{self.repository}/blob/main/{name}" if self.repository else NOWHERE
+            return f"{found['before']}{at}{found['anchor'] or ''}"
+
+        return re.sub(rf"\[([^\[\]]+)\]\({NOWHERE}[^)]*\)", r"\1", LINK.sub(link, text))
+
+    def readme(self) -> None:
+        """The README as the first page, with the findings first, and as those that some of its sections become."""
+        start, *parts = re.split(r"(?m)^## ", self.linked((ROOT / "README.md").read_text("utf-8"), Path()))
+        sections = dict(part.split("\n", 1) for part in parts)
+        learn, more = (sections.pop(title) for title in MOVED)
+        by_part: dict[str, list[str]] = {}
+        for found in LESSON.finditer(learn):
+            by_part.setdefault(found["part"] or list(by_part)[-1], []).append(found["lesson"])
+        trees = "\n".join(toctree(names, part) for part, names in by_part.items())
+        self.put("lessons.md", f"# The lessons\n{learn}\n{trees}")
+        self.put("guides.md", f"# Read on\n{more}\n{toctree(PAGES)}")
+        shown = [FIRST, *(title for title in sections if title != FIRST)]
+        body = "".join(f"## {title}\n{sections[title]}" for title in shown)
+        self.put("index.md", f"{start}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
+
+    def lessons(self) -> None:
+        """The lessons as the newest record has them, and their notebooks to be taken along."""
+        titles = re.findall(r"(?m)^## (.+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text("utf-8"))
+        places = {title[:2]: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        (machine, folder), now = self.history.executed(), self.history.now
+        elsewhere = {id: lesson_pages.everywhere(rows, f"../claims/{id}.html") for id, rows in now.items()}
+        for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+            notebook = nbformat.read(folder / path.name, as_version=4)
+            for cell in notebook.cells:
+                if cell.cell_type == "markdown":
+                    cell.source = self.linked(cell.source, Path("notebooks"))
+            elsewhere = {
+                id: lesson_pages.everywhere(rows, f"../claims/{id}.html") for id, rows in self.history.now.items()
+            }
+            sources = f"[What it takes on trust](BIBLIOGRAPHY.md#{places[path.stem[:2]]})."
+            head = f"*As executed on {machine}.* {self.launch(path.name)} {sources}"
+            made = lesson_pages.page(notebook, head, elsewhere, self.folder / "extra" / "notebooks" / "pictures")
+            self.put(f"notebooks/{path.name}", nbformat.writes(made))
+            self.put(f"clean/{path.name}", path.read_text("utf-8"))
+
+    def launch(self, name: str) -> str:
+        """How a lesson is opened, in Markdown."""
+        here = f"[as a notebook](path:../clean/{name}), for `make lab`"
+        if self.repository is None:
+            return f"Run it yourself: {here}."
+        colab = f"{COLAB}/{self.repository}/blob/main/notebooks/{name}"
+        binder = f"{BINDER}/{self.repository}/main?urlpath=lab/tree/notebooks/{name}"
+        return f"Run it yourself: [on Colab]({colab}), [on Binder]({binder}), {here}."
+
+    def claims(self) -> None:
+        """A table of all claims, and a page for each."""
+        titles = {path.stem[:2]: path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")}
+        facts = {"claims": load().values(), "titles": titles, "history": self.history, "since": recorded_since()}
+        self.put("claims.md", self.templates.get_template("claims.md.j2").render(facts))
+        page = self.templates.get_template("claim.md.j2")
+        for claim in load().values():
+            self.put(f"claims/{claim.id}.md", page.render(facts | {"claim": claim}))
+
+
+def toctree(names: Sequence[str], caption: str = "") -> str:
+    """What comes after each other in the site, hidden: the side bar and the arrows at a page's end show it."""
+    pages = "\n".join(name.removesuffix(".md") for name in names)
+    return f"\n```{{toctree}}\n:hidden:\n{f':caption: {caption}' if caption else ''}\n\n{pages}\n```\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repository", default=os.environ.get("GITHUB_REPOSITORY"), help="owner/name on GitHub")
+    options = parser.parse_args(arguments)
+    Sources(SOURCE, options.repository).write()
+    shutil.rmtree(SITE, ignore_errors=True)
+    # A warning, as of a link that leads nowhere, is an error.
+    extra = f"html_extra_path={SOURCE / 'extra'}"
+    return build_main(["-W", "--keep-going", "-q", "-j", "auto", "-c", str(HERE), "-D", extra, str(SOURCE), str(SITE)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
