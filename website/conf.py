@@ -28,6 +28,7 @@ html_js_files = [("site.js", {"type": "module"})]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
+    "logo": {"text": "Fit bigger, train faster"},  # as a phone has room for
     "show_prev_next": True,
     "navbar_align": "left",
     "secondary_sidebar_items": ["page-toc"],

@@ -14,7 +14,7 @@ from recorded_lessons import INLINE_PICTURE
 
 from perf_helpers.course.results import measured_text
 
-_DECISION = re.compile(r'<div role="group"[^>]* aria-label="([a-z0-9-]+): [^"]*"[^>]*>.*?\n</div>\n', re.DOTALL)
+_DECISION = re.compile(r'\s*<div role="group"[^>]* aria-label="([a-z0-9-]+): ')
 _FORMULA = re.compile(r"(?<![\\$\w])\$([^$\n`]+)\$(?!\w)")
 _FOLDED = {"setup": "Imports and set-up", "solution": "The solution", "question": "Code that holds an answer"}
 
@@ -26,7 +26,7 @@ def page(
 
     Args:
         head: Markdown that goes below the title.
-        elsewhere: by claim, HTML that its decision ends with.
+        elsewhere: by claim, HTML that follows its decision.
         pictures: the folder, beside the notebook's, to which its inline pictures go, as files named by their content.
     """
     for cell in notebook.cells:
@@ -43,9 +43,8 @@ def page(
         for output in cell.outputs:
             if shown := output.get("data", {}).get("text/html"):
                 shown = INLINE_PICTURE.sub(lambda found: _file_of(found[1], pictures), shown)
-                output.data["text/html"] = _DECISION.sub(
-                    lambda found: found[0].removesuffix("</div>\n") + elsewhere.get(found[1], "") + "</div>\n", shown
-                )
+                decided = _DECISION.match(shown)
+                output.data["text/html"] = shown + (elsewhere.get(decided[1], "") if decided else "")
     notebook.cells[0].source = notebook.cells[0].source.replace("\n", f"\n\n{head}\n", 1)
     return notebook
 
@@ -66,7 +65,7 @@ def badge(verdict: str, text: str = "") -> Markup:
     return shown + Markup(" {}").format(text) if text else shown
 
 
-def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> Markup:
+def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> str:
     """A claim on all machines that have one, as HTML: [(machine and date, the claim's row in its results)]."""
     lines = Markup("").join(
         Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], told(row))) for machine, row in rows

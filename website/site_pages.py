@@ -36,11 +36,12 @@ PAGES = [  # of the repository, in the site's order; the README is taken apart
     *("results/README.md", "notebooks/INSTRUCTOR.md", "notebooks/BIBLIOGRAPHY.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 ]
 APPS = [path.name for path in sorted(HERE.glob("*.md"))]  # pages that compute in the browser
-FIRST = "What was found"  # the README's section that the first page begins with
+# The README's section that the first page begins with, after the introduction up to these words.
+FIRST, SECOND = "What was found", "**Guess, then measure.**"
 MOVED = {"What you learn": "lessons.md", "Read on": "guides.md"}  # its sections that become pages
 LINK = re.compile(r"(?P<before>\]\(|(?:src|href)=\")(?P<to>[^)\"\s#:]+)(?P<anchor>#[^)\"\s]*)?(?=[)\"])")
 NOWHERE = "nowhere:"  # where a link leads that cannot be followed; it is taken out
-LESSON = re.compile(r"(?m)^\| *(?P<part>[^|]*?) *\| \[[^\]]*\]\((?P<lesson>notebooks/\w+)\.ipynb\)")
+LESSON = re.compile(r"(?m)^\| *(?P<part>[^|]*?) *\| \[(?P<title>[^\]]*)\]\((?P<name>notebooks/\w+)\.ipynb\)")
 COLAB, BINDER = "https://colab.research.google.com/github", "https://mybinder.org/v2/gh"
 
 
@@ -104,13 +105,15 @@ class Sources:
         learn, more = (sections.pop(title) for title in MOVED)
         by_part: dict[str, list[str]] = {}
         for found in LESSON.finditer(learn):
-            by_part.setdefault(found["part"] or list(by_part)[-1], []).append(found["lesson"])
+            part = found["part"] or list(by_part)[-1]
+            by_part.setdefault(part, []).append(f"{found['title']} <{found['name']}>")
         trees = "\n".join(toctree(names, part) for part, names in by_part.items())
         self.put("lessons.md", f"# The lessons\n{learn}\n{trees}")
         self.put("guides.md", f"# Read on\n{more}\n{toctree(PAGES)}")
-        shown = [FIRST, *(title for title in sections if title != FIRST)]
-        body = "".join(f"## {title}\n{sections[title]}" for title in shown)
-        self.put("index.md", f"{start}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
+        head, more = start.split(SECOND)
+        sections = {FIRST: sections.pop(FIRST), "What it is": f"\n{SECOND}{more}"} | sections
+        body = "".join(f"## {title}\n{text}" for title, text in sections.items())
+        self.put("index.md", f"{head}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
 
     def lessons(self) -> None:
         """The lessons as the newest record has them, and their notebooks to be taken along."""
