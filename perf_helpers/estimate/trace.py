@@ -8,6 +8,7 @@ Nothing here is to be called in a process that goes on to train: hooks and repla
 """
 
 import bisect
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -62,9 +63,10 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         # Lists of fake tensors are handled as lists of tensors are.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
-        if not experiment.task.lengths:  # equal micro-batches repeat each other
-            stack.enter_context(_few_micro_batches(tracker))
         deepspeed = experiment.arguments.get("deepspeed")
+        if not experiment.task.lengths:  # equal micro-batches repeat each other
+            alike = experiment.processes == 1 and not deepspeed  # nothing is sent to other ranks with the last
+            stack.enter_context(_few_micro_batches(tracker, alike))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
@@ -163,6 +165,7 @@ class FakeTracker(Tracker):
             self.log.append((twins[id(block)], sign))
         self.begun += [(length + shift, operation) for length, operation in self.begun[first:last]]
         self.operations += [(length + shift, *about) for length, *about in self.operations[first:last]]
+        self.emptied += [length + shift for length in self.emptied if begin[0] < length <= end[0]]
         return made
 
     def cache_emptied(self) -> None:
@@ -335,24 +338,28 @@ def to_of(tracker: FakeTracker) -> Callable:
     return to
 
 
-def _few_micro_batches(tracker: FakeTracker) -> contextlib.AbstractContextManager:
-    """Of the micro-batches of a step only the first two and the last are followed: those between repeat the second, on
-    a GPU with all that it asks the allocator for, whose free blocks may lie otherwise after each."""
+def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.AbstractContextManager:
+    """Of a step's micro-batches only the first two and the last are followed: those between repeat the second, on a GPU
+    with all that it asks the allocator for, whose free blocks may lie otherwise after each. Where all are `alike` but a
+    step's first, which makes the gradients, so do the last and those of later steps."""
     from transformers import Trainer
 
-    plain, state = Trainer.training_step, {}
+    plain, counts, seen = Trainer.training_step, collections.Counter(), {}
 
     def training_step(trainer, model, inputs, *rest, **options):
-        step, micro_batches = trainer.state.global_step, trainer.current_gradient_accumulation_steps
-        number = state[step] = state.get(step, -1) + 1
-        if 2 <= number < micro_batches - 1:
-            again = tracker.repeated(*state["second"]) if number < _REPEATED and tracker.places_modules else None
-            return torch.zeros((), dtype=state["dtype"]) if again is None else again
+        step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
+        number = counts[step]
+        counts[step] += 1
+        place = (number > 0, 0, 0) if alike else (number > 0, number == last, step)
+        if place in seen:
+            is_between = 1 < number < last
+            is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)
+            again = None if is_left_out else tracker.repeated(*seen[place])
+            if again is not None or is_between:
+                return torch.zeros((), dtype=seen[place][-1]) if again is None else again
         begin = len(tracker.log), len(tracker.operations)
         loss = plain(trainer, model, inputs, *rest, **options)
-        if number == 1:
-            state["second"] = begin, (len(tracker.log), len(tracker.operations)), tracker.block(loss), loss.dtype
-        state["dtype"] = loss.dtype
+        seen[place] = begin, (len(tracker.log), len(tracker.operations)), tracker.block(loss), loss.dtype
         return loss
 
     return patch.object(Trainer, "training_step", training_step)

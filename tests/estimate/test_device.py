@@ -144,19 +144,28 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """The births and deaths of two steps of six micro-batches, in bytes."""
+    """The births and deaths of two steps of six micro-batches, in bytes, and where the cache was emptied."""
     from perf_helpers.estimate import trace
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments = Arguments({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6} | options)
     experiment = Experiment("mine", Task("gpt2", 12, config={"n_embd": 8, "n_layer": 2, "n_head": 2}), arguments)
-    plain = patch.object(trace, "_few_micro_batches", lambda _: contextlib.nullcontext())
+    plain = patch.object(trace, "_few_micro_batches", lambda *_: contextlib.nullcontext())
     with plain if follows_each else contextlib.nullcontext():
         log = prediction.trace_of(experiment, prediction.Device("cuda", (8, 0))).log
-    return [log.blocks[event][0] if event >= 0 else -log.blocks[~event][0] for event in log.events]
+    sizes = [log.blocks[event][0] if event >= 0 else -log.blocks[~event][0] for event in log.events]
+    return sizes, log.emptied
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=str)
+OF_ACCUMULATION = (
+    {},
+    {"bf16": True, "gradient_checkpointing": True},
+    {"gradient_accumulation_steps": 2},
+    {"torch_empty_cache_steps": 1, "max_grad_norm": 0.0},
+)
+
+
+@pytest.mark.parametrize("options", OF_ACCUMULATION, ids=str)
 def test_micro_batches_that_are_not_followed_ask_for_what_the_second_did(options):
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.
     few, all_ = (processes.call(changes, each, options, timeout=300) for each in (False, True))
