@@ -290,7 +290,8 @@ class Lab:
             raise NeedsValues(outcome.message)
         if experiment.function and outcome.output:
             print(outcome.output, end="")
-        if experiment.function and outcome.status == "crashed":  # who reads the run's value alone learns why it is None
+        # Who reads the run's value or ranks alone learns why there are none.
+        if experiment.function and outcome.status in ("crashed", "timed out"):
             print(f"{experiment.name}: {outcome.message}", file=sys.stderr)
         return self.keep(experiment, outcome)
 

@@ -86,6 +86,8 @@ def test_a_function_that_fails_says_why_also_to_who_reads_its_value_alone(lab, c
     assert lab.run(lambda task: {}["width"], "grown", measure=("none",)).value is None
     out, errors = capfd.readouterr()
     assert not out and errors.startswith("grown: KeyError: 'width' (line ")
+    lab.run(lambda task: __import__("time").sleep(60), "slow", measure=("none",), timeout=1)
+    assert capfd.readouterr().err == "slow: no result within 1 s\n"
 
 
 @pytest.mark.parametrize(
