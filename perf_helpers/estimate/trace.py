@@ -120,8 +120,9 @@ class FakeTracker(Tracker):
         self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
         self.begun.append((len(self.log), operation))
-        if any_fake and function is aten._local_scalar_dense.default:
-            return _number_read(tensors[0])
+        if any_fake and function is aten._local_scalar_dense.default:  # never computed; what is read is a loss or norm
+            kind = tensors[0].dtype
+            return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
         if any_fake and function.namespace != "bitsandbytes":  # on which more bears than its arguments
@@ -244,12 +245,6 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     return Operation(name_of(function), kept, structure, takes_list)
 
 
-def _number_read(tensor: FakeTensor) -> float | int | bool:
-    """What `tensor.item()` returns, of a number that was never computed: what the Trainer reads is a loss or a norm."""
-    usual = False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
-    return getattr(tensor, "uniform", usual)
-
-
 def _uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
     """The one value that all elements of a result have, or None where it is not known.
 
@@ -344,12 +339,11 @@ def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.Abstract
     step's first, which makes the gradients, so do the last and those of later steps."""
     from transformers import Trainer
 
-    plain, counts, seen = Trainer.training_step, collections.Counter(), {}
+    plain, counts, seen = Trainer.training_step, collections.defaultdict(itertools.count), {}
 
     def training_step(trainer, model, inputs, *rest, **options):
         step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
-        number = counts[step]
-        counts[step] += 1
+        number = next(counts[step])
         place = (number > 0, 0, 0) if alike else (number > 0, number == last, step)
         if place in seen:
             is_between = 1 < number < last

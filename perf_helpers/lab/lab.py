@@ -290,8 +290,7 @@ class Lab:
             raise NeedsValues(outcome.message)
         if experiment.function and outcome.output:
             print(outcome.output, end="")
-        # Who reads the run's value or ranks alone learns why there are none.
-        if experiment.function and outcome.status in ("crashed", "timed out"):
+        if experiment.function and outcome.status in ("crashed", "timed out"):  # its value alone says not why
             print(f"{experiment.name}: {outcome.message}", file=sys.stderr)
         return self.keep(experiment, outcome)
 

@@ -45,9 +45,8 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
     import ipywidgets
     from IPython.display import display
 
-    for name, values in choices.items():
-        if not list(values):
-            raise ValueError(f"{name}: no values to choose from")
+    if empty := [name for name, values in choices.items() if not list(values)]:
+        raise ValueError(f"{empty[0]}: no values to choose from")
     _show(draw(**{name: values[0] for name, values in choices.items()}))
     output, styled = ipywidgets.Output(), {"style": {"description_width": "initial"}, "layout": {"max_width": "100%"}}
     controls = {}

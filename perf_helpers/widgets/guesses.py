@@ -3,6 +3,7 @@
 import html
 import math
 from collections.abc import Mapping
+from xml.sax.saxutils import quoteattr
 
 from perf_helpers import plots
 from perf_helpers.course import learner_log
@@ -57,8 +58,9 @@ def predict(
     button.on_click(output.capture()(commit))
     head = f"<div style='line-height:1.4'><b>Predict</b>: {prose_html(question)}</div>"
     row = ipywidgets.HBox([slider, field, button], layout=ROW)
-    asked = _data(guess=key, unit=unit, low=low, high=high)
-    parts, static = [ipywidgets.HTML(head), row, state, output], f"<div {asked}>{head}{state.value}</div>"
+    parts = [ipywidgets.HTML(head), row, state, output]
+    about = f"data-guess={quoteattr(key)} data-unit={quoteattr(unit)} data-low={low} data-high={high}"  # for the site
+    static = f"<div {about}>{head}{state.value}</div>"
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
     _ASKED[lab.lesson, key] = unit, estimate
 
@@ -97,8 +99,8 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
     known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
-    picture = f"<div {_data(revealed=key, unit=unit, measured=measured)}>{_bars_html(known, unit)}</div>"
-    return Feedback("no guess" if counted is None else "guess", text, picture)
+    about = f"data-revealed={quoteattr(key)} data-unit={quoteattr(unit)} data-measured={measured}"
+    return Feedback("no guess" if counted is None else "guess", text, f"<div {about}>{_bars_html(known, unit)}</div>")
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
@@ -115,11 +117,6 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
     late = ", after the fact: the measurement is out, so it is not scored."
     text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
     return f"<div role='status'>{html.escape(text)}</div>"
-
-
-def _data(**facts) -> str:
-    """Facts as attributes, for a page that lets its reader guess without a kernel: the site's."""
-    return " ".join(f'data-{name}="{html.escape(str(value))}"' for name, value in facts.items())
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:
