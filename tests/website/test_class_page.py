@@ -62,12 +62,11 @@ def write_journal(path, number):
 
 def write_results(path, number, patch):
     """The results.json of a run of one lesson on a machine whose verdicts follow from its number."""
-    rows = []
-    for claim, verdict in zip(owned(), [Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE], strict=True):
-        plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
-        plain |= {"note": "", "rehearsed": False, "excused": False, "kind": "cpu", "profile": "cpu", "lesson": LESSON}
-        rows.append(claims.Decision(claim, verdict, 0.5, **plain).to_dict())
-    rows[2]["verdict"] = str(Verdict.HOLDS if number == 0 else Verdict.NOT_TESTABLE)
+    verdicts = Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE if number else Verdict.HOLDS
+    plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
+    plain |= {"note": "", "rehearsed": False, "excused": False, "kind": "cpu", "profile": "cpu", "lesson": LESSON}
+    decisions = [claims.Decision(*pair, 0.5, **plain) for pair in zip(owned(), verdicts, strict=True)]
+    rows = [decision.to_dict() for decision in decisions]
     machine = replace(hardware.describe(), name=MACHINES[number % 3])
     patch.setattr(course, "run_lesson", lambda *_: Judgement("ok", "", {"claims": rows}))
     patch.setattr(course, "report", lambda _: None)
@@ -184,9 +183,7 @@ def guess_lines(entries, lesson, key, unit):
     ends = f"({number_text(min(measured))} to {number_text(max(measured))})"
     return [
         f"{len(scored)} guesses counted, of {len(asked)} learners; {late} came after the measurement",
-        f"median guess {number_text(guess, unit)}; half were off by {off:.0%} or less".replace("%", " %").replace(
-            "  %", " %"
-        ),
+        f"median guess {number_text(guess, unit)}; half were off by {100 * off:.0f} % or less",
         f"measured {number_text(statistics.median(measured), unit)} {ends} by {len(measured)} learners",
     ]
 
@@ -241,9 +238,13 @@ def test_verdicts_stand_by_machine_and_those_that_differ_come_first(page, files)
         if learner != CUT_RESULTS:
             for claim in results.load_results(files / f"{learner}.json")["claims"]:
                 found[claim["id"], MACHINES[number % 3], claim["verdict"]] += 1
-    page.get_by_text("The other claims").first.click()
+    page.get_by_text("Claims on which none differ: 2").click()
     machines = sorted(MACHINES, key=lambda name: -sum(count for key, count in found.items() if key[1] == name))
-    for caption, number in (("Claims on which verdicts differ", 1), ("The other claims", 0), ("The other claims", 2)):
+    for caption, number in (
+        ("Claims on which verdicts differ: 1", 1),
+        ("Claims on which none differ", 0),
+        ("Claims on which none differ", 2),
+    ):
         claim = owned()[number]
         (row,) = [row for row in shown_rows(page, caption) if row[0].endswith(f": {claim.id})")]
         assert row[0].startswith(claim.says)
@@ -252,7 +253,7 @@ def test_verdicts_stand_by_machine_and_those_that_differ_come_first(page, files)
                 verdict: count for (id, name, verdict), count in found.items() if (id, name) == (claim.id, machine)
             }
             assert dict(re.findall(r"([a-z ]+?) (\d+)(?:, |$)", cell)) == {k: str(v) for k, v in verdicts.items()}
-    assert len(shown_rows(page, "Claims on which verdicts differ")) == 1
+    assert len(shown_rows(page, "Claims on which verdicts differ: 1")) == 1
 
 
 def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, files, tmp_path):
@@ -269,7 +270,7 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
     drop(page, tmp_path / "class.json", state=counted(28, 15))
     assert page.locator("#class-results").inner_text() == everything
     drop(page, files / f"{LEARNERS[3]}.json", state=counted(28, 15))
-    assert remarks(page) == [f"{LEARNERS[3]}.json: left out, for the same file of this learner is here"]
+    assert remarks(page) == [f"{LEARNERS[3]}.json: left out: the same file of {LEARNERS[3]} is here"]
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
@@ -282,7 +283,7 @@ def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, file
         (ann / name).write_text('{"task": {}}')
     (ann / "journal.jsonl").write_bytes((files / f"{LEARNERS[1]}.jsonl").read_bytes() + b"{cut\n")
     drop(page, tmp_path / "class", state=counted(3, 2, passed=3))
-    assert remarks(page) == ["class/ann/journal.jsonl: 1 damaged lines left out"]
+    assert remarks(page) == ["class/ann/journal.jsonl: damaged lines left out: 1"]
 
     newer = json.loads((ann / "results.json").read_text()) | {"date": "2999-01-01T00:00:00+00:00"}
     newer["machine"]["name"] = "a new machine"
@@ -290,11 +291,10 @@ def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, file
     empty = SimpleNamespace(lesson=LESSON, store=Store(tmp_path / "runs.jsonl"))
     learner_log.keep(empty, "revealed", "peak", guess=None, measured=1.0, estimate=None, unit="%")
     learner_log.of(empty).path.rename(tmp_path / "ann.jsonl")
-    drop(page, tmp_path / "ann.json", tmp_path / "ann.jsonl", ann / "results.json", state=counted(3, 2, passed=3))
+    drop(page, tmp_path / "ann.json", tmp_path / "ann.jsonl", state=counted(3, 2, passed=3))
     assert remarks(page)[1:] == [
-        "ann.json: taken in place of an older file of this learner",
-        "ann.jsonl: left out, for a newer file of this learner is here",
-        "results.json: left out, for a newer file of this learner is here",
+        "ann.json: replaces an older file of ann",
+        "ann.jsonl: left out: a newer file of ann is here",
     ]
     assert "a new machine" in page.locator("#class-results").inner_text()
 
@@ -322,7 +322,7 @@ def test_a_hostile_file_runs_nothing_breaks_nothing_and_is_refused_where_it_is_n
         file.truncate(50_000_000)
     drop(page, *sorted(tmp_path.glob("*.*")), state=counted(2, 2, refused=6))
     assert dict(line.split(": ", 1) for line in remarks(page)) == {
-        "<b>x.jsonl": "1 damaged lines left out",  # NaN is no guess
+        "<b>x.jsonl": "damaged lines left out: 1",  # NaN is no guess
         "claims.json": "refused: too large: more than 2000 claims",
         "deep.json": "refused: damaged: cut off, or no JSON",
         "endless.json": "refused: damaged: cut off, or no JSON",

@@ -76,7 +76,7 @@ function results(learner, data) {
 }
 
 /** Whose a file is: its folder's where it is called as a run, or a record of one, calls it. */
-export function learnerOf(path) {
+function learnerOf(path) {
   const parts = path.split("/");
   const stem = parts.pop().replace(/\.jsonl?$/i, "");
   return /^(journal|results|\d{4}-\d\d-\d\d)$/.test(stem) && parts.length ? parts.at(-1) : stem;
@@ -89,7 +89,7 @@ export function learnerOf(path) {
  * @returns {object[]} each with its learner, kind and date
  * @throws {Error} why it cannot be taken
  */
-export function read(path, text) {
+function read(path, text) {
   const lines = () => text.split(/\r?\n/).filter((line) => line.trim());
   if (/\.jsonl$/i.test(path)) return [journal(learnerOf(path), lines().map(parsed))];
   const data = parsed(text);
@@ -107,14 +107,15 @@ export function read(path, text) {
  * @param {Map<string, object>} kept
  * @returns {string} what is to be said of it; empty where nothing is
  */
-export function keep(kept, file) {
+function keep(kept, file) {
   const key = JSON.stringify([file.learner, file.kind]);
   const age = (one) => one && `${one.isAnswered ? 1 : 0} ${one.date}`;
   const [mine, before] = [age(file), age(kept.get(key))];
-  if (mine <= before) return `left out, for ${mine < before ? "a newer" : "the same"} file of this learner is here`;
+  const whose = short(file.learner);
+  if (mine <= before) return `left out: ${mine < before ? "a newer" : "the same"} file of ${whose} is here`;
   kept.set(key, file);
-  const replaced = before ? "taken in place of an older file of this learner" : "";
-  return file.damaged ? `${file.damaged} damaged lines left out ${replaced}`.trim() : replaced;
+  const replaced = before ? [`replaces an older file of ${whose}`] : [];
+  return [...replaced, ...(file.damaged ? [`damaged lines left out: ${file.damaged}`] : [])].join("; ");
 }
 
 // ---- what a class found
@@ -136,7 +137,7 @@ function counts(texts) {
 }
 
 /** @param {number[]} values */
-export function median(values) {
+function median(values) {
   const sorted = [...values].sort((a, b) => a - b);
   return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
 }
@@ -158,7 +159,7 @@ function outcome(entries) {
  * @param {Map<string, object>} kept
  * @returns {{guess: object[][], question: object[][], exercise: object[][], claim: object[][]}}
  */
-export function found(kept) {
+function found(kept) {
   const outcomes = [];
   const runs = new Map([...kept.values()].filter(({ kind }) => kind === "results").map((run) => [run.learner, run]));
   for (const { claims, machine } of runs.values()) {
@@ -238,7 +239,7 @@ function fold(summary, ...content) {
  * @param {number[]} values
  * @returns {{ticks: number[], at: (value: number) => number}} round numbers, and where a value stands, from 0 to 1
  */
-export function axis(values) {
+function axis(values) {
   const [least, most] = [Math.min(...values), Math.max(...values)];
   const isLog = least > 0 && most / least > 30;
   const rough = (most - least || Math.abs(most) || 1) / 4;
@@ -341,14 +342,14 @@ function sections(all, lesson) {
   );
   const machines = counts(claims.flat().map(({ machine }) => machine)).map(([machine]) => machine);
   const [split, others] = [claims.filter(isSplit), claims.filter((claim) => !isSplit(claim))];
-  const wrong = "wrong answer chosen most (how often)";
+  const [wrong, alike] = ["wrong answer chosen most (how often)", "Claims on which none differ"];
   const tables = {
     Guesses: guesses.map(guessFigure),
     Questions: [table("First answers", ["question", "right at once", wrong], questions.map(questionRow))],
     Exercises: [table("Best answers", ["exercise", ...STATUSES.toReversed()], exercises.map(exerciseRow))],
     "Verdicts by machine": [
-      verdictTable("Claims on which verdicts differ", split, machines),
-      fold("The other claims", verdictTable("The other claims", others, machines)),
+      verdictTable(`Claims on which verdicts differ: ${split.length}`, split, machines),
+      fold(`${alike}: ${others.length}`, verdictTable(alike, others, machines)),
     ],
   };
   const isThere = [guesses, questions, exercises, claims].map(({ length }) => length > 0);
@@ -369,78 +370,74 @@ async function filesIn(entry) {
   return files;
 }
 
-function start() {
-  const part = (name) => document.getElementById(`class-${name}`);
-  const [state, remarks, lesson] = [part("state"), part("remarks"), part("lesson")];
-  const kept = new Map();
-  let said = []; // of each file: its path and what is to be said of it
-  let passed = 0; // other files in folders
-  let turn = Promise.resolve();
+const part = (name) => document.getElementById(`class-${name}`);
+const [state, remarks, lesson] = [part("state"), part("remarks"), part("lesson")];
+const kept = new Map();
+let said = []; // of each file: its path and what is to be said of it
+let passed = 0; // other files in folders
+let turn = Promise.resolve();
 
-  async function take({ path, file }) {
-    try {
-      if (!/\.jsonl?$/i.test(path)) throw new Error(OTHER);
-      if (!file) throw new Error("it cannot be read");
-      if (file.size > MOST.bytes) throw new Error(`too large: ${Math.round(file.size / 1e6)} MB`);
-      const notes = read(path, await file.text()).map((one) => keep(kept, one));
-      said.push([path, [...new Set(notes)].filter(Boolean).join("; ")]);
-    } catch (error) {
-      if (error.message === OTHER && path.includes("/")) passed += 1;
-      else said.push([path, `refused: ${error.message}`]);
-    }
+async function take({ path, file }) {
+  try {
+    if (!/\.jsonl?$/i.test(path)) throw new Error(OTHER);
+    if (!file) throw new Error("it cannot be read");
+    if (file.size > MOST.bytes) throw new Error(`too large: ${Math.round(file.size / 1e6)} MB`);
+    const notes = read(path, await file.text()).map((one) => keep(kept, one));
+    said.push([path, [...new Set(notes)].filter(Boolean).join("; ")]);
+  } catch (error) {
+    if (error.message === OTHER && path.includes("/")) passed += 1;
+    else said.push([path, `refused: ${error.message}`]);
   }
+}
 
-  function show() {
-    const all = found(kept);
-    const names = ["", ...new Set(Object.values(all).flat().map(([one]) => one.lesson).sort())];
-    const chosen = names.includes(lesson.value) ? lesson.value : "";
-    const option = (value) => node("option", { value }, short(value.replaceAll("_", " ")) || "all");
-    lesson.replaceChildren(...names.map(option));
-    lesson.value = chosen;
-    const learners = new Set([...kept.values()].map(({ learner }) => learner)).size;
-    const refused = said.filter(([, what]) => what.startsWith("refused")).length;
-    const counted = `${plural(kept.size, "file")} of ${plural(learners, "learner")} counted, ${refused} refused`;
-    state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
-    const line = ([path, what]) => node("li", {}, short(path, 120), what && `: ${what}`);
-    const [told, plain] = [said.filter(([, what]) => what), said.filter(([, what]) => !what)];
-    remarks.replaceChildren(node("ul", {}, ...told.map(line)), fold("Files taken", node("ul", {}, ...plain.map(line))));
-    part("controls").hidden = !said.length;
-    part("results").replaceChildren(...sections(all, chosen));
-  }
+function show() {
+  const all = found(kept);
+  const names = ["", ...new Set(Object.values(all).flat().map(([one]) => one.lesson).sort())];
+  const chosen = names.includes(lesson.value) ? lesson.value : "";
+  const option = (value) => node("option", { value }, short(value.replaceAll("_", " ")) || "all");
+  lesson.replaceChildren(...names.map(option));
+  lesson.value = chosen;
+  const learners = new Set([...kept.values()].map(({ learner }) => learner)).size;
+  const refused = said.filter(([, what]) => what.startsWith("refused")).length;
+  const counted = `${plural(kept.size, "file")} of ${plural(learners, "learner")} counted, ${refused} refused`;
+  state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
+  const line = ([path, what]) => node("li", {}, short(path, 120), what && `: ${what}`);
+  const [told, plain] = [said.filter(([, what]) => what), said.filter(([, what]) => !what)];
+  remarks.replaceChildren(node("ul", {}, ...told.map(line)), fold("Files taken", node("ul", {}, ...plain.map(line))));
+  part("controls").hidden = !said.length;
+  part("results").replaceChildren(...sections(all, chosen));
+}
 
-  /** Take files after all that were given before. */
-  function add(given) {
-    turn = turn.then(async () => {
-      state.textContent = "Reading …";
-      for (const one of await given) await take(one);
-      show();
-    });
-  }
-
-  for (const input of [part("files"), part("folder")]) {
-    input.addEventListener("change", () => {
-      add([...input.files].map((file) => ({ path: file.webkitRelativePath || file.name, file })));
-      input.value = ""; // so that the same file can be chosen again
-    });
-  }
-  part("drop").addEventListener("dragover", (event) => event.preventDefault());
-  part("drop").addEventListener("drop", (event) => {
-    event.preventDefault();
-    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
-    add(Promise.all(entries.map(filesIn)).then((lists) => lists.flat()));
-  });
-  lesson.addEventListener("change", show);
-  part("remove").addEventListener("click", () => {
-    kept.clear();
-    [said, passed] = [[], 0];
+/** Take files after all that were given before. */
+function add(given) {
+  turn = turn.then(async () => {
+    state.textContent = "Reading …";
+    for (const one of await given) await take(one);
     show();
-    part("files").focus();
-  });
-  part("save").addEventListener("click", () => {
-    const href = URL.createObjectURL(new Blob([JSON.stringify({ class_files: [...kept.values()] })]));
-    node("a", { href, download: "class.json" }).click();
-    URL.revokeObjectURL(href);
   });
 }
 
-if (globalThis.document) start();
+for (const input of [part("files"), part("folder")]) {
+  input.addEventListener("change", () => {
+    add([...input.files].map((file) => ({ path: file.webkitRelativePath || file.name, file })));
+    input.value = ""; // so that the same file can be chosen again
+  });
+}
+part("drop").addEventListener("dragover", (event) => event.preventDefault());
+part("drop").addEventListener("drop", (event) => {
+  event.preventDefault();
+  const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+  add(Promise.all(entries.map(filesIn)).then((lists) => lists.flat()));
+});
+lesson.addEventListener("change", show);
+part("remove").addEventListener("click", () => {
+  kept.clear();
+  [said, passed] = [[], 0];
+  show();
+  part("files").focus();
+});
+part("save").addEventListener("click", () => {
+  const href = URL.createObjectURL(new Blob([JSON.stringify({ class_files: [...kept.values()] })]));
+  node("a", { href, download: "class.json" }).click();
+  URL.revokeObjectURL(href);
+});
