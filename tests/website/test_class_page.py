@@ -141,7 +141,7 @@ def drop(page, *paths, state):
     session = page.context.new_cdp_session(page)
     for kind in ("dragEnter", "dragOver", "drop"):
         session.send("Input.dispatchDragEvent", {"type": kind, "x": box["x"] + 9, "y": box["y"] + 9, "data": data})
-    expect(page.locator("#class-state")).to_have_text(state, timeout=60_000)
+    expect(page.locator("#class-state")).to_have_text(state, timeout=30_000)
 
 
 def drop_all(page, files):
@@ -320,9 +320,9 @@ def test_a_hostile_file_runs_nothing_breaks_nothing_and_is_refused_where_it_is_n
     (tmp_path / "text.txt").write_text("a text")
     with (tmp_path / "vast.json").open("wb") as file:
         file.truncate(50_000_000)
-    drop(page, *sorted(tmp_path.glob("*.*")), state=counted(2, 2, refused=6))
+    drop(page, *sorted(tmp_path.glob("[!.]*.*")), state=counted(2, 2, refused=6))
     assert dict(line.split(": ", 1) for line in remarks(page)) == {
-        "<b>x.jsonl": "damaged lines left out: 1",  # NaN is no guess
+        "<b>x.jsonl": "damaged lines left out: 2",  # neither NaN nor 1e300 is a guess
         "claims.json": "refused: too large: more than 2000 claims",
         "deep.json": "refused: damaged: cut off, or no JSON",
         "endless.json": "refused: damaged: cut off, or no JSON",
@@ -358,6 +358,7 @@ def test_it_can_be_used_by_keyboard_alone(page, files):
                 return
         raise AssertionError(f"Tab does not reach {selector}")
 
+    page.on("filechooser", lambda _: None)  # from here on none is opened, also where the browser is slow to hear of it
     reach("#class-files")
     with page.expect_file_chooser() as chooser:
         page.keyboard.press("Enter")

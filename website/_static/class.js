@@ -248,7 +248,7 @@ function axis(values) {
   const place = (value) => (isLog ? Math.log10(value) : value / step); // in steps
   const first = Math.floor(place(least));
   const last = Math.max(Math.ceil(place(most)), first + 1);
-  const every = Math.ceil((last - first) / 6);
+  const every = isLog ? Math.ceil((last - first) / 4) : 1; // powers of ten are wide
   const count = Math.floor((last - first) / every) + 1;
   const ticks = Array.from({ length: count }, (_, number) => first + number * every);
   const tick = (steps) => (isLog ? 10 ** steps : steps * step);
@@ -257,11 +257,13 @@ function axis(values) {
 
 /** Guesses as piles of dots above the axis, measured values as strokes under it; medians as a line and as a diamond. */
 function dotPlot(guesses, measured, name) {
-  const [left, width, floor, dot] = [22, 316, 104, 9];
+  const [left, width, dot] = [22, 316, 9];
   const { ticks, at } = axis([...guesses, ...measured]);
   const x = (value) => left + at(value) * width;
   const piles = grouped(guesses, (value) => Math.round(x(value) / dot));
-  const rise = Math.min(dot, 88 / Math.max(...piles.map((pile) => pile.length)));
+  const tallest = Math.max(1, ...piles.map((pile) => pile.length));
+  const rise = Math.min(dot, 90 / tallest); // a tall pile's dots lie over each other
+  const floor = 14 + rise * tallest;
   const path = (sign, d) => node("path", { class: sign, d });
   const middle = (values, draw) => (values.length ? [draw(x(median(values)))] : []);
   const drawn = [
@@ -271,13 +273,13 @@ function dotPlot(guesses, measured, name) {
         node("circle", { class: "guess", cx: Math.round(x(value) / dot) * dot, cy: floor - 6 - number * rise, r: 4 }),
       ),
     ),
-    ...middle(guesses, (at) => path("median", `M${at} 4V${floor}`)),
-    ...measured.map((value) => path("measured", `M${x(value)} ${floor + 8}v16`)),
-    ...middle(measured, (at) => path("diamond", `M${at} ${floor + 8}l6 8l-6 8l-6 -8z`)),
-    ...ticks.map((tick) => node("text", { x: x(tick), y: floor + 42, "text-anchor": "middle" }, numberText(tick))),
+    ...middle(guesses, (at) => path("median", `M${at} 2V${floor}`)),
+    ...measured.map((value) => path("measured", `M${x(value)} ${floor + 8}v20`)),
+    ...middle(measured, (at) => path("diamond", `M${at} ${floor + 12}l5 6l-5 6l-5 -6z`)),
+    ...ticks.map((tick) => node("text", { x: x(tick), y: floor + 44, "text-anchor": "middle" }, numberText(tick))),
   ];
   const label = `${name}: guesses as dots above an axis, measured values under it; their numbers follow`;
-  return node("svg", { viewBox: "0 0 360 152", role: "img", "aria-label": label }, ...drawn);
+  return node("svg", { viewBox: `0 0 360 ${floor + 50}`, role: "img", "aria-label": label }, ...drawn);
 }
 
 function guessFigure(group) {
