@@ -173,7 +173,7 @@ def test_every_import_is_a_declared_dependency():
     project, owners = pyproject(), importlib.metadata.packages_distributions()
     every, core = declared(project), declared(project, extras=False)
     problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
-    for folder in ("tests", "notebooks"):
+    for folder in ("tests", "notebooks", "website"):
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
             near = [*(ROOT / folder).rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
             siblings = {other.stem: ["pytest"] for other in near}
@@ -476,10 +476,15 @@ def link_problems(pages, files, heads=None):
     return problems
 
 
+def notebooks():
+    """Those that people open; in results/ there are executed ones, for the site."""
+    return some((p for p in repository_files() if p.suffix == ".ipynb" and p.parts[0] != "results"), "notebooks")
+
+
 def written_pages():
     """{path: text} of the repository's pages, and of what lessons say between their cells of code."""
     found = {path: (ROOT / path).read_text() for path in repository_files() if path.suffix == ".md"}
-    for path in (path for path in repository_files() if path.suffix == ".ipynb"):
+    for path in notebooks():
         cells = json.loads((ROOT / path).read_text())["cells"]
         found[path] = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     assert {path.suffix for path in found} == {".md", ".ipynb"}
@@ -593,7 +598,7 @@ def notebook_problems(notebook):
 
 
 def test_notebooks_have_parameters_and_no_outputs():
-    for path in some((path for path in repository_files() if path.suffix == ".ipynb"), "notebooks"):
+    for path in notebooks():
         assert notebook_problems(json.loads((ROOT / path).read_text())) == [], path
 
 

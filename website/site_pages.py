@@ -87,8 +87,9 @@ class Sources:
             name = os.path.relpath(target, ROOT)
             if name.startswith("..") or not target.exists() or name in PAGES or target.suffix == ".ipynb":
                 return found[0]
-            if name == "README.md":
-                return found["before"] + os.path.relpath("index.md", folder) + (found["anchor"] or "")
+            if name == "README.md" or (target.parent == HERE and target.name in APPS):
+                own = "index.md" if name == "README.md" else target.name
+                return found["before"] + os.path.relpath(own, folder) + (found["anchor"] or "")
             if target.suffix == ".png":
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(target, self.folder / name)

@@ -65,7 +65,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
         deepspeed = experiment.arguments.get("deepspeed")
         if not experiment.task.lengths:  # equal micro-batches repeat each other
-            alike = experiment.processes == 1 and not deepspeed  # nothing is sent to other ranks with the last
+            # On one GPU; with others something is sent after the last.
+            alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
             stack.enter_context(_few_micro_batches(tracker, alike))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
@@ -159,13 +160,15 @@ class FakeTracker(Tracker):
             return None
         made = fake(Spec((), (), dtype), self.fake)
         self._follow(made.untyped_storage(), result.category, result.operation)
-        twins, shift = {id(result): self.log.pop()[0]}, len(self.log) - begin[0]
+        twins, shift, later = {id(result): self.log.pop()[0]}, len(self.log) - begin[0], len(self.operations) - first
         for block, sign in entries:
             if id(block) not in twins:
                 twins[id(block)] = dataclasses.replace(block)
             self.log.append((twins[id(block)], sign))
         self.begun += [(length + shift, operation) for length, operation in self.begun[first:last]]
         self.operations += [(length + shift, *about) for length, *about in self.operations[first:last]]
+        ends = [(label, length, count) for label, length, count in self.marks if begin[0] < length <= end[0]]
+        self.marks += [(label, length + shift, count + later) for label, length, count in ends]
         self.emptied += [length + shift for length in self.emptied if begin[0] < length <= end[0]]
         return made
 

@@ -144,7 +144,8 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """The births and deaths of two steps of six micro-batches, in bytes, and where the cache was emptied."""
+    """The births and deaths of two steps of six micro-batches, in bytes, with what they are, the ends of phases, and
+    where the cache was emptied."""
     from perf_helpers.estimate import trace
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -153,8 +154,8 @@ def changes(follows_each, options, tell):
     plain = patch.object(trace, "_few_micro_batches", lambda *_: contextlib.nullcontext())
     with plain if follows_each else contextlib.nullcontext():
         log = prediction.trace_of(experiment, prediction.Device("cuda", (8, 0))).log
-    sizes = [log.blocks[event][0] if event >= 0 else -log.blocks[~event][0] for event in log.events]
-    return sizes, log.emptied
+    blocks = [(event >= 0, *log.blocks[event if event >= 0 else ~event]) for event in log.events]
+    return blocks, dict(log.marks), log.emptied
 
 
 OF_ACCUMULATION = (

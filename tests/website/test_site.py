@@ -88,10 +88,12 @@ def test_a_recorded_lesson_becomes_a_page(tmp_path):
 def test_links_lead_somewhere_from_the_site(tmp_path):
     text = (
         "[a](../README.md#start) [b](coverage.md) [c](../environment.yml) [d](https://x.org/y) [e](#here) "
-        '<img src="../notebooks/pictures/guess.png"> [f](../notebooks/00_start_here.ipynb) [g](../absent.txt)'
+        '<img src="../notebooks/pictures/guess.png"> [f](../notebooks/00_start_here.ipynb) [g](../absent.txt) '
+        "[h](../website/class.md)"
     )
     with_none = site_pages.Sources(tmp_path / "a", None).linked(text, Path("docs"))
-    assert with_none == text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
+    told = text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
+    assert with_none == told.replace("../website/class.md", "../class.md")
     assert (tmp_path / "a/notebooks/pictures/guess.png").exists()
     with_one = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path("docs"))
     assert "[c](https://github.com/me/course/blob/main/environment.yml)" in with_one
