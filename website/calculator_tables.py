@@ -111,22 +111,32 @@ def room_of(task: Task) -> tuple[int, int]:
     return _MOST_TOKENS // longest, longest // LENGTH_UNIT
 
 
-def table_of(task: Task, recipe: Recipe) -> dict[str, Any]:
+def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str, Any]:
     """The table of one recipe: a part for each range of micro-batches in which the events are the same. Of one sample
     some tensors need no copy, so it may have a part of its own.
+
+    Args:
+        known: of recipes done, their events and tables; it is added to. What is the same with other kernels at two
+            points takes their table.
 
     Raises:
         Unfit: no table gives what is traced.
     """
     most, longest = room_of(task)
     last = min(longest, 4)
-    many = recipe.events(task, ((2, 1), (3, last - 1), (5, 2), (7, last), (most, longest)))
-    one = recipe.events(task, ((1, last - 1), (1, longest)))
+    first = (1, last - 1), (3, last - 1)
+    traced = recipe.events(task, first)
+    for other, (events, table) in known.items():
+        if other[:-1] == recipe[:-1] and all(events[point].is_like(traced[point]) for point in first):
+            return table
+    traced |= recipe.events(task, ((1, longest), (2, 1), (5, 2), (7, last), (most, longest)))
     try:
-        return {"parts": [{"least": 1} | event_tables.table(many | one)]}
+        parts = [{"least": 1} | event_tables.table(traced)]
     except Unfit:
-        one |= recipe.events(task, ((1, 1),))
-    parts = [{"least": least} | event_tables.table(events) for least, events in ((1, one), (2, many))]
+        traced |= recipe.events(task, ((1, 1),))
+        halves = {least: {point: traced[point] for point in traced if min(point[0], 2) == least} for least in (1, 2)}
+        parts = [{"least": least} | event_tables.table(events) for least, events in halves.items()]
+    known[recipe] = traced, {"parts": parts}
     return {"parts": parts}
 
 
@@ -146,13 +156,13 @@ def read(file: Path) -> dict[str, Any]:
 
 def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
     """Write the tables of a model, and tell of each."""
-    task = Task(model)
+    task, known = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
         if read(file).get("made_from") == made_from():
             continue
         try:
-            table = table_of(task, recipe)
+            table = table_of(task, recipe, known)
         except (Unfit, ValueError) as error:
             table = {"refused": str(error)}
         text = json.dumps({"made_from": made_from()} | table, separators=(",", ":"))

@@ -56,6 +56,11 @@ class Events:
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
         return self.events, self.marks, kinds
 
+    def is_like(self, other: "Events") -> bool:
+        """Whether the other is the same but for workspaces."""
+        sizes = ([size for size, _, p in each.blocks if p is None or p.rule != _WORKSPACE] for each in (self, other))
+        return self.order == other.order and [*next(sizes)] == [*next(sizes)]
+
 
 def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
     """The events of a trace, without those that a program stands for.

@@ -78,6 +78,8 @@ function position(parts, wanted, compare) {
   return low;
 }
 
+const joins = (part, other) => other !== null && other.isFree && other.isMapped === part.isMapped;
+
 /** The free parts of small segments, or of large ones. */
 class Pool {
   constructor(isSmall, page) {
@@ -87,28 +89,23 @@ class Pool {
     this.unmapped = [];
   }
 
-  _list(part) {
-    return part.isMapped ? [this.free, bySize] : [this.unmapped, byAddress];
-  }
-
   add(part) {
-    const [parts, compare] = this._list(part);
-    parts.splice(position(parts, part, compare), 0, part);
+    if (part.isMapped) this.free.splice(position(this.free, part, bySize), 0, part);
+    else this.unmapped.splice(position(this.unmapped, part, byAddress), 0, part);
   }
 
   remove(part) {
-    const [parts, compare] = this._list(part);
-    parts.splice(position(parts, part, compare), 1);
+    if (part.isMapped) this.free.splice(position(this.free, part, bySize), 1);
+    else this.unmapped.splice(position(this.unmapped, part, byAddress), 1);
   }
 
   /** Add a free part, joined with its neighbours if they are as free and as mapped; what became of it. */
   join(part) {
-    const joins = (other) => other !== null && other.isFree && other.isMapped === part.isMapped;
-    if (joins(part.next)) {
+    if (joins(part, part.next)) {
       this.remove(part.next);
       part.takeIn(part.next);
     }
-    if (joins(part.previous)) {
+    if (joins(part, part.previous)) {
       const before = part.previous;
       this.remove(before);
       before.takeIn(part);
@@ -130,7 +127,7 @@ export class CachingAllocator {
     this.reservedBytes = 0; // of all segments
     this.peakReservedBytes = 0;
     this._pools = [new Pool(true, SEGMENT_BYTES), new Pool(false, LARGE_SEGMENT_BYTES)];
-    this._used = new Map();
+    this._used = []; // by key
     this._taken = []; // ranges of addresses, [first, the one behind the last], from the top down
     this._order = 0;
     this._deviceBytes = 0; // taken of the device: segments in its pages
@@ -152,15 +149,15 @@ export class CachingAllocator {
     const rest = block.size - size;
     if (pool.isSmall || this._expands ? rest >= BLOCK_BYTES : rest > MIB) pool.add(block.cut(size));
     block.isFree = false;
-    this._used.set(key, block);
+    this._used[key] = block;
     this.allocatedBytes += block.size;
   }
 
   /** Give the block back, joined with its free neighbours. A key that holds no bytes is passed over. */
   free(key) {
-    const block = this._used.get(key);
+    const block = this._used[key];
     if (block === undefined) return;
-    this._used.delete(key);
+    this._used[key] = undefined;
     this.allocatedBytes -= block.size;
     block.isFree = true;
     block.pool.join(block);

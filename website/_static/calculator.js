@@ -160,10 +160,8 @@ class Calculator {
     }
     const memory = this.memory(recipe, choice);
     this._show(choice, memory);
-    part("answer").dataset.peak = memory.peakBytes;
-    part("answer").dataset.reserved = memory.reservedBytes;
-    part("answer").dataset.fits = memory.fits;
-    part("answer").dataset.done = "answer";
+    const { peakBytes: peak, reservedBytes: reserved, fits } = memory;
+    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: location.hash, done: "answer" });
     const goesOn = async () => {
       await new Promise((resolve) => setTimeout(resolve)); // the page answers to its visitor first
       if (turn !== this.turn) throw new Superseded();

@@ -9,6 +9,7 @@ const MIB = 1024 ** 2;
 const WORD = 8; // bytes of an index
 const CUB_BYTES = 256; // the parts of what CUB takes are multiples of it
 const MADE = "made"; // in a program: now the result is made
+const WORKSPACE = "workspace"; // the program of what cuBLAS keeps
 export const LENGTH_UNIT = 128; // tokens; a table's lengths are multiples of it
 
 const ceil = (size, unit) => Math.floor((size + unit - 1) / unit);
@@ -137,53 +138,78 @@ function stepsOf([rule, constants, numbers], valueOf, gpu) {
   return [MADE, ...copies, ...reductionScratch(...layout, dims, gpu, bytesEach)];
 }
 
+const orders = new WeakMap(); // by table
+
+/** The blocks of a table and their order, at whatever size: of each its class, and the events as `replay` takes them. */
+function orderOf(table) {
+  if (!orders.has(table)) {
+    const living = table.classes.map(() => []);
+    const classes = [];
+    let deaths = 0;
+    const events = table.tokens.map((token) => {
+      if (token >= 0) {
+        living[token].push(classes.length);
+        return classes.push(token) - 1;
+      }
+      const here = living[~token];
+      const rank = table.ranks[deaths++];
+      return ~here.splice(rank < 0 ? ~rank : here.length - 1 - rank, 1)[0];
+    });
+    orders.set(table, { classes, events });
+  }
+  return orders.get(table);
+}
+
 /**
  * The events of a training.
  * @param {object} table as `event_tables.table` makes it
  * @param {number} batch micro-batch
  * @param {number} length tokens, a multiple of `LENGTH_UNIT`
  * @param {[number, number]} capability the card's
- * @returns {{sizes: number[], labels: number[], inside: boolean[], events: number[], marks: [string, number][],
- *   start: number}} of each block its bytes, the number of its label in the table, and whether no tensor shows it; the
- *   events as `replay` takes them; how many are before each mark, and before the first forward
+ * @returns {{sizes: number[], labels: number[], shown: number, events: number[], marks: [string, number][],
+ *   start: number}} of each block its bytes and the number of its label in the table; how many of them, the first,
+ *   tensors may show, for those behind lie inside operations; the events as `replay` takes them; how many are before
+ *   each mark, and before the first forward
  */
 export function logOf(table, batch, length, capability) {
   const gpu = gpuOf(capability);
   const t = length / LENGTH_UNIT;
   const powers = [1, t, t * t, batch, batch * t, batch * t * t];
   const values = table.sums.map((sum) => sum.reduce((total, factor, power) => total + factor * powers[power], 0));
-  const steps = table.programs.map((program) =>
-    program[0] === "workspace" ? null : stepsOf(program, (sum) => values[sum], gpu),
+  const programs = table.programs.map((program) =>
+    program[0] === WORKSPACE ? [MADE] : stepsOf(program, (sum) => values[sum], gpu),
   );
-  const log = { sizes: [], labels: [], inside: [], events: [], marks: [], start: 0 };
-  const born = (label, size, isInside) => {
-    log.events.push(log.sizes.length);
-    log.labels.push(label);
-    log.inside.push(isInside);
-    return log.sizes.push(size) - 1;
-  };
-  const living = table.classes.map(() => []);
-  const lengths = [0]; // of the events after so many tokens
-  let deaths = 0;
-  for (const token of table.tokens) {
-    if (token < 0) {
-      const here = living[~token];
-      const rank = table.ranks[deaths++];
-      log.events.push(~here.splice(rank < 0 ? ~rank : here.length - 1 - rank, 1)[0]);
+  const steps = table.classes.map(([, , program]) => (programs[program]?.length > 1 ? programs[program] : null));
+  const bytes = table.classes.map(([, sum, program]) =>
+    table.programs[program]?.[0] === WORKSPACE ? gpu.workspace : values[sum],
+  );
+  const order = orderOf(table);
+  const sizes = order.classes.map((kind) => bytes[kind]);
+  const labels = order.classes.map((kind) => table.classes[kind][0]);
+  const events = [];
+  const lengths = [0]; // of the events after so many of the order
+  for (const event of order.events) {
+    const program = event < 0 ? null : steps[order.classes[event]];
+    if (program === null) {
+      events.push(event);
     } else {
-      const [label, sum, program] = table.classes[token];
-      const isWorkspace = program !== undefined && steps[program] === null;
       const held = [];
-      for (const step of isWorkspace || program === undefined ? [MADE] : steps[program]) {
-        if (step === MADE) living[token].push(born(label, isWorkspace ? gpu.workspace : values[sum], isWorkspace));
-        else if (step.freed === undefined) held.push(born(label, step, true));
-        else log.events.push(~held.splice(step.freed, 1)[0]);
+      for (const step of program) {
+        if (step === MADE) {
+          events.push(event);
+        } else if (step.freed === undefined) {
+          labels.push(labels[event]);
+          held.push(sizes.push(step) - 1);
+          events.push(held.at(-1));
+        } else {
+          events.push(~held.splice(step.freed, 1)[0]);
+        }
       }
-      for (const block of held.reverse()) log.events.push(~block);
+      for (const block of held.reverse()) events.push(~block);
     }
-    lengths.push(log.events.length);
+    lengths.push(events.length);
   }
-  log.marks = table.marks.map(([label, position]) => [label, lengths[position]]);
-  log.start = log.marks.find(([label]) => label === "start")[1];
-  return log;
+  const marks = table.marks.map(([label, position]) => [label, lengths[position]]);
+  const [, start] = marks.find(([label]) => label === "start");
+  return { sizes, labels, shown: order.classes.length, events, marks, start };
 }

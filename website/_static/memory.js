@@ -49,7 +49,7 @@ function byCategory({ table, log, allocated }, positions, categories) {
       const event = log.events[done];
       const block = event < 0 ? ~event : event;
       const category = table.labels[log.labels[block]][0];
-      if (log.inside[block] || category >= live.length) continue;
+      if (block >= log.shown || category >= live.length) continue;
       live[category] += event < 0 ? -rounded(log.sizes[block]) : rounded(log.sizes[block]);
     }
     return [...live, allocated[position] - live.reduce((one, other) => one + other, 0)];
