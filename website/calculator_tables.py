@@ -116,8 +116,8 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
     some tensors need no copy, so it may have a part of its own.
 
     Args:
-        known: of recipes done, their events and tables; it is added to. What is the same with other kernels at two
-            points takes their table.
+        known: of the recipe done before, its events and table; it is replaced. What is the same with other kernels at
+            two points takes their table.
 
     Raises:
         Unfit: no table gives what is traced.
@@ -136,6 +136,7 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
         traced |= recipe.events(task, ((1, 1),))
         halves = {least: {point: traced[point] for point in traced if min(point[0], 2) == least} for least in (1, 2)}
         parts = [{"least": least} | event_tables.table(events) for least, events in halves.items()]
+    known.clear()
     known[recipe] = traced, {"parts": parts}
     return {"parts": parts}
 
@@ -230,8 +231,8 @@ def main() -> None:
     for model in options.models or published["models"]:
         for told in build(model, published["usual"] | published["models"][model], options.out):
             print(told, flush=True)
-    content = json.dumps(index(published, options.out), separators=(",", ":"))
-    (options.out / "index.json").write_text(content, encoding="utf-8")
+        content = json.dumps(index(published, options.out), separators=(",", ":"))
+        (options.out / "index.json").write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -141,10 +141,12 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
     dim = kwargs.get("dim", next(iter(rest[1:] if operation.name == _NORM else rest), None))
     dims = range(len(tensor.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     dims = tuple(sorted({each % max(len(tensor.shape), 1) for each in dims}))
-    dtype = kwargs.get("dtype") or tensor.dtype
-    bytes_each = max(4, dtype.itemsize) if dtype.is_floating_point else 8
-    casts = operation.name != _NORM and tensor.dtype.itemsize != 2 and dtype is not tensor.dtype
-    copies = [math.prod(tensor.shape) * dtype.itemsize] if casts else []
+    made = kwargs.get("dtype") or tensor.dtype
+    item_bytes = made.itemsize if made.is_floating_point else 8  # whole numbers are summed as int64
+    bytes_each = max(4, item_bytes)
+    is_same = made is tensor.dtype and made.itemsize == item_bytes
+    casts = operation.name != _NORM and tensor.dtype.itemsize != 2 and not is_same
+    copies = [math.prod(tensor.shape) * item_bytes] if casts else []
     return Program(_REDUCTION, (dims, bytes_each, len(copies)), (*tensor.shape, *tensor.stride, *copies))
 
 
