@@ -1,9 +1,10 @@
 """The calculator's tables, made with the estimate: one file for each recipe of each model, and an index of them.
 
-    python website/calculator_tables.py [--out build/site-tables] [MODEL ...]
+    python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
 
-Which models and recipes stands in `calculator.toml`. What is there already is kept as long as the package, this code
-and the libraries are the same, so that it goes on where it was stopped.
+Which models and recipes stands in `calculator.toml`. What is there already is kept as long as what is followed and the
+libraries are the same, so that it goes on where it was stopped. The tables are committed: one takes about a minute to
+make, and 5 kB.
 """
 
 import argparse
@@ -57,6 +58,7 @@ OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8"}
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
+_OF_LAB = ("task.py", "presets.toml", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
@@ -129,7 +131,7 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
     for other, (events, table) in known.items():
         if other[:-1] == recipe[:-1] and all(events[point].is_like(traced[point]) for point in first):
             return table
-    traced |= recipe.events(task, ((1, longest), (2, 1), (5, 2), (7, last), (most, longest)))
+    traced |= recipe.events(task, ((1, longest), (2, 1), (7, last), (most, longest)))
     try:
         parts = [{"least": 1} | event_tables.table(traced)]
     except Unfit:
@@ -144,7 +146,9 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
 @functools.cache
 def made_from() -> str:
     """What tables depend on, as one short text."""
-    files = sorted([*(ROOT / "perf_helpers").rglob("*.py"), Path(__file__), Path(event_tables.__file__)])
+    package = ROOT / "perf_helpers"
+    files = [*sorted(package.glob("estimate/*.*")), *(package / "lab" / name for name in _OF_LAB)]
+    files.append(Path(event_tables.__file__))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     content.update(json.dumps({name: hardware.version_of(name) for name in _OF_TABLES}).encode())
     return content.hexdigest()[:16]
@@ -224,7 +228,7 @@ def formulas(task: Task) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="of calculator.toml; default: all of them")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site-tables")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "_static" / "tables")
     options = parser.parse_args()
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     optional_packages.offer("peft")

@@ -97,20 +97,21 @@ class Calculator {
 
   _offer(name, options, wanted) {
     const control = this.controls[name];
-    control.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+    if (String([...control.options].map(({ value }) => value)) !== String(options.map(([value]) => value))) {
+      control.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+    }
     control.value = options.some(([value]) => value === wanted) ? wanted : options[0][0];
   }
 
   /** Set the controls to a choice, as the page's address carries it; what is not on offer becomes what is. */
   read(wanted) {
     const { models } = this.index;
-    const text = (name, value) => WORDS[value] ?? value;
     this._offer("model", Object.keys(models).map((name) => [name, name]), wanted.get("model"));
     const model = models[this.controls.model.value];
     const keys = model.recipes.map((key) => key.split("."));
     QUESTIONS.forEach((name, place) => {
       const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
-      this._offer(name, known.map((value) => [value, text(name, value)]), wanted.get(name));
+      this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
     });
     const cards = [...this.cards.values()].sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
     this._offer("card", cards.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
@@ -283,7 +284,7 @@ class Calculator {
       const size = said[choice.precision];
       return [name, bytesText(size), off(size)];
     });
-    const caption = "Formulas of the number of parameters, which know neither batch nor length, beside what is needed here.";
+    const caption = "Formulas of the number of parameters, which know neither batch nor length; off by, against what is needed.";
     const own = ["this page", bytesText(memory.neededBytes), ""];
     part("formulas").replaceChildren(tableOf(caption, ["who", "says", "off by"], [own, ...rows]));
   }

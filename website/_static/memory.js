@@ -96,7 +96,7 @@ export function timeline(memory, categories) {
   }
   return {
     parts: byCategory(memory, positions, categories),
-    phases: positions.map((position) => whereAt(memory, position).phase),
+    phases: positions.map((position) => log.marks.find(([label, end]) => label !== "start" && position <= end)[0]),
     peak: positions.indexOf(peak),
   };
 }
