@@ -105,19 +105,26 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
     """By the number of a block the operation that made it, and which time it was. The third step, where there is one,
-    has the blocks of the second once more."""
+    has the blocks of the second once more. What is done before the first forward is not in the trace: for its batches
+    that which is done for the next ones stands."""
     log, begins = trace.log, trace.begins.tolist()
     ends = [position for label, position in log.marks if label == "step"]
     followed = ends[1] if len(ends) > 1 else len(log.events)
     first: dict[int, int] = {}  # the block that was born first of those that are one, by what is kept of it
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
-    found = {}
+    found, alike = {}, {}
     for block, kept in enumerate(log.blocks):
         origin = first.setdefault(id(kept), block)
-        position = born[origin]
-        index = bisect.bisect_right(begins, position) - 1
-        if position < followed and 0 <= index < len(trace.operations):
+        index = bisect.bisect_right(begins, born[origin]) - 1
+        if born[origin] < followed and 0 <= index < len(trace.operations):
             found[block] = (index, origin != block), trace.operations[index]
+            if kept[1].phase == Phase.BEFORE:
+                alike.setdefault(kept[1].operation, trace.operations[index])
+    count = 0
+    for block, (_, label) in enumerate(log.blocks):
+        if born[block] < begins[0] and label.operation in alike:
+            count += label.category != Category.INSIDE_OPERATIONS
+            found[block] = (Phase.SETUP, count), alike[label.operation]
     return found
 
 

@@ -63,7 +63,8 @@ function tableOf(caption, header, rows) {
   const cells = (row) => row.map((cell, place) => element(place ? "td" : "th", place ? {} : { scope: "row" }, cell));
   const head = element("tr", {}, ...header.map((name) => element("th", { scope: "col" }, name)));
   const body = rows.map((row) => element("tr", {}, ...cells(row)));
-  return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body));
+  const parts = [element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)];
+  return element("table", {}, ...parts);
 }
 
 class Calculator {
@@ -75,6 +76,9 @@ class Calculator {
     this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
     this.controls = {};
     for (const name of Object.keys(LABELS)) this._addControl(name);
+    const versions = Object.entries(index.versions).filter(([, version]) => version);
+    const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
+    part("versions").textContent = `Traced with ${made}; laid out as torch 2.13 and 2.14 do.`;
     this.read(new URLSearchParams(location.hash.slice(1)));
     addEventListener("hashchange", () => {
       this.read(new URLSearchParams(location.hash.slice(1)));
@@ -113,7 +117,8 @@ class Calculator {
       const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
       this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
     });
-    const cards = [...this.cards.values()].sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
+    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
+    const cards = [...this.cards.values()].sort(byName);
     this._offer("card", cards.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
     this._offer("segments", SEGMENTS.map((name) => [name, WORDS[name]]), wanted.get("segments"));
     for (const [name, most, usual] of [["batch", model.most, 8], ["length", model.longest, 512]]) {
@@ -141,7 +146,8 @@ class Calculator {
   }
 
   memory(recipe, choice) {
-    const sizes = { batch: Number(choice.batch), length: Number(choice.length), expandable: choice.segments === "expandable" };
+    const [batch, length] = [choice.batch, choice.length].map(Number);
+    const sizes = { batch, length, expandable: choice.segments === "expandable" };
     return memoryOf(recipe, sizes, this.cards.get(choice.card));
   }
 
@@ -156,7 +162,8 @@ class Calculator {
     part("answer").hidden = recipe === null;
     part("state").hidden = recipe !== null;
     if (recipe === null) {
-      part("state").textContent = `There is no table of this recipe for the ${this.cards.get(choice.card).name}: choose another precision or card.`;
+      const { name } = this.cards.get(choice.card);
+      part("state").textContent = `There is no table of this recipe for the ${name}: choose another precision or card.`;
       return;
     }
     const memory = this.memory(recipe, choice);
@@ -182,7 +189,8 @@ class Calculator {
     const there = `${bytesText(card.memory)} there, of which ${bytesText(card.limit)} may be used`;
     const context = `${bytesText(card.context)} of it assumed for the CUDA context`;
     const verdict = part("verdict");
-    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${bytesText(memory.neededBytes)} needed (${context}), ${there}.`;
+    const needed = `${bytesText(memory.neededBytes)} needed (${context})`;
+    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${needed}, ${there}.`;
     verdict.dataset.fits = memory.fits;
     this._showPeak(card, memory);
     this._showTimeline(memory);
@@ -205,22 +213,25 @@ class Calculator {
     bar.setAttribute("aria-label", `Peak ${bytesText(memory.peakBytes)}: ${words.join(", ")}`);
     const pieces = [
       ...shown.map((category) => [parts[category], this.categories[category][1], words[shown.indexOf(category)]]),
-      [memory.neededBytes - card.context - memory.peakBytes, "var(--calculator-cached)", "reserved and free"],
+      [memory.neededBytes - card.context - memory.peakBytes, "var(--calculator-cached)", "reserved, not in use"],
       [card.context, "var(--calculator-context)", "CUDA context"],
     ];
     const fill = pieces.map(([size, colour, title]) =>
-      element("div", { style: `width:${percent(size / end)};background:${colour}`, title: `${title} ${bytesText(size)}` }),
+      element("div", { style: `width:${percent(size / end)};background:${colour}`, title }),
     );
     bar.append(element("div", { class: "calculator-fill" }, ...fill), ...this._lines(card, end));
     const rest = [
       [element("span", { class: "calculator-swatch calculator-cached" }), "reserved, not in use", pieces.at(-2)[0]],
       [element("span", { class: "calculator-swatch calculator-context" }), "CUDA context, assumed", card.context],
     ];
-    const rows = [...shown.map((category) => [this._swatch(category), this.categories[category][0], parts[category]]), ...rest];
+    const own = shown.map((category) => [this._swatch(category), this.categories[category][0], parts[category]]);
+    const reserved = `the allocator reserves ${bytesText(memory.reservedBytes)} at the most`;
     const table = tableOf(
-      `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; the allocator reserves ${bytesText(memory.reservedBytes)} at the most.`,
+      `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; ${reserved}.`,
       ["what", "size", "bytes"],
-      rows.map(([swatch, name, size]) => [element("span", {}, swatch, ` ${name}`), bytesText(size), size.toLocaleString("en")]),
+      [...own, ...rest].map(([swatch, name, size]) => {
+        return [element("span", {}, swatch, ` ${name}`), bytesText(size), size.toLocaleString("en")];
+      }),
     );
     part("peak").replaceChildren(bar, table);
   }
@@ -242,7 +253,8 @@ class Calculator {
       if (card.memory > end) continue;
       const kind = card === chosen ? " chosen" : "";
       const title = `${card.name}: ${bytesText(card.memory)}`;
-      lines.push(element("div", { class: `calculator-line${kind}`, style: `left:${percent(card.memory / end)}`, title }));
+      const style = `left:${percent(card.memory / end)}`;
+      lines.push(element("div", { class: `calculator-line${kind}`, style, title }));
     }
     return lines;
   }
@@ -251,12 +263,13 @@ class Calculator {
     const { parts, phases, peak } = timeline(memory, this.categories.length);
     const totals = parts.map(sum);
     const top = Math.max(...totals);
-    const seen = [...this.categories.keys()].filter((category) => parts.some((each) => each[category] > TOO_THIN * top));
+    const isSeen = (category) => parts.some((each) => each[category] > TOO_THIN * top);
+    const seen = [...this.categories.keys()].filter(isSeen);
     const heights = new Array(parts.length).fill(0);
     const paths = seen.map((category) => {
       parts.forEach((each, place) => (heights[place] += Math.max(each[category], 0)));
-      const stairs = heights.map((height, place) => `V${(1000 - (870 * height) / top).toFixed(1)}H${place + 1}`).join("");
-      return `<path d="M0 1000${stairs}V1000Z" fill="${this.categories[category][1]}"/>`;
+      const stairs = heights.map((height, place) => `V${(1000 - (870 * height) / top).toFixed(1)}H${place + 1}`);
+      return `<path d="M0 1000${stairs.join("")}V1000Z" fill="${this.categories[category][1]}"/>`;
     });
     const edges = phases.flatMap((phase, place) => (place && phase !== phases[place - 1] ? [place] : []));
     const ranges = [0, ...edges].map((first, place) => [phases[first], first, edges[place] ?? phases.length]);
@@ -264,7 +277,8 @@ class Calculator {
     const picture = element("div", { class: "calculator-timeline", role: "img" });
     const at = `peak ${bytesText(top)} in the ${phases[peak]}`;
     picture.setAttribute("aria-label", `Bytes in use through the step with the peak, by category: ${at}.`);
-    picture.innerHTML = `<svg viewBox="0 0 ${parts.length} 1000" preserveAspectRatio="none" aria-hidden="true">${paths.reverse().join("")}${marks}</svg>`;
+    const box = `viewBox="0 0 ${parts.length} 1000" preserveAspectRatio="none" aria-hidden="true"`;
+    picture.innerHTML = `<svg ${box}>${paths.reverse().join("")}${marks}</svg>`;
     for (const [phase, first, last] of ranges.filter(([, first, last]) => last - first > 0.12 * parts.length)) {
       const style = `left:${percent((first + last) / 2 / parts.length)}`;
       picture.append(element("span", { class: "calculator-phase", style }, phase));
@@ -273,20 +287,24 @@ class Calculator {
     const side = place > 0.5 ? "right" : "left";
     const text = side === "right" ? `peak ${bytesText(top)} ▼` : `▼ peak ${bytesText(top)}`;
     picture.append(element("span", { class: `calculator-top ${side}`, style: `left:${percent(place)}` }, text));
-    const legend = seen.map((category) => element("li", {}, this._swatch(category), ` ${this.categories[category][0]}`));
+    const named = (category) => [this._swatch(category), ` ${this.categories[category][0]}`];
+    const legend = seen.map((category) => element("li", {}, ...named(category)));
     part("timeline").replaceChildren(picture, element("ul", { class: "calculator-legend" }, ...legend));
   }
 
   _showFormulas(choice, memory) {
     const { formulas } = this.index.models[choice.model];
-    const off = (size) => `${size > memory.neededBytes ? "+" : "−"}${Math.abs(100 * (size / memory.neededBytes - 1)).toFixed(0)} %`;
+    const off = (size) => {
+      const share = size / memory.neededBytes - 1;
+      return `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(0)} %`;
+    };
     const rows = Object.entries(formulas).map(([name, said]) => {
       const size = said[choice.precision];
       return [name, bytesText(size), off(size)];
     });
-    const caption = "Formulas of the number of parameters, which know neither batch nor length; off by, against what is needed.";
+    const caption = "Formulas of the number of parameters, which know neither batch nor length.";
     const own = ["this page", bytesText(memory.neededBytes), ""];
-    part("formulas").replaceChildren(tableOf(caption, ["who", "says", "off by"], [own, ...rows]));
+    part("formulas").replaceChildren(tableOf(caption, ["who", "says", "against what is needed"], [own, ...rows]));
   }
 
   /** The training arguments of a choice. */
@@ -329,10 +347,12 @@ class Calculator {
     const batch = await largest(model.most, (size) => fits({ batch: size }), goesOn);
     const units = model.longest / LENGTH_UNIT;
     const length = (await largest(units, (count) => fits({ length: count * LENGTH_UNIT }), goesOn)) * LENGTH_UNIT;
-    const ofBatch = batch ? `micro-batch ${batch}${batch === model.most ? ", the largest on this page" : ""}` : "no micro-batch";
-    const ofLength = length ? `${length} tokens${length === model.longest ? ", the longest on this page" : ""}` : `not even ${LENGTH_UNIT} tokens`;
+    const end = (found, most) => (found === most ? ", the most on this page" : "");
+    const ofBatch = batch ? `micro-batch ${batch}${end(batch, model.most)}` : "no micro-batch";
+    const ofLength = length ? `${length} tokens${end(length, model.longest)}` : `not even ${LENGTH_UNIT} tokens`;
     part("answer").dataset.largest = `${batch} ${length}`;
-    part("largest").textContent = `With ${choice.length} tokens: ${ofBatch}. With a micro-batch of ${choice.batch}: ${ofLength}.`;
+    part("largest").textContent =
+      `With ${choice.length} tokens: ${ofBatch}. With a micro-batch of ${choice.batch}: ${ofLength}.`;
   }
 
   async _showSwitches(choice, recipe, memory, goesOn) {
@@ -384,7 +404,7 @@ class Superseded extends Error {}
 async function fetched(address) {
   const response = await fetch(address);
   if (!response.ok) throw new Error(`${address}: ${response.status}`);
-  const isPlain = response.headers.get("content-encoding") === "gzip"; // some servers say so, and the browser unpacks it
+  const isPlain = response.headers.get("content-encoding") === "gzip"; // where a server says so, a browser unpacks it
   const body = isPlain ? response.body : response.body.pipeThrough(new DecompressionStream("gzip"));
   return new Response(body).json();
 }

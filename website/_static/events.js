@@ -140,7 +140,7 @@ function stepsOf([rule, constants, numbers], valueOf, gpu) {
 
 const orders = new WeakMap(); // by table
 
-/** The blocks of a table and their order, at whatever size: of each its class, and the events as `replay` takes them. */
+/** The blocks of a table and their order at any size: of each its class, and the events as `replay` takes them. */
 function orderOf(table) {
   if (!orders.has(table)) {
     const living = table.classes.map(() => []);

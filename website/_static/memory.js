@@ -20,7 +20,7 @@ const STRETCHES = 200; // of events, into which a step is divided for its pictur
  * @param {object} recipe the content of a table's file
  * @param {Sizes} sizes
  * @param {Card} card
- * @returns {object} in bytes `allocated` after each event, `peakBytes`, `reservedBytes`, `neededBytes` with the context;
+ * @returns {object} in bytes `allocated` after each event, `peakBytes`, `reservedBytes`, with the context `neededBytes`;
  *   `fits`: "yes", "no" or "edge"; and what `breakdown` and `timeline` want to know
  */
 export function memoryOf(recipe, { batch, length, expandable }, card) {
