@@ -154,6 +154,11 @@ def made_from() -> str:
     return content.hexdigest()[:16]
 
 
+def versions() -> dict[str, str | None]:
+    """Of the libraries that are followed, whatever device they were built for."""
+    return {name: (hardware.version_of(name) or "").partition("+")[0] or None for name in _OF_TABLES}
+
+
 def read(file: Path) -> dict[str, Any]:
     """A table that was written; {} where there is none."""
     return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
@@ -203,7 +208,7 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
             }
             for key, card in cards.CARDS.items()
         ],
-        "versions": {name: hardware.version_of(name) for name in _OF_TABLES},
+        "versions": versions(),
     }
 
 

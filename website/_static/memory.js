@@ -20,8 +20,8 @@ const STRETCHES = 200; // of events, into which a step is divided for its pictur
  * @param {object} recipe the content of a table's file
  * @param {Sizes} sizes
  * @param {Card} card
- * @returns {object} in bytes `allocated` after each event, `peakBytes`, `reservedBytes`, with the context `neededBytes`;
- *   `fits`: "yes", "no" or "edge"; and what `breakdown` and `timeline` want to know
+ * @returns {object} in bytes `allocated` after each event, `peakBytes`, `reservedBytes`, and `neededBytes` with the
+ *   context; `fits`: "yes", "no" or "edge"; and what `breakdown` and `timeline` want to know
  */
 export function memoryOf(recipe, { batch, length, expandable }, card) {
   const table = recipe.parts.findLast((part) => part.least <= batch);
