@@ -261,7 +261,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
     kinds = []  # of the blocks: their classes
     for same in zip(*(each.blocks for each in every), strict=True):
         _, label, program = same[0]
-        known = label.category, Phase(label.phase).shown, label.operation, re.sub(r"\d+", "*", label.module)
+        known = label.category, Phase(label.phase).shown, label.operation, re.sub(r"\b\d+\b", "*", label.module)
         key = [labels.setdefault(known, len(labels)), fit(size for size, *_ in same)]
         if program:
             numbers = tuple(map(fit, zip(*(of.numbers for _, _, of in same), strict=True)))

@@ -36,8 +36,8 @@ def test_of_one_micro_batch_only_the_length_counts():
 
 def events(point, order, label="backward"):
     kinds = [
-        (1000, Label("a", "weights", "setup", "layer.7")),
-        (8 * point[0], Label("b", "gradients", label, "layer.7")),
+        (1000, Label("a", "weights", "setup", "layer.7.ln_1")),
+        (8 * point[0], Label("b", "gradients", label, "layer.7.ln_1")),
     ]
     return Events([(*kinds[number % 2], None) for number in range(4)], order, [("start", 2)])
 
@@ -45,7 +45,7 @@ def events(point, order, label="backward"):
 def test_a_death_is_told_by_its_age_among_its_kind():
     order = [0, 1, 2, 3, ~1, ~2, ~0]
     made = table({point: events(point, order) for point in POINTS})
-    assert made["labels"] == [[0, "forward", "a", "layer.*"], [4, "backward", "b", "layer.*"]]
+    assert made["labels"] == [[0, "forward", "a", "layer.*.ln_1"], [4, "backward", "b", "layer.*.ln_1"]]
     assert made["sums"] == [[1000, 0, 0, 0, 0, 0], [0, 0, 0, 8, 0, 0]]
     assert (made["tokens"], made["ranks"]) == ([0, 1, 0, 1, ~1, ~0, ~0], [-1, 0, 0])
 

@@ -243,7 +243,7 @@ class Calculator {
     const taken = [];
     for (const card of new Set(named)) {
       const place = card.memory / end;
-      if (taken.every((other) => Math.abs(other - place) > 0.2)) {
+      if (taken.every((other) => Math.abs(other - place) > 0.36)) {
         taken.push(place);
         const side = place > 0.8 ? "right" : place < 0.2 ? "left" : "middle";
         lines.push(element("span", { class: `calculator-name ${side}`, style: `left:${percent(place)}` }, card.name));
