@@ -1,0 +1,65 @@
+"""The page's allocator against the package's, on the random traces on which that was held to torch's own."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
+from perf_helpers.estimate.allocator_settings import Settings, release
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import measure_allocator
+
+pytestmark = pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
+
+NEWEST = "2.13"
+AT_ONCE = 500  # traces that node is given
+KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expandable segments, capacity in bytes
+
+
+def counted(events, expandable, capacity):
+    """Bytes allocated and reserved after each event, the peak reserved, and -1 where there was no room."""
+    settings = Settings(expandable_segments=expandable)
+    allocator = CachingAllocator(settings, capacity, rules=release(NEWEST))
+    found = []
+    for event in events:
+        full = 0
+        try:
+            if event is None:
+                allocator.empty_cache()
+            elif event[1]:
+                allocator.allocate(*event)
+            else:
+                allocator.free(event[0])
+        except OutOfMemory:
+            full = -1
+        found.append([allocator.allocated_bytes, allocator.reserved_bytes, allocator.peak_reserved_bytes, full])
+    return found
+
+
+def run(traces):
+    command = ["node", Path(__file__).with_name("allocate.mjs")]
+    done = subprocess.run(command, input=json.dumps(traces), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(13_000, marks=pytest.mark.nightly)])
+def test_the_pages_allocator_counts_what_the_packages_does(count):
+    full = 0
+    for first in range(0, count, AT_ONCE):
+        numbers, traces = range(first, min(first + AT_ONCE, count)), []
+        for number in numbers:
+            expandable, capacity = KINDS[number % len(KINDS)]
+            events = measure_allocator.trace(f"page {number}", capacity or 16 * 1024 * MIB)
+            traces.append({"events": events, "expandable": expandable, "capacity": capacity})
+        for number, trace, there in zip(numbers, traces, run(traces), strict=True):
+            here = counted(**trace)
+            differ = [place for place, both in enumerate(zip(here, there, strict=True)) if both[0] != both[1]]
+            assert not differ, f"trace {number}, {trace['expandable']}, {trace['capacity']}, event {differ[0]}"
+            full += any(event[-1] for event in here)
+    assert full > count / 20, "traces that fill the device are among them"

@@ -1,0 +1,198 @@
+"""The calculator in a browser: its numbers are the estimate's, it works by keyboard, on a phone, light and dark.
+
+The tables of a small model are made here, as those of the site are.
+"""
+
+import functools
+import gzip
+import http.server
+import json
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import browser
+import pytest
+from test_accessibility import CUT, OVERLAPPING
+
+from perf_helpers import cards
+from perf_helpers.estimate import estimate
+
+sys.path.append(str(Path(__file__).parents[2] / "website"))
+import calculator_tables
+from calculator_tables import QUESTIONS, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(
+    not browser.chromium(), reason="no Chromium: apt-get install chromium, or name one in $CHROMIUM"
+)
+
+MODEL = "bert-tiny"
+GIVEN = {
+    "method": ["full"],
+    "precision": ["fp32", "bf16"],
+    "optimizer": ["adamw"],
+    "checkpointing": ["off"],
+    "accumulation": ["1"],
+}
+
+
+ANSWERED = """([words, done]) => {
+    const { choice = "", done: state } = document.querySelector("#calculator-answer").dataset;
+    return words.split("&").every(word => choice.includes(word + "&") || choice.endsWith(word))
+        && [done, "all"].includes(state);
+}"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of the page on a site of its own, and its folder."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "website" / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
+    tables = folder / "_static" / "tables"
+    told = [*calculator_tables.build(MODEL, GIVEN, tables)]
+    assert len(told) == 3 and not any("refused" in line for line in told)
+    index = calculator_tables.index({"models": {MODEL: {}}}, tables)
+    (tables / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    source = (ROOT / "website" / "calculator.md").read_text(encoding="utf-8")
+    body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
+    head += '<meta name="viewport" content="width=device-width"><style>:root{color-scheme:light dark}</style></head>'
+    (folder / "index.html").write_text(f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>")
+    handler = functools.partial(Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/index.html", folder
+    server.shutdown()
+
+
+@pytest.fixture
+def page(chromium, request):
+    width, theme = getattr(request, "param", (1280, "light"))
+    page = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=theme).new_page()
+    yield page
+    page.context.close()
+
+
+def shown(page, address, choice, done="answer"):
+    """What the page answers to a choice: bytes, and whether it fits."""
+    words = "&".join(f"{name}={value}" for name, value in choice.items())
+    page.goto(f"{address}#{words}")
+    page.wait_for_function(ANSWERED, arg=[words, done])
+    found = page.evaluate("({ ...document.querySelector('#calculator-answer').dataset })")
+    return {
+        "peak": int(found["peak"]),
+        "reserved": int(found["reserved"]),
+        "parts": json.loads(found["parts"]),
+        "fits": found["fits"],
+    }
+
+
+def said(choice):
+    """The same by the estimate."""
+    recipe = Recipe(*(choice[name] for name in QUESTIONS), "")
+    settings = "expandable_segments:True" if choice["segments"] == "expandable" else ""
+    found = estimate(
+        calculator_tables.Task(
+            choice["model"], int(choice["length"]), 4 * choice["batch"] * int(choice["accumulation"])
+        ),
+        card=choice["card"],
+        allocator_settings=settings,
+        **recipe.arguments(choice["batch"]),
+    )
+    answer = found.fits(choice["card"]).answer
+    return {
+        "peak": found.peak_bytes,
+        "reserved": found.memory.reserved_bytes,
+        "parts": [*found.memory.breakdown.values()],
+        "fits": "yes" if answer is True else "no" if answer is False else "edge",
+    }
+
+
+def choices(count):
+    """Choices at random, of what there are tables for."""
+    chance, most = random.Random(39), 512
+    for _ in range(count):
+        choice = {"model": MODEL} | {name: chance.choice(GIVEN[name]) for name in QUESTIONS}
+        able = [key for key, card in cards.CARDS.items() if choice["precision"] == "fp32" or card.capability[0] > 7]
+        yield choice | {
+            "batch": int(2 ** chance.uniform(0, 9)),
+            "length": 128 * chance.randint(1, most // 128),
+            "card": chance.choice(able),
+            "segments": chance.choice(["default", "expandable"]),
+        }
+
+
+def test_the_page_says_what_the_estimate_does_to_the_byte(site, page):
+    answers = set()
+    for choice in choices(12):
+        found = shown(page, site[0], choice)
+        assert found == said(choice), choice
+        answers.add(found["fits"])
+    assert "yes" in answers
+
+
+def test_a_wrong_table_is_noticed(site, page):
+    choice = next(choices(1))
+
+    def wrong(route):
+        file = site[1] / "_static" / route.request.url.partition("/_static/")[2]
+        recipe = json.loads(gzip.decompress(file.read_bytes()))
+        for part in recipe["parts"]:
+            part["sums"] = [[first + 512 * any(rest), *rest] for first, *rest in part["sums"]]
+        route.fulfill(body=gzip.compress(json.dumps(recipe).encode()))
+
+    page.route("**/*.json.gz", wrong)
+    assert shown(page, site[0], choice) != said(choice)
+
+
+def test_the_command_on_the_page_answers_what_the_page_does(site, page):
+    choice = next(choices(1)) | {"batch": 160}
+    found = shown(page, site[0], choice)
+    _, *words = shlex.split(page.locator("#calculator-commands pre").first.inner_text())
+    command = [sys.executable, "-m", "perf_helpers.cli", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    assert [answer["peak_bytes"], answer["reserved_bytes"]] == [found["peak"], found["reserved"]]
+
+
+def test_the_address_carries_the_choice_and_the_keyboard_makes_one(site, page):
+    page.goto(site[0])
+    page.locator("#choice-batch").focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Tab")
+    page.wait_for_function("document.querySelector('#calculator-answer').dataset.choice?.includes('batch=9')")
+    before = page.evaluate("[location.href, document.querySelector('#calculator-answer').dataset.peak]")
+    other = page.context.new_page()
+    other.goto(before[0])
+    other.wait_for_selector("#calculator-answer[data-done]")
+    assert other.evaluate("[location.href, document.querySelector('#calculator-answer').dataset.peak]") == before
+
+
+def test_the_largest_that_fits_fits_and_the_next_does_not(site, page):
+    choice = {"model": MODEL, "precision": "fp32", "length": 512, "card": "1650", "segments": "default"}
+    shown(page, site[0], choice | {"batch": 4}, done="all")
+    batch = int(page.evaluate("document.querySelector('#calculator-answer').dataset.largest").split()[0])
+    assert 1 < batch < 512
+    fits = [shown(page, site[0], choice | {"batch": size})["fits"] for size in (batch, batch + 1)]
+    assert fits[0] == "yes" and fits[1] != "yes"
+
+
+@pytest.mark.parametrize("page", [(w, theme) for w in (360, 1280) for theme in ("light", "dark")], indirect=True)
+def test_the_page_keeps_the_standard_and_nothing_on_it_is_cut_off(site, page):
+    choice = {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"}
+    shown(page, site[0], choice, done="all")
+    page.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true; })")
+    assert page.evaluate(CUT) == [] and page.evaluate(OVERLAPPING) == []
+    assert browser.violations(page) == []

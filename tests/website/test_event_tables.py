@@ -1,0 +1,60 @@
+"""Tables of events: what is a sum of powers, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from perf_helpers.estimate.trace_records import Label
+
+sys.path.append(str(Path(__file__).parents[2] / "website"))
+from event_tables import Events, Unfit, fitted, powers, table
+
+POINTS = ((2, 1), (3, 3), (5, 2), (7, 4), (64, 8))
+
+
+@pytest.mark.parametrize(
+    "sum_", [(4096, 0, 0, 0, 0, 0), (0, 0, 0, -7, 9, 0), (0, 0, 0, 0, 12, 5), (8, 0, 256, 0, 0, 0)]
+)
+def test_the_one_sum_of_powers_is_found(sum_):
+    values = tuple(sum(factor * power for factor, power in zip(sum_, powers(point), strict=True)) for point in POINTS)
+    assert fitted(values, POINTS) == sum_
+    wrong = (*values[:-1], values[-1] + 512)
+    with pytest.raises(Unfit, match="no sum of two powers"):
+        fitted(wrong, POINTS)
+
+
+def test_what_no_whole_numbers_make_is_refused():
+    halves = tuple(3 * size * length // 2 for size, length in ((2, 1), (4, 3), (6, 2)))
+    with pytest.raises(Unfit, match="no sum of two powers"):
+        fitted(halves, ((2, 1), (4, 3), (6, 2)))
+
+
+def test_of_one_micro_batch_only_the_length_counts():
+    assert fitted((11, 44, 176), ((1, 1), (1, 2), (1, 4))) == (0, 0, 11, 0, 0, 0)
+
+
+def events(point, order, label="backward"):
+    kinds = [
+        (1000, Label("a", "weights", "setup", "layer.7.ln_1")),
+        (8 * point[0], Label("b", "gradients", label, "layer.7.ln_1")),
+    ]
+    return Events([(*kinds[number % 2], None) for number in range(4)], order, [("start", 2)])
+
+
+def test_a_death_is_told_by_its_age_among_its_kind():
+    order = [0, 1, 2, 3, ~1, ~2, ~0]
+    made = table({point: events(point, order) for point in POINTS})
+    assert made["labels"] == [[0, "forward", "a", "layer.*.ln_1"], [4, "backward", "b", "layer.*.ln_1"]]
+    assert made["sums"] == [[1000, 0, 0, 0, 0, 0], [0, 0, 0, 8, 0, 0]]
+    assert (made["tokens"], made["ranks"]) == ([0, 1, 0, 1, ~1, ~0, ~0], [-1, 0, 0])
+
+
+def test_points_whose_events_differ_make_no_table():
+    order = [0, 1, 2, 3, ~1]
+    other = {**{point: events(point, order) for point in POINTS}, (9, 1): events((9, 1), [0, 1, 2, ~1, 3])}
+    with pytest.raises(Unfit, match=r"at \(9, 1\) the events are others"):
+        table(other)
+    named = {**{point: events(point, order) for point in POINTS}, (9, 1): events((9, 1), order, "step")}
+    with pytest.raises(Unfit, match="block 1"):
+        table(named)

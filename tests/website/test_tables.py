@@ -1,0 +1,76 @@
+"""The tables that are published, against the estimate: allocated in each category and reserved, to the byte."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from test_events_js import answers
+
+from perf_helpers import cards
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import Task, optional_packages
+
+sys.path.append(str(Path(__file__).parents[2] / "website"))
+import calculator_tables
+from calculator_tables import OF_MAJOR, Recipe
+
+TABLES = Path(__file__).parents[2] / "website" / "_static" / "tables"
+INDEX = json.loads((TABLES / "index.json").read_text(encoding="utf-8"))
+MADE_WITH = {name: version for name, version in INDEX["versions"].items() if name != "peft"}
+KEYS = [(model, key) for model, about in INDEX["models"].items() for key in about["recipes"]]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs"),
+    pytest.mark.skipif(
+        not MADE_WITH.items() <= calculator_tables.versions().items(), reason=f"the tables are of {MADE_WITH}"
+    ),
+]
+
+
+def test_the_index_names_every_table_and_knows_the_cards():
+    assert {f"{model}/{key}.json.gz" for model, key in KEYS} == {
+        str(file.relative_to(TABLES)) for file in TABLES.rglob("*.gz") if "parts" in calculator_tables.read(file)
+    }
+    assert {card["key"]: (card["memory"], card["limit"]) for card in INDEX["cards"]} == {
+        key: (card.memory_bytes, card.limit_bytes) for key, card in cards.CARDS.items()
+    }
+
+
+def compare(model, key, chance):
+    """A table against the estimate at a point and on a card that chance decides."""
+    recipe, about = Recipe(*key.split(".")), INDEX["models"][model]
+    if recipe.method == "lora" and (why := optional_packages.offer("peft")):
+        pytest.skip(why)
+    able = [each for each in INDEX["cards"] if recipe.kernels in ("any", OF_MAJOR.get(str(each["capability"][0])))]
+    card, expandable = chance.choice(able), chance.random() < 0.3
+    batch, length = int(about["most"] ** chance.random()), 128 * chance.randint(1, about["longest"] // 128)
+    sizes = {"batch": batch, "length": length, "expandable": expandable}
+    table = calculator_tables.read(TABLES / model / f"{key}.json.gz")
+    given = {"recipe": table, "sizes": sizes, "card": card, "categories": len(INDEX["categories"])}
+    (there,) = answers([("memory", given)])
+    samples = 4 * batch * int(recipe.accumulation)
+    settings = "expandable_segments:True" * expandable
+    options = {"card": card["key"], "allocator_settings": settings, "timeout": 900}
+    here = estimate(Task(model, length, samples), **options, **recipe.arguments(batch))
+    names = "peakBytes", "reservedBytes", "parts", "operation", "phase"
+    memory = here.memory
+    expected = memory.peak_bytes, memory.reserved_bytes, [*memory.breakdown.values()]
+    expected += memory.peak_operation, memory.peak_phase
+    assert tuple(there[name] for name in names) == expected, f"{model} {key} {sizes} {card['key']}"
+
+
+@pytest.mark.parametrize("model", INDEX["models"])
+def test_a_published_table_says_what_the_estimate_does(model):
+    chance = random.Random(model)
+    compare(model, chance.choice(INDEX["models"][model]["recipes"]), chance)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "key"), KEYS)
+def test_every_published_table_says_what_the_estimate_does(model, key):
+    chance = random.Random(f"{model} {key}")
+    for _ in range(3):
+        compare(model, key, chance)

@@ -1,0 +1,422 @@
+/** The page that tells whether a training fits: its controls, and what is shown of an answer. */
+
+import { LENGTH_UNIT } from "./events.js";
+import { breakdown, largest, memoryOf, timeline } from "./memory.js";
+
+const TABLES = new URL("tables/", import.meta.url);
+const LABELS = {
+  model: "Model",
+  method: "Method",
+  precision: "Precision",
+  optimizer: "Optimizer",
+  checkpointing: "Gradient checkpointing",
+  accumulation: "Accumulated micro-batches",
+  batch: "Micro-batch",
+  length: "Tokens in a sequence",
+  card: "Card",
+  segments: "Allocator",
+};
+const WORDS = {
+  full: "all weights learn",
+  lora: "LoRA, rank 16",
+  fp32: "fp32",
+  bf16: "bf16 autocast, fp32 weights",
+  "bf16-weights": "bf16 weights",
+  adamw: "AdamW",
+  "adamw-8bit": "AdamW, 8 bits",
+  adafactor: "Adafactor",
+  sgd: "SGD",
+  default: "usual segments",
+  expandable: "expandable segments",
+};
+const QUESTIONS = ["method", "precision", "optimizer", "checkpointing", "accumulation"];
+const SEGMENTS = ["default", "expandable"];
+const NAMED_CARDS = ["t4", "4090", "a100-40", "a100", "h200"]; // whose lines have names, beside the chosen one's
+const TOO_THIN = 0.002; // of the peak: a category that never has more is left out of pictures
+const FITS = { yes: "Fits", no: "Does not fit", edge: "It is unknown whether it fits" };
+const SIGNS = { yes: "✓", no: "✗", edge: "?" };
+
+const part = (name) => document.getElementById(`calculator-${name}`);
+const sum = (sizes) => sizes.reduce((one, other) => one + other, 0);
+const percent = (share) => `${(100 * share).toFixed(3)}%`;
+
+/** Bytes in the unit a person would use, as the package's `bytes_text`. */
+function bytesText(size) {
+  const [scale, unit, digits] =
+    [[1e9, "GB", 2], [1e6, "MB", 1], [1e3, "kB", 1]].find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
+  const options = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+  return `${(size / scale).toLocaleString("en", options)} ${unit}`;
+}
+
+const signedText = (size) => (size ? `${size > 0 ? "+" : "−"}${bytesText(Math.abs(size))}` : "the same");
+
+/** An element with attributes, and children that are elements or texts. */
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+/** A table with a caption, whose first column names its rows. */
+function tableOf(caption, header, rows) {
+  const cells = (row) => row.map((cell, place) => element(place ? "td" : "th", place ? {} : { scope: "row" }, cell));
+  const head = element("tr", {}, ...header.map((name) => element("th", { scope: "col" }, name)));
+  const body = rows.map((row) => element("tr", {}, ...cells(row)));
+  const parts = [element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)];
+  return element("table", {}, ...parts);
+}
+
+class Calculator {
+  constructor(index) {
+    this.index = index;
+    this.categories = index.categories;
+    this.cards = new Map(index.cards.map((card) => [card.key, card]));
+    this.tables = new Map(); // promises of recipes' tables, by their addresses
+    this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
+    this.controls = {};
+    for (const name of Object.keys(LABELS)) this._addControl(name);
+    const versions = Object.entries(index.versions).filter(([, version]) => version);
+    const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
+    part("versions").textContent = `Traced with ${made}; laid out as torch 2.13 and 2.14 do.`;
+    this.read(new URLSearchParams(location.hash.slice(1)));
+    addEventListener("hashchange", () => {
+      this.read(new URLSearchParams(location.hash.slice(1)));
+      this.update();
+    });
+  }
+
+  _addControl(name) {
+    const isNumber = name === "batch" || name === "length";
+    const control = element(isNumber ? "input" : "select", { id: `choice-${name}`, name });
+    if (isNumber) {
+      control.type = "number";
+      control.min = control.step = name === "batch" ? 1 : LENGTH_UNIT;
+    }
+    control.addEventListener("change", () => this.update());
+    this.controls[name] = control;
+    const label = element("label", { for: control.id }, LABELS[name]);
+    part("choice").append(element("div", {}, label, control));
+  }
+
+  _offer(name, options, wanted) {
+    const control = this.controls[name];
+    if (String([...control.options].map(({ value }) => value)) !== String(options.map(([value]) => value))) {
+      control.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+    }
+    control.value = options.some(([value]) => value === wanted) ? wanted : options[0][0];
+  }
+
+  /** Set the controls to a choice, as the page's address carries it; what is not on offer becomes what is. */
+  read(wanted) {
+    const { models } = this.index;
+    this._offer("model", Object.keys(models).map((name) => [name, name]), wanted.get("model"));
+    const model = models[this.controls.model.value];
+    const keys = model.recipes.map((key) => key.split("."));
+    QUESTIONS.forEach((name, place) => {
+      const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
+      this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
+    });
+    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
+    const cards = [...this.cards.values()].sort(byName);
+    this._offer("card", cards.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
+    this._offer("segments", SEGMENTS.map((name) => [name, WORDS[name]]), wanted.get("segments"));
+    for (const [name, most, usual] of [["batch", model.most, 8], ["length", model.longest, 512]]) {
+      const control = this.controls[name];
+      control.max = most;
+      const given = Number(wanted.get(name)) || usual;
+      const unit = Number(control.step);
+      control.value = Math.min(Math.max(Math.round(given / unit), 1) * unit, most);
+    }
+  }
+
+  /** What is chosen, by the names of the controls. */
+  get choice() {
+    return Object.fromEntries(Object.entries(this.controls).map(([name, control]) => [name, control.value]));
+  }
+
+  /** The content of a recipe's table; null where there is none for that card. */
+  async recipe(choice) {
+    const kernels = choice.precision === "fp32" ? "any" : this.index.kernels[this.cards.get(choice.card).capability[0]];
+    const key = [...QUESTIONS.map((name) => choice[name]), kernels].join(".");
+    if (!this.index.models[choice.model].recipes.includes(key)) return null;
+    const address = new URL(`${choice.model}/${key}.json.gz`, TABLES).href;
+    if (!this.tables.has(address)) this.tables.set(address, fetched(address));
+    return this.tables.get(address);
+  }
+
+  memory(recipe, choice) {
+    const [batch, length] = [choice.batch, choice.length].map(Number);
+    const sizes = { batch, length, expandable: choice.segments === "expandable" };
+    return memoryOf(recipe, sizes, this.cards.get(choice.card));
+  }
+
+  /** Answer what the controls say: the answer at once, then what follows from other questions. */
+  async update() {
+    const turn = ++this.turn;
+    this.read(new URLSearchParams(this.choice));
+    const choice = this.choice;
+    history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
+    const recipe = await this.recipe(choice);
+    if (turn !== this.turn) return;
+    part("answer").hidden = recipe === null;
+    part("state").hidden = recipe !== null;
+    if (recipe === null) {
+      const { name } = this.cards.get(choice.card);
+      part("state").textContent = `There is no table of this recipe for the ${name}: choose another precision or card.`;
+      return;
+    }
+    const memory = this.memory(recipe, choice);
+    this._show(choice, memory);
+    const { peakBytes: peak, reservedBytes: reserved, fits } = memory;
+    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: location.hash, done: "answer" });
+    const goesOn = async () => {
+      await new Promise((resolve) => setTimeout(resolve)); // the page answers to its visitor first
+      if (turn !== this.turn) throw new Superseded();
+    };
+    try {
+      for (const show of [this._showLargest, this._showSwitches, this._showCards]) {
+        await show.call(this, choice, recipe, memory, goesOn);
+      }
+      part("answer").dataset.done = "all";
+    } catch (error) {
+      if (!(error instanceof Superseded)) throw error;
+    }
+  }
+
+  _show(choice, memory) {
+    const card = this.cards.get(choice.card);
+    const there = `${bytesText(card.memory)} there, of which ${bytesText(card.limit)} may be used`;
+    const context = `${bytesText(card.context)} of it assumed for the CUDA context`;
+    const verdict = part("verdict");
+    const needed = `${bytesText(memory.neededBytes)} needed (${context})`;
+    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${needed}, ${there}.`;
+    verdict.dataset.fits = memory.fits;
+    this._showPeak(card, memory);
+    this._showTimeline(memory);
+    this._showFormulas(choice, memory);
+    this._showCommands(choice);
+  }
+
+  _swatch(category) {
+    return element("span", { class: "calculator-swatch", style: `background:${this.categories[category][1]}` });
+  }
+
+  _showPeak(card, memory) {
+    const { parts, phase, operation, module } = breakdown(memory, this.categories.length);
+    part("answer").dataset.parts = JSON.stringify(parts);
+    const end = 1.08 * Math.max(memory.neededBytes, Math.min(card.memory, 8 * memory.neededBytes));
+    const shown = [...parts.keys()].filter((category) => parts[category] > 0);
+    const words = shown.map((category) => `${this.categories[category][0]} ${bytesText(parts[category])}`);
+    const where = `${phase}, ${operation}${module ? ` of ${module}` : ""}`;
+    const bar = element("div", { class: "calculator-bar", role: "img" });
+    bar.setAttribute("aria-label", `Peak ${bytesText(memory.peakBytes)}: ${words.join(", ")}`);
+    const pieces = [
+      ...shown.map((category) => [parts[category], this.categories[category][1], words[shown.indexOf(category)]]),
+      [memory.neededBytes - card.context - memory.peakBytes, "var(--calculator-cached)", "reserved, not in use"],
+      [card.context, "var(--calculator-context)", "CUDA context"],
+    ];
+    const fill = pieces.map(([size, colour, title]) =>
+      element("div", { style: `width:${percent(size / end)};background:${colour}`, title }),
+    );
+    bar.append(element("div", { class: "calculator-fill" }, ...fill), ...this._lines(card, end));
+    const rest = [
+      [element("span", { class: "calculator-swatch calculator-cached" }), "reserved, not in use", pieces.at(-2)[0]],
+      [element("span", { class: "calculator-swatch calculator-context" }), "CUDA context, assumed", card.context],
+    ];
+    const own = shown.map((category) => [this._swatch(category), this.categories[category][0], parts[category]]);
+    const reserved = `the allocator reserves ${bytesText(memory.reservedBytes)} at the most`;
+    const table = tableOf(
+      `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; ${reserved}.`,
+      ["what", "size", "bytes"],
+      [...own, ...rest].map(([swatch, name, size]) => {
+        return [element("span", {}, swatch, ` ${name}`), bytesText(size), size.toLocaleString("en")];
+      }),
+    );
+    part("peak").replaceChildren(bar, table);
+  }
+
+  /** The cards' memories as lines across a bar that ends at so many bytes; those with room have names. */
+  _lines(chosen, end) {
+    const lines = [];
+    const named = [chosen, ...NAMED_CARDS.map((key) => this.cards.get(key))].filter((card) => card.memory <= end);
+    const taken = [];
+    for (const card of new Set(named)) {
+      const place = card.memory / end;
+      if (taken.every((other) => Math.abs(other - place) > 0.36)) {
+        taken.push(place);
+        const side = place > 0.8 ? "right" : place < 0.2 ? "left" : "middle";
+        lines.push(element("span", { class: `calculator-name ${side}`, style: `left:${percent(place)}` }, card.name));
+      }
+    }
+    for (const card of this.cards.values()) {
+      if (card.memory > end) continue;
+      const kind = card === chosen ? " chosen" : "";
+      const title = `${card.name}: ${bytesText(card.memory)}`;
+      const style = `left:${percent(card.memory / end)}`;
+      lines.push(element("div", { class: `calculator-line${kind}`, style, title }));
+    }
+    return lines;
+  }
+
+  _showTimeline(memory) {
+    const { parts, phases, peak } = timeline(memory, this.categories.length);
+    const totals = parts.map(sum);
+    const top = Math.max(...totals);
+    const isSeen = (category) => parts.some((each) => each[category] > TOO_THIN * top);
+    const seen = [...this.categories.keys()].filter(isSeen);
+    const heights = new Array(parts.length).fill(0);
+    const paths = seen.map((category) => {
+      parts.forEach((each, place) => (heights[place] += Math.max(each[category], 0)));
+      const stairs = heights.map((height, place) => `V${(1000 - (870 * height) / top).toFixed(1)}H${place + 1}`);
+      return `<path d="M0 1000${stairs.join("")}V1000Z" fill="${this.categories[category][1]}"/>`;
+    });
+    const edges = phases.flatMap((phase, place) => (place && phase !== phases[place - 1] ? [place] : []));
+    const ranges = [0, ...edges].map((first, place) => [phases[first], first, edges[place] ?? phases.length]);
+    const marks = edges.map((edge) => `<path d="M${edge} 0V1000" class="calculator-edge"/>`).join("");
+    const picture = element("div", { class: "calculator-timeline", role: "img" });
+    const at = `peak ${bytesText(top)} in the ${phases[peak]}`;
+    picture.setAttribute("aria-label", `Bytes in use through the step with the peak, by category: ${at}.`);
+    const box = `viewBox="0 0 ${parts.length} 1000" preserveAspectRatio="none" aria-hidden="true"`;
+    picture.innerHTML = `<svg ${box}>${paths.reverse().join("")}${marks}</svg>`;
+    for (const [phase, first, last] of ranges.filter(([, first, last]) => last - first > 0.12 * parts.length)) {
+      const style = `left:${percent((first + last) / 2 / parts.length)}`;
+      picture.append(element("span", { class: "calculator-phase", style }, phase));
+    }
+    const place = (peak + 0.5) / parts.length;
+    const side = place > 0.5 ? "right" : "left";
+    const text = side === "right" ? `peak ${bytesText(top)} ▼` : `▼ peak ${bytesText(top)}`;
+    picture.append(element("span", { class: `calculator-top ${side}`, style: `left:${percent(place)}` }, text));
+    const named = (category) => [this._swatch(category), ` ${this.categories[category][0]}`];
+    const legend = seen.map((category) => element("li", {}, ...named(category)));
+    part("timeline").replaceChildren(picture, element("ul", { class: "calculator-legend" }, ...legend));
+  }
+
+  _showFormulas(choice, memory) {
+    const { formulas } = this.index.models[choice.model];
+    const off = (size) => {
+      const share = size / memory.neededBytes - 1;
+      return `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(0)} %`;
+    };
+    const rows = Object.entries(formulas).map(([name, said]) => {
+      const size = said[choice.precision];
+      return [name, bytesText(size), off(size)];
+    });
+    const caption = "Formulas of the number of parameters, which know neither batch nor length.";
+    const own = ["this page", bytesText(memory.neededBytes), ""];
+    part("formulas").replaceChildren(tableOf(caption, ["who", "says", "against what is needed"], [own, ...rows]));
+  }
+
+  /** The training arguments of a choice. */
+  arguments(choice) {
+    const answers = QUESTIONS.map((name) => this.index.questions[name][choice[name]]);
+    return Object.assign({ per_device_train_batch_size: Number(choice.batch) }, ...answers);
+  }
+
+  /** The command that answers a choice. */
+  command(choice) {
+    const words = [`perf-helpers estimate --model ${choice.model} --seq-len ${choice.length} --card ${choice.card}`];
+    const samples = 4 * Number(choice.batch) * Number(choice.accumulation);
+    if (samples > 512) words.push(`--dataset-size ${samples}`);
+    if (choice.segments === "expandable") words.push("--allocator-settings expandable_segments:True");
+    for (const [name, value] of Object.entries(this.arguments(choice))) {
+      const text = typeof value === "object" ? `'${JSON.stringify(value)}'` : value;
+      words.push(value === true ? `--${name}` : `--${name} ${text}`);
+    }
+    return words.join(" ");
+  }
+
+  _showCommands(choice) {
+    const json = JSON.stringify(this.arguments(choice), null, 2);
+    const blocks = [["The command that answers the same", this.command(choice)], ["The training arguments", json]];
+    const shown = blocks.map(([title, text]) => {
+      const copy = element("button", { type: "button", "aria-label": `Copy: ${title}` }, "Copy");
+      copy.addEventListener("click", async () => {
+        await navigator.clipboard.writeText(text);
+        copy.textContent = "Copied";
+      });
+      const code = element("pre", { tabindex: "0", role: "region", "aria-label": title }, element("code", {}, text));
+      return element("div", {}, element("div", { class: "calculator-title" }, title, " ", copy), code);
+    });
+    part("commands").replaceChildren(...shown);
+  }
+
+  async _showLargest(choice, recipe, memory, goesOn) {
+    const model = this.index.models[choice.model];
+    const fits = (changes) => this.memory(recipe, { ...choice, ...changes }).fits === "yes";
+    const batch = await largest(model.most, (size) => fits({ batch: size }), goesOn);
+    const units = model.longest / LENGTH_UNIT;
+    const length = (await largest(units, (count) => fits({ length: count * LENGTH_UNIT }), goesOn)) * LENGTH_UNIT;
+    const end = (found, most) => (found === most ? ", the most on this page" : "");
+    const ofBatch = batch ? `micro-batch ${batch}${end(batch, model.most)}` : "no micro-batch";
+    const ofLength = length ? `${length} tokens${end(length, model.longest)}` : `not even ${LENGTH_UNIT} tokens`;
+    part("answer").dataset.largest = `${batch} ${length}`;
+    part("largest").textContent =
+      `With ${choice.length} tokens: ${ofBatch}. With a micro-batch of ${choice.batch}: ${ofLength}.`;
+  }
+
+  async _showSwitches(choice, recipe, memory, goesOn) {
+    const rows = [];
+    for (const name of [...QUESTIONS, "segments"]) {
+      const others = [...this.controls[name].options].filter(({ value }) => value !== choice[name]);
+      for (const { value, text } of others) {
+        const other = { ...choice, [name]: value };
+        const changed = await this.recipe(other);
+        await goesOn();
+        if (changed === null) continue;
+        const there = this.memory(changed, other);
+        const button = element("button", { type: "button" }, `${LABELS[name]}: ${text}`);
+        button.addEventListener("click", () => {
+          this.controls[name].value = value;
+          this.controls[name].focus();
+          this.update();
+        });
+        const price = signedText(there.neededBytes - memory.neededBytes);
+        rows.push([button, price, `${SIGNS[there.fits]} ${bytesText(there.neededBytes)}`]);
+      }
+    }
+    const caption = "One switch at a time, against the choice above; a button takes it.";
+    part("switches").replaceChildren(tableOf(caption, ["switch", "price", "needs"], rows));
+  }
+
+  async _showCards(choice, recipe, memory, goesOn) {
+    const rows = [];
+    for (const card of [...this.cards.values()].sort((one, other) => one.memory - other.memory)) {
+      const other = { ...choice, card: card.key };
+      const there = await this.recipe(other);
+      if (there === null) continue;
+      await goesOn();
+      const { fits, neededBytes } = this.memory(there, other);
+      rows.push([card.name, bytesText(card.limit), `${SIGNS[fits]} ${bytesText(neededBytes)}`]);
+    }
+    const table = tableOf("Every card, with its own kernels and workspaces.", ["card", "may be used", "needs"], rows);
+    const opened = part("cards").querySelector("details")?.open ?? false;
+    const held = rows.filter((row) => row[2].startsWith(SIGNS.yes)).length;
+    const fold = element("details", {}, element("summary", {}, `It fits ${held} of ${rows.length} cards`), table);
+    fold.open = opened;
+    part("cards").replaceChildren(fold);
+  }
+}
+
+/** Another choice was made meanwhile. */
+class Superseded extends Error {}
+
+async function fetched(address) {
+  const response = await fetch(address);
+  if (!response.ok) throw new Error(`${address}: ${response.status}`);
+  const isPlain = response.headers.get("content-encoding") === "gzip"; // where a server says so, a browser unpacks it
+  const body = isPlain ? response.body : response.body.pipeThrough(new DecompressionStream("gzip"));
+  return new Response(body).json();
+}
+
+async function begin() {
+  const response = await fetch(new URL("index.json", TABLES));
+  const calculator = new Calculator(await response.json());
+  part("choice").hidden = false;
+  await calculator.update();
+}
+
+begin().catch((error) => {
+  part("state").hidden = false;
+  part("state").textContent = `The tables cannot be read: ${error.message}`;
+});

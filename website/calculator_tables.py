@@ -1,0 +1,248 @@
+"""The calculator's tables, made with the estimate: one file for each recipe of each model, and an index of them.
+
+    python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
+
+Which models and recipes stands in `calculator.toml`. What is there already is kept as long as what is followed and the
+libraries are the same, so that it goes on where it was stopped. The tables are committed: one takes about a minute to
+make, and 5 kB.
+"""
+
+import argparse
+import functools
+import gzip
+import hashlib
+import itertools
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parent))
+import event_tables
+from event_tables import LENGTH_UNIT, Events, Point, Unfit, events_of
+
+from perf_helpers import cards, recipes
+from perf_helpers.estimate import prediction
+from perf_helpers.estimate.estimates import KNOWLEDGE, target
+from perf_helpers.lab import Task, hardware, optional_packages
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.task import positions
+from perf_helpers.lab.training import Experiment
+from perf_helpers.plots import PALETTE
+from perf_helpers.records import CATEGORIES
+from perf_helpers.texts import name_text
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED = Path(__file__).with_name("calculator.toml")
+
+# What a visitor chooses between, and the training arguments of each.
+QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "method": {"full": {}, "lora": recipes.LORA.arguments},
+    "precision": {"fp32": {}, "bf16": recipes.BF16.arguments, "bf16-weights": recipes.BF16_WEIGHTS.arguments},
+    "optimizer": {
+        "adamw": recipes.ADAMW.arguments,
+        "adamw-8bit": recipes.ADAM_8BIT.arguments,
+        "adafactor": recipes.ADAFACTOR.arguments,
+        "sgd": recipes.SGD.arguments,
+    },
+    "checkpointing": {"off": {}, "on": recipes.CHECKPOINTING.arguments},
+    "accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)},
+}
+# Attention in 16 bits takes one kernel on compute capability 9 and 10, another on 8 and 12; in fp32 the same on all,
+# for which 9.0 stands. bfloat16 on 7 has neither and is not on offer.
+KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0)}
+OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8"}
+
+_MOST_TOKENS = 2**18  # of a micro-batch
+_LONGEST = 8192
+_SECONDS = 1800.0  # that the traces of a table may take
+_OF_LAB = ("task.py", "presets.toml", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
+_OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
+
+
+class Recipe(NamedTuple):
+    """One answer to each of `QUESTIONS`, and the kernels of a kind of card."""
+
+    method: str
+    precision: str
+    optimizer: str
+    checkpointing: str
+    accumulation: str
+    kernels: str
+
+    @property
+    def key(self) -> str:
+        return ".".join(self)
+
+    def arguments(self, micro_batch: int) -> dict[str, Any]:
+        """As training arguments."""
+        given = {"per_device_train_batch_size": micro_batch}
+        for name, options in QUESTIONS.items():
+            given |= options[getattr(self, name)]
+        return given
+
+    def events(self, task: Task, points: tuple[Point, ...]) -> dict[Point, Events]:
+        """The events at some points, each traced as `estimate` does."""
+        device, experiments = target("cuda", KERNELS[self.kernels]), []
+        for micro_batch, length in points:
+            arguments = Arguments.of(self.arguments(micro_batch))
+            samples = prediction.enough_samples(arguments)
+            at_point = task.replace(seq_len=length * LENGTH_UNIT, dataset_size=samples)
+            experiments.append(Experiment(self.key, at_point, arguments))
+        job = prediction.follow_all, experiments, device
+        followed = KNOWLEDGE.ask(*job, model=task.model, timeout=_SECONDS)
+        return {
+            point: events_of(each.trace, device.compute_capability)
+            for point, each in zip(points, followed, strict=True)
+        }
+
+
+def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
+    for answers in itertools.product(*(given[name] for name in QUESTIONS)):
+        for kernels in KERNELS:
+            if (kernels == "any") == (answers[1] == "fp32"):
+                yield Recipe(*answers, kernels)
+
+
+def room_of(task: Task) -> tuple[int, int]:
+    """The largest micro-batch and the largest length, in units, that a table is made for."""
+    config = task.build_config()
+    longest = min(positions(config) or _LONGEST, getattr(config, "sliding_window", None) or _LONGEST, _LONGEST)
+    return _MOST_TOKENS // longest, longest // LENGTH_UNIT
+
+
+def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str, Any]:
+    """The table of one recipe: a part for each range of micro-batches in which the events are the same. Of one sample
+    some tensors need no copy, so it may have a part of its own.
+
+    Args:
+        known: of the recipe done before, its events and table; it is replaced. What is the same with other kernels at
+            two points takes their table.
+
+    Raises:
+        Unfit: no table gives what is traced.
+    """
+    most, longest = room_of(task)
+    last = min(longest, 4)
+    first = (1, last - 1), (3, last - 1)
+    traced = recipe.events(task, first)
+    for other, (events, table) in known.items():
+        if other[:-1] == recipe[:-1] and all(events[point].is_like(traced[point]) for point in first):
+            return table
+    traced |= recipe.events(task, ((1, longest), (2, 1), (7, last), (most, longest)))
+    try:
+        parts = [{"least": 1} | event_tables.table(traced)]
+    except Unfit:
+        traced |= recipe.events(task, ((1, 1),))
+        halves = {least: {point: traced[point] for point in traced if min(point[0], 2) == least} for least in (1, 2)}
+        parts = [{"least": least} | event_tables.table(events) for least, events in halves.items()]
+    known.clear()
+    known[recipe] = traced, {"parts": parts}
+    return {"parts": parts}
+
+
+@functools.cache
+def made_from() -> str:
+    """What tables depend on, as one short text."""
+    package = ROOT / "perf_helpers"
+    files = [*sorted(package.glob("estimate/*.*")), *(package / "lab" / name for name in _OF_LAB)]
+    files.append(Path(event_tables.__file__))
+    content = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    content.update(json.dumps({name: hardware.version_of(name) for name in _OF_TABLES}).encode())
+    return content.hexdigest()[:16]
+
+
+def versions() -> dict[str, str | None]:
+    """Of the libraries that are followed, whatever device they were built for."""
+    return {name: (hardware.version_of(name) or "").partition("+")[0] or None for name in _OF_TABLES}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A table that was written; {} where there is none."""
+    return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
+
+
+def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
+    """Write the tables of a model, and tell of each."""
+    task, known = Task(model), {}
+    for recipe in recipes_of(given):
+        file = folder / model / f"{recipe.key}.json.gz"
+        if read(file).get("made_from") == made_from():
+            continue
+        try:
+            table = table_of(task, recipe, known)
+        except (Unfit, ValueError) as error:
+            table = {"refused": str(error)}
+        text = json.dumps({"made_from": made_from()} | table, separators=(",", ":"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(text.encode(), mtime=0))
+        yield f"{model} {recipe.key}: {file.stat().st_size:,} bytes{' ' + table.get('refused', '')[:300]}"
+
+
+def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the page must know before it reads a table."""
+    models = {}
+    for model in published["models"]:
+        found = sorted(file.name.removesuffix(".json.gz") for file in (folder / model).glob("*.json.gz"))
+        kept = [key for key in found if "parts" in read(folder / model / f"{key}.json.gz")]
+        if kept:
+            most, longest = room_of(Task(model))
+            about = {"most": most, "longest": longest * LENGTH_UNIT, "parameters": Task(model).parameters()}
+            models[model] = about | {"formulas": formulas(Task(model)), "recipes": kept}
+    return {
+        "models": models,
+        "questions": QUESTIONS,
+        "kernels": OF_MAJOR,
+        "categories": [[name_text(category), PALETTE[category]] for category in CATEGORIES],
+        "cards": [
+            {
+                "key": key,
+                "name": card.name,
+                "capability": card.capability,
+                "memory": card.memory_bytes,
+                "limit": card.limit_bytes,
+                "capacity": target(card=key).memory_bytes,
+                "context": cards.context_bytes(card.capability) or card.context_bytes,
+            }
+            for key, card in cards.CARDS.items()
+        ],
+        "versions": versions(),
+    }
+
+
+def formulas(task: Task) -> dict[str, dict[str, int]]:
+    """What others say of a training of a model, in bytes, by precision; `benchmarks/tools.py` asks the same."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    parameters, size = task.parameters(), calculate_maximum_sizes(task.build_model(device="meta"))[0]
+    half = size // 2
+    of_accelerate = {"fp32": (size, "float32"), "bf16": (size, "bfloat16"), "bf16-weights": (half, "float32")}
+    return {
+        "18 B/parameter": dict.fromkeys(QUESTIONS["precision"], 18 * parameters),
+        "accelerate estimate-memory": {
+            name: max(estimate_training_usage(*asked).values()) for name, asked in of_accelerate.items()
+        },
+        # runtime/zero/stage_1_and_2.py: estimate_zero2_model_states_mem_needs, for one GPU without offloading
+        "DeepSpeed, ZeRO stage 2": dict.fromkeys(QUESTIONS["precision"], (2 + 18) * parameters),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="of calculator.toml; default: all of them")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "_static" / "tables")
+    options = parser.parse_args()
+    published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    optional_packages.offer("peft")
+    for model in options.models or published["models"]:
+        for told in build(model, published["usual"] | published["models"][model], options.out):
+            print(told, flush=True)
+        content = json.dumps(index(published, options.out), separators=(",", ":"))
+        (options.out / "index.json").write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""A table of one recipe: births and deaths of its training's blocks at every micro-batch and length, from a few traces.
+
+The events of a recipe are the same at each size, but for what embeddings' gradients and sums take while they run. So
+the table keeps one order of events; for each kind of block its bytes, as a sum of powers of micro-batch and length
+with whole coefficients; and for those kernels their arguments, from which `_static/events.js` knows what they take.
+What does not come out so to the byte, at every point traced, is refused.
+"""
+
+import bisect
+import collections
+import functools
+import itertools
+import math
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from perf_helpers.estimate import reduction_scratch
+from perf_helpers.estimate.trace_records import Label, Operation, Trace, nested
+from perf_helpers.records import CATEGORIES, Category, Phase
+
+LENGTH_UNIT = 128  # lengths are multiples: to these the attention kernels round
+
+Point = tuple[int, int]  # (micro-batch, length in units)
+Sum = tuple[int, ...]  # what 1, t, t², b, bt, bt² are multiplied by
+
+_EMBEDDING, _REDUCTION, _WORKSPACE = "embedding", "reduction", "workspace"  # the programs of `events.js`
+_NORM = "aten.linalg_vector_norm.default"
+
+
+class Unfit(ValueError):
+    """No table can be made of these traces; the message says why."""
+
+
+class Program(NamedTuple):
+    """The kernel that makes a block and takes more meanwhile."""
+
+    rule: str
+    constants: tuple[Any, ...]
+    numbers: tuple[int, ...]  # that may follow from micro-batch and length
+
+
+@dataclass
+class Events:
+    """A trace as a table sees it."""
+
+    blocks: list[tuple[int, Label, Program | None]] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)  # as `Log.events` has them
+    marks: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple:
+        """What must be the same at each point."""
+        kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
+        return self.events, self.marks, kinds
+
+    def is_like(self, other: "Events") -> bool:
+        """Whether the other is the same but for workspaces."""
+        sizes = ([size for size, _, p in each.blocks if p is None or p.rule != _WORKSPACE] for each in (self, other))
+        return self.order == other.order and [*next(sizes)] == [*next(sizes)]
+
+
+def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
+    """The events of a trace, without those that a program stands for.
+
+    Raises:
+        Unfit: a program takes other blocks than it was seen to.
+    """
+    log, found = trace.log, Events()
+    if log.emptied or any(label.stream for _, label in log.blocks):
+        raise Unfit("the cache is emptied, or there is a second stream")
+    operations = _operations(trace)
+    numbers: dict[int, int] = {}  # of the blocks that are kept
+    scratch = collections.defaultdict(list)  # by instance of a kernel, the bytes that a program stands for
+    made: dict[Hashable, Program] = {}
+    lengths = []
+    for position, event in enumerate(log.events):
+        lengths.append(len(found.events))
+        if event < 0:
+            if ~event in numbers:
+                found.events.append(~numbers[~event])
+            continue
+        size, label = log.blocks[event]
+        instance, operation = operations.get(event, (position, None))
+        program = _program(operation, label)
+        if program and program.rule != _WORKSPACE:
+            if label.category == Category.INSIDE_OPERATIONS:
+                scratch[instance].append(size)
+                continue
+            if instance in made:
+                raise Unfit(f"{operation.name} makes several blocks")
+            made[instance] = program
+        numbers[event] = len(found.blocks)
+        found.events.append(len(found.blocks))
+        found.blocks.append((size, label, program))
+    lengths.append(len(found.events))
+    found.marks = [(label, lengths[position]) for label, position in log.marks]
+    for instance, sizes in scratch.items():
+        if sizes != _taken(made.get(instance), capability):
+            raise Unfit(f"{made.get(instance)} takes {sizes}")
+    return found
+
+
+def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
+    """By the number of a block the operation that made it, and which time it was. The third step, where there is one,
+    has the blocks of the second once more. What is done before the first forward is not in the trace: for its batches
+    that which is done for the next ones stands."""
+    log, begins = trace.log, trace.begins.tolist()
+    ends = [position for label, position in log.marks if label == "step"]
+    followed = ends[1] if len(ends) > 1 else len(log.events)
+    first: dict[int, int] = {}  # the block that was born first of those that are one, by what is kept of it
+    born = {event: position for position, event in enumerate(log.events) if event >= 0}
+    found, alike = {}, {}
+    for block, kept in enumerate(log.blocks):
+        origin = first.setdefault(id(kept), block)
+        index = bisect.bisect_right(begins, born[origin]) - 1
+        if born[origin] < followed and 0 <= index < len(trace.operations):
+            found[block] = (index, origin != block), trace.operations[index]
+            if kept[1].phase == Phase.BEFORE:
+                alike.setdefault(kept[1].operation, trace.operations[index])
+    count = 0
+    for block, (_, label) in enumerate(log.blocks):
+        if born[block] < begins[0] and label.operation in alike:
+            count += label.category != Category.INSIDE_OPERATIONS
+            found[block] = (Phase.SETUP, count), alike[label.operation]
+    return found
+
+
+def _program(operation: Operation | None, label: Label) -> Program | None:
+    """What a kernel's blocks follow from, where that is no sum of powers."""
+    if label.operation == "cuBLAS workspace":
+        return Program(_WORKSPACE, (), ())
+    if operation is None or label.operation != operation.name:
+        return None
+    args, kwargs = nested(operation.leaves, operation.structure)
+    kind = ".".join(operation.name.split(".")[:2])
+    if kind == "aten.embedding_dense_backward":
+        gradient, indices, weights, _, by_frequency = args
+        copies = [each.bytes for each in (gradient, indices) if not _is_contiguous(each)]
+        count = math.prod(indices.shape)
+        constants = weights, gradient.shape[-1], gradient.dtype.itemsize == 2, len(copies)
+        return None if by_frequency else Program(_EMBEDDING, constants, (count, *copies))
+    if kind not in ("aten.sum", "aten.mean") and operation.name != _NORM:
+        return None
+    tensor, *rest = args
+    dim = kwargs.get("dim", next(iter(rest[1:] if operation.name == _NORM else rest), None))
+    dims = range(len(tensor.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    dims = tuple(sorted({each % max(len(tensor.shape), 1) for each in dims}))
+    made = kwargs.get("dtype") or tensor.dtype
+    item_bytes = made.itemsize if made.is_floating_point else 8  # whole numbers are summed as int64
+    bytes_each = max(4, item_bytes)
+    is_same = made is tensor.dtype and made.itemsize == item_bytes
+    casts = operation.name != _NORM and tensor.dtype.itemsize != 2 and not is_same
+    copies = [math.prod(tensor.shape) * item_bytes] if casts else []
+    return Program(_REDUCTION, (dims, bytes_each, len(copies)), (*tensor.shape, *tensor.stride, *copies))
+
+
+def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
+    """The bytes that a program takes besides its result, block by block."""
+    if program is None:
+        return []
+    copies = list(program.numbers[len(program.numbers) - program.constants[-1] :])
+    if program.rule == _REDUCTION:
+        dims, bytes_each, _ = program.constants
+        rank = (len(program.numbers) - len(copies)) // 2
+        layout = program.numbers[:rank], program.numbers[rank : 2 * rank]
+        gpu = reduction_scratch.processors(capability)
+        return copies + reduction_scratch.scratch_bytes(*layout, dims, gpu, bytes_each)
+    import torch
+
+    from perf_helpers.estimate.kernels import Kernels
+
+    (weights, width, is_half, _), count = program.constants, program.numbers[0]
+    gradient = torch.empty(count, width, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    indices = torch.empty(count, dtype=torch.int64, device="meta")
+    kernel = torch.ops.aten.embedding_dense_backward.default
+    steps = Kernels(capability).program(kernel, (gradient, indices, weights, -1, False), {}, gradient)
+    return copies + [step for step in steps if isinstance(step, int)]
+
+
+def _is_contiguous(spec) -> bool:
+    sizes = [(size, step) for size, step in zip(spec.shape, spec.stride, strict=True) if size != 1]
+    expected = [math.prod([size for size, _ in sizes[place + 1 :]]) for place in range(len(sizes))]
+    return [step for _, step in sizes] == expected
+
+
+# ---- sums of powers
+
+
+def powers(point: Point) -> tuple[int, ...]:
+    """What a `Sum` is multiplied with."""
+    size, length = point
+    return (1, length, length**2, size, size * length, size * length**2)
+
+
+def at(coefficients: Sum, point: Point) -> int:
+    return sum(map(int.__mul__, coefficients, powers(point)))
+
+
+@functools.cache
+def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
+    """The one sum of at most two powers that has these values at these points.
+
+    Raises:
+        Unfit: there is none with whole coefficients, or more than one.
+    """
+    rows = [powers(point) for point in points]
+    is_one = len({size for size, _ in points}) == 1
+    for count in (1, 2):
+        found = set()
+        for chosen in itertools.combinations(range(3 if is_one else 6), count):
+            solved = _solved([[row[n] for n in chosen] for row in rows], values)
+            if solved:
+                found.add(tuple(solved[chosen.index(n)] if n in chosen else 0 for n in range(6)))
+        if len(found) > 1:
+            raise Unfit(f"{values} at {points} are several sums")
+        if found:
+            return found.pop()
+    raise Unfit(f"{values} at {points} are no sum of two powers")
+
+
+def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
+    """The whole numbers by which one or two columns make the values; None where there are none."""
+    if len(rows[0]) == 1:
+        solved = [Fraction(values[0], rows[0][0])]
+    else:
+        a, b = rows[0]
+        place = next((n for n, (c, d) in enumerate(rows) if a * d != b * c), None)
+        if place is None:
+            return None
+        (c, d), first, other = rows[place], values[0], values[place]
+        solved = [Fraction(first * d - b * other, a * d - b * c), Fraction(a * other - c * first, a * d - b * c)]
+    fits = all(sum(x * y for x, y in zip(solved, row, strict=True)) == v for row, v in zip(rows, values, strict=True))
+    return [int(each) for each in solved] if fits and all(each.denominator == 1 for each in solved) else None
+
+
+# ---- the table
+
+
+def table(traced: dict[Point, Events]) -> dict[str, Any]:
+    """What `events.js` reads, from the events at some points.
+
+    Raises:
+        Unfit: they differ in more than sizes, or a size is no sum of powers.
+    """
+    points, every = (*traced,), [*traced.values()]
+    for point, other in traced.items():
+        if other.order != every[0].order:
+            raise Unfit(f"at {point} the events are others than at {points[0]}: {_difference(every[0], other)}")
+    sums: dict[Sum, int] = {}
+    labels: dict[tuple, int] = {}
+    programs: dict[tuple, int] = {}
+    classes: dict[tuple, int] = {}
+
+    def fit(values: Iterable[int]) -> int:
+        found = fitted(tuple(values), points)
+        return sums.setdefault(found, len(sums))
+
+    kinds = []  # of the blocks: their classes
+    for same in zip(*(each.blocks for each in every), strict=True):
+        _, label, program = same[0]
+        known = label.category, Phase(label.phase).shown, label.operation, re.sub(r"\b\d+\b", "*", label.module)
+        key = [labels.setdefault(known, len(labels)), fit(size for size, *_ in same)]
+        if program:
+            numbers = tuple(map(fit, zip(*(of.numbers for _, _, of in same), strict=True)))
+            key.append(programs.setdefault((program.rule, program.constants, numbers), len(programs)))
+        kinds.append(classes.setdefault(tuple(key), len(classes)))
+    tokens, ranks = _tokens(every[0].events, kinds)
+    names = [str(category) for category in CATEGORIES]
+    return {
+        "sums": [*map(list, sums)],
+        "labels": [[names.index(category), *rest] for category, *rest in labels],
+        "programs": [*map(list, programs)],
+        "classes": [*map(list, classes)],
+        "tokens": tokens,
+        "ranks": ranks,
+        "marks": every[0].marks,
+    }
+
+
+def _difference(one: Events, other: Events) -> str:
+    """The first block in which they differ."""
+    for number, (here, there) in enumerate(zip(one.order[2], other.order[2], strict=False)):
+        if here != there:
+            return f"block {number}: {here} and {there}"
+    return f"{len(one.blocks)} and {len(other.blocks)} blocks, or their order"
+
+
+def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
+    """Each event as its block's class n, or as ~n for a death; and for each death which of those of the class it was:
+    0 the youngest that lives, 1 the next, or -1 the oldest, -2 the next."""
+    living: dict[int, list[int]] = collections.defaultdict(list)
+    tokens, ranks = [], []
+    for event in events:
+        kind = kinds[max(event, ~event)]
+        here = living[kind]
+        if event >= 0:
+            tokens.append(kind)
+            here.append(event)
+            continue
+        place = here.index(~event)
+        from_youngest = len(here) - 1 - place
+        ranks.append(from_youngest if from_youngest <= place else ~place)
+        tokens.append(~kind)
+        del here[place]
+    return tokens, ranks
