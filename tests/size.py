@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 19_469, 95),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 19_472, 95),
     ("  lab", ["perf_helpers/lab/*.py"], 5_208, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 760, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 5_215, 23),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 5_218, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 990, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_312, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 757, 5),
@@ -29,7 +29,7 @@ BUDGETS = (
         48,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_270, 36),
-    ("website", ["website/*.py", "website/*.md", "website/*/*.j2", "website/_static/*"], 700, 12),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_050, 20),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
 )
