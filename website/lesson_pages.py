@@ -70,10 +70,8 @@ def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> s
     lines = Markup("").join(
         Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], told(row))) for machine, row in rows
     )
-    page = Markup('<a href="{}">its history</a>').format(address)
-    return Markup("<details class='everywhere'><summary>On every machine</summary><ul>{}</ul>{}</details>\n").format(
-        lines, page
-    )
+    shown = '<summary>On every machine</summary><ul>{}</ul><a href="{}">its history</a>'
+    return str(Markup(f'<details class="everywhere">{shown}</details>\n').format(lines, address))
 
 
 def told(row: Mapping[str, Any]) -> str:

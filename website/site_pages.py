@@ -127,9 +127,6 @@ class Sources:
             for cell in notebook.cells:
                 if cell.cell_type == "markdown":
                     cell.source = self.linked(cell.source, Path("notebooks"))
-            elsewhere = {
-                id: lesson_pages.everywhere(rows, f"../claims/{id}.html") for id, rows in self.history.now.items()
-            }
             sources = f"[What it takes on trust](BIBLIOGRAPHY.md#{places[path.stem[:2]]})."
             head = f"*As executed on {machine}.* {self.launch(path.name)} {sources}"
             made = lesson_pages.page(notebook, head, elsewhere, self.folder / "extra" / "notebooks" / "pictures")
