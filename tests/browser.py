@@ -2,6 +2,8 @@
 axe-core finds on a page."""
 
 import contextlib
+import functools
+import http.server
 import json
 import os
 import re
@@ -52,6 +54,23 @@ def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = 
         for node in rule["nodes"]
         if not any(rule["id"] == name and words in node["html"] for name, words in apart)
     ]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder, served without a word."""
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path):
+    """The address at which a folder's files are served; it ends with a slash."""
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
 
 
 class Server:

@@ -1,12 +1,13 @@
 """What was recorded of each claim: on which machine, when, with which libraries, and what it came to."""
 
+import itertools
 import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_helpers.course.results import decided_anew, load_results, recorded
+from perf_helpers.course.results import course_runs, decided_anew
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes")
@@ -31,42 +32,35 @@ class History:
     now: dict[str, list[tuple[str, dict[str, Any]]]]
     before: dict[str, list[Entry]]
     machines: list[str]  # those of `now`
+    executed: tuple[str, Path]  # the newest machine whose executed lessons are kept, in words, and their folder
 
     @classmethod
     def read(cls) -> "History":
         """What results/ has: course runs, rehearsed ones, and those of the library matrix."""
-        newest = {data["file"] for data in recorded(RESULTS).values()}
+        runs = course_runs(RESULTS)
+        newest = {data["file"].parent: data for data in runs}
         now, before, machines = defaultdict(list), defaultdict(list), []
-        for name, data, is_newest in _runs(newest):
-            libraries = ", ".join(
-                f"{each} {data['versions'][each]}" for each in LIBRARIES if data["versions"].get(each)
-            )
+        measured = ((data["machine"]["name"], data, data is newest[data["file"].parent]) for data in runs)
+        for name, data, is_newest in itertools.chain(measured, _rehearsed()):
             if is_newest:
                 machines.append(f"{name}, {data['date'][:10]}")
             for row in decided_anew(data["claims"]):
-                before[row["id"]].append(Entry(name, data["date"][:10], libraries, row))
+                before[row["id"]].append(Entry(name, data["date"][:10], _told(data["versions"]), row))
                 if is_newest:
                     now[row["id"]].append((machines[-1], row))
         for id, entry in _of_matrix():
             before[id].append(entry)
         for entries in before.values():
             entries.sort(key=lambda entry: entry.date)
-        return cls(now, before, machines)
-
-    @staticmethod
-    def executed() -> tuple[str, Path]:
-        """The newest machine whose executed lessons are kept, in words, and their folder."""
-        runs = [data for data in recorded(RESULTS).values() if (data["file"].parent / "lessons").is_dir()]
-        data = max(runs, key=lambda data: data["date"])
+        kept = [data for folder, data in newest.items() if (folder / "lessons").is_dir()]
+        data = max(kept, key=lambda data: data["date"])
         libraries = ", ".join(f"{each} {data['versions'][each]}" for each in LIBRARIES[:2])
-        return f"{data['machine']['name']}, {data['date'][:10]}, {libraries}", data["file"].parent / "lessons"
+        executed = f"{data['machine']['name']}, {data['date'][:10]}, {libraries}", data["file"].parent / "lessons"
+        return cls(now, before, machines, executed)
 
 
-def _runs(newest: set[Path]):
-    """(machine, content, whether it is the machine's newest) of every recorded and every rehearsed course run."""
-    for path in sorted(RESULTS.glob("[!r]*/*.json")):
-        data = load_results(path)
-        yield data["machine"]["name"], data, path in newest
+def _rehearsed():
+    """(card, content, True) of the newest rehearsed course of each card that has one."""
     for folder in sorted(RESULTS.glob("rehearsed/*")):
         *_, path = sorted(folder.glob("*.json"))
         data = json.loads(path.read_text("utf-8"))

@@ -120,7 +120,7 @@ class Sources:
         """The lessons as the newest record has them, and their notebooks to be taken along."""
         titles = re.findall(r"(?m)^## (.+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text("utf-8"))
         places = {title[:2]: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-        (machine, folder), now = self.history.executed(), self.history.now
+        (machine, folder), now = self.history.executed, self.history.now
         elsewhere = {id: lesson_pages.everywhere(rows, f"../claims/{id}.html") for id, rows in now.items()}
         for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
             notebook = nbformat.read(folder / path.name, as_version=4)

@@ -45,15 +45,15 @@ def load_results(path: str | Path) -> dict[str, Any]:
 
 
 def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The newest measured course run of each machine that has a folder in `folder`, as <machine>/<date>.json.
+    """The newest of `course_runs` of each machine, by the name of its folder."""
+    return {data["file"].parent.name: data for data in course_runs(folder)}
 
-    By the machine's folder, with the file under "file". What was rehearsed is no measurement and left out.
 
-    Raises:
-        ValueError: a file that is not a course's results.
-    """
-    runs = [load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json"))]
-    return {data["file"].parent.name: data for data in runs if not data["machine"].get("rehearsed")}
+def course_runs(folder: str | Path) -> list[dict[str, Any]]:
+    """Every measured course run in a folder, as <machine>/<date>.json, of each machine the oldest first, with the file
+    under "file". What was rehearsed is left out. Raises ValueError where a file is not a course's results."""
+    found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
+    return [data for data in found if not data["machine"].get("rehearsed")]
 
 
 def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,9 +3,7 @@
 The tables of a small model are made here, as those of the site are.
 """
 
-import functools
 import gzip
-import http.server
 import json
 import random
 import re
@@ -13,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import browser
@@ -50,11 +47,6 @@ ANSWERED = """([words, done]) => {
 }"""
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The address of the page on a site of its own, and its folder."""
@@ -70,11 +62,8 @@ def site(tmp_path_factory):
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
     head += '<meta name="viewport" content="width=device-width"><style>:root{color-scheme:light dark}</style></head>'
     (folder / "index.html").write_text(f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>")
-    handler = functools.partial(Quiet, directory=folder)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/index.html", folder
-    server.shutdown()
+    with browser.served(folder) as address:
+        yield f"{address}index.html", folder
 
 
 @pytest.fixture

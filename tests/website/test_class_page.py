@@ -1,13 +1,11 @@
 """The class's page in a browser: what 30 files of learners come to, what is refused and why, by keyboard, and from
 hostile files. The files are written by the project's own code, and the numbers counted by it, too."""
 
-import functools
-import http.server
 import json
 import random
 import re
+import shutil
 import statistics
-import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +92,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address():
+def address(tmp_path_factory):
     """The page's own HTML in a plain document, served beside its script and style."""
     text = (WEBSITE / "class.md").read_text()
     content = f"<h1>A class</h1>{text[text.index('<link') :]}"
@@ -102,22 +100,11 @@ def address():
     head = f"<meta charset=utf-8><title>A class</title><meta name=viewport content='width=device-width'><style>{style}"
     html = f"<!doctype html><html lang=en><head>{head}</style></head><body><main>{content}</main></body></html>"
 
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self):
-            if self.path != "/":
-                return super().do_GET()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(html.encode())
-
-        def log_message(self, *_):
-            """Say nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=WEBSITE)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    folder = tmp_path_factory.mktemp("page")
+    shutil.copytree(WEBSITE / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
+    (folder / "index.html").write_text(html, encoding="utf-8")
+    with browser.served(folder) as address:
+        yield address
 
 
 @pytest.fixture

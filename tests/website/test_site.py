@@ -2,13 +2,10 @@
 it."""
 
 import base64
-import functools
-import http.server
 import importlib
 import io
 import re
 import sys
-import threading
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -118,22 +115,14 @@ def test_a_claims_history_has_every_record_and_calls_a_rehearsal_so():
 # ---- the whole site
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site's folder, and its address."""
     folder = tmp_path_factory.mktemp("site")
     site_pages.SOURCE, site_pages.SITE = folder / "source", folder / "html"
     assert site_pages.main(["--repository", "me/course"]) == 0
-    handler = functools.partial(Quiet, directory=folder / "html")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield folder / "html", f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with browser.served(folder / "html") as address:
+        yield folder / "html", address
 
 
 def pages(folder):
