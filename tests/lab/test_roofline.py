@@ -142,10 +142,10 @@ class TestProducts:
         assert low == pytest.approx(1 / (0.5 / (4 / 1.05) + 0.5 * 2))
         assert high == pytest.approx(1 / (0.65 / (4 * 1.05) + 0.35 / 2))
 
-    @pytest.mark.parametrize("ratio", [0.01, 0.39, 0.65, 0.95])
+    @pytest.mark.parametrize("ratio", [0.01, 0.13, 0.39, 0.65, 0.95])
     def test_slow_products_do_not_let_a_step_of_products_gain(self, ratio):
         assert of(ratio, 0.95, 1.0).step_speed[1] < 1.05
-        assert of(ratio).usable == (ratio > 0.1)
+        assert of(ratio).usable == (ratio > 0.2)
 
     def test_products_that_are_all_of_a_step_give_their_own_ratio(self):
         low, high = of(3.0, 1.0, 1.0).step_speed
@@ -169,7 +169,7 @@ class TestProducts:
         """Planted seconds: fp32 takes 2, bf16 1, a step 8, in each of three processes."""
         turns = [[(9.0, seconds)] * 4 for seconds in (2.0, 1.0, 2.0, 8.0)]
         monkeypatch.setattr(Lab, "run", lambda *_, **__: replace(RUN, value=turns))
-        flops = 2 * (4 * 24) * 64 * (4 * 64)  # of a feed-forward layer: four samples of 24 tokens, 64 wide
+        flops = 3 * 2 * (4 * 24) * 64 * (4 * 64)  # of a feed-forward layer: four samples of 24 tokens, 64 wide
         monkeypatch.setattr(roofline, "model_flops", lambda task, samples: 2 * flops)
         found = roofline.products(lab, "bfloat16", BERT, 4)
         assert found.ratio.value == 2.0 and found.flops_per_second == flops / 2
