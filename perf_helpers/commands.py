@@ -126,8 +126,7 @@ def estimate(
         return
     peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
     lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *map(repr, fits)]
-    lines += [f"followed in {estimated.seconds:.1f} s"]
-    answer(lines + [f"- {assumption}" for assumption in estimated.assumptions])
+    answer([*lines, f"followed in {estimated.seconds:.1f} s", *(f"- {text}" for text in estimated.assumptions)])
 
 
 def explain(

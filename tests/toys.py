@@ -7,9 +7,10 @@ import nbformat
 PARAMETERS = 'profile = "auto"\nstrict = False\nout = ""'
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 SHOW = f"import base64, IPython.display as d\nd.display(d.Image(base64.b64decode('{PNG}')))"
-ORPHAN = """import os, pathlib, subprocess, sys
+ORPHAN = """import os, pathlib, subprocess, sys, tempfile
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 pathlib.Path(out, "orphan.pid").write_text(str(child.pid))
+pathlib.Path(out, "left").write_text(tempfile.mkdtemp())
 os.kill(os.getpid(), 9)"""
 SWALLOWED = "import ipywidgets\nwith ipywidgets.Output():\n    raise ValueError('swallowed by a widget')"
 

@@ -1,10 +1,10 @@
 """One lesson, executed in a process of its own and judged by what it left.
 
 Notable: the process is marked in its environment, and what it starts inherits the mark. So all of it can be found and
-ended, also what outlived a killed kernel. papermill's word is not trusted: a killed kernel leaves cells that never ran
-marked as completed, and an error in a widget's callback leaves the notebook green. So each executed notebook is read
-again, and a lesson is ok only if every cell ran, nothing raised, and its results are there, complete and its own. As a
-module this is papermill's command, with a client that hears of each reply (`asking`).
+ended, also what outlived a killed kernel; its temporary files go with it. papermill's word is not trusted: a killed
+kernel leaves cells that never ran marked as completed, and an error in a widget's callback leaves the notebook green.
+So each executed notebook is read again, and a lesson is ok only if every cell ran, nothing raised, and its results are
+there, complete and its own. As a module this is papermill's command, with a client that hears of each reply (`asking`).
 """
 
 import ast
@@ -16,6 +16,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -159,8 +160,6 @@ def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], 
     `watch` is called every few seconds meanwhile. Returns the exit code, None if it was killed.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
-    # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
-    environment = {**os.environ, MARKER: marker, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     code = None
     with log.open("wb") as stream, ExitStack() as at_the_end:
@@ -168,7 +167,10 @@ def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], 
             # A SIGTERM (a cancelled CI job) interrupts as Ctrl-C does: the lesson under way is ended, not orphaned.
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             at_the_end.callback(signal.signal, signal.SIGTERM, before)
-        process = subprocess.Popen(command, stdout=stream, env=environment, **options)
+        folder = at_the_end.enter_context(tempfile.TemporaryDirectory("-lesson", ignore_cleanup_errors=True))
+        # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
+        own = {MARKER: marker, "TMPDIR": folder, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
+        process = subprocess.Popen(command, stdout=stream, env={**os.environ, **own}, **options)
         try:
             end = time.monotonic() + timeout
             while code is None and (left := end - time.monotonic()) > 0:
@@ -214,8 +216,7 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} is damaged ({type(error).__name__}: {error})"
     if not complete or lesson != name or not isinstance(runs, list):
         return {}, f"{path.name} is {f'that of {lesson}' if complete else 'not complete'}: in the lesson, Lab({name!r})"
-    # A rehearsal decides by memory alone, and some lessons have no such claim.
-    rehearsed = record.get("machine", {}).get("rehearsed")
+    rehearsed = record.get("machine", {}).get("rehearsed")  # by memory alone, and some lessons have no such claim
     return record, "" if decided or rehearsed else "it decided no claim"
 
 

@@ -111,16 +111,10 @@ class Lab:
         if self.machine.kind == "cpu" or told.get("use_cpu"):
             for text in told.passed_over_on_a_cpu:
                 warnings.warn(text, stacklevel=2)
-        experiment = Experiment(
-            name=name,
-            task=task or self.task,
-            arguments=told,
-            optimizer=None if optimizer is None else pickled(optimizer),
-            processes=processes,
-            steps=self.profile.steps if steps is None else steps,
-            warmup_steps=self.profile.warmup_steps,
-        )
-        return self._run(experiment, measure, timeout)
+        optimizer = None if optimizer is None else pickled(optimizer)
+        steps = self.profile.steps if steps is None else steps
+        how = {"arguments": told, "optimizer": optimizer, "processes": processes, "steps": steps}
+        return self._run(name, task, measure, timeout, **how)
 
     def infer(
         self,
@@ -136,15 +130,8 @@ class Lab:
         Arguments and errors are those of `train`; each pass is a step.
         """
         arguments_of_kind(Lab.infer, locals())
-        experiment = Experiment(
-            name=name,
-            task=task or self.task,
-            arguments=Arguments.of(arguments, also=Lab.infer.__annotations__),
-            training=False,
-            steps=self.profile.steps,
-            warmup_steps=self.profile.warmup_steps,
-        )
-        return self._run(experiment, measure, timeout)
+        told = Arguments.of(arguments, also=Lab.infer.__annotations__)
+        return self._run(name, task, measure, timeout, arguments=told, training=False)
 
     def run(
         self,
@@ -169,17 +156,10 @@ class Lab:
             use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
         """
         arguments_of_kind(Lab.run, locals())
-        experiment = Experiment(
-            name=name or getattr(function, "__name__", "function"),
-            task=task or self.task,
-            arguments=Arguments.of({"use_cpu": True}) if use_cpu else Arguments(),
-            function=pickled(function),
-            samples_of_function=samples_per_step,
-            processes=processes,
-            steps=self.profile.steps,
-            warmup_steps=self.profile.warmup_steps,
-        )
-        return self._run(experiment, measure, timeout)
+        name = name or getattr(function, "__name__", "function")
+        how = {"function": pickled(function), "samples_of_function": samples_per_step, "processes": processes}
+        told = Arguments.of({"use_cpu": True} if use_cpu else {})
+        return self._run(name, task, measure, timeout, arguments=told, **how)
 
     def compare(
         self,
@@ -271,7 +251,9 @@ class Lab:
                 return run
         raise KeyError(f"no run {name!r} yet; there are {', '.join(run.name for run in self.runs) or 'none'}")
 
-    def _run(self, experiment: Experiment, measure: Sequence[str], timeout: float | None) -> Run:
+    def _run(self, name: str, task: Task | None, measure: str | Sequence[str], timeout: float | None, **more) -> Run:
+        usual = {"steps": self.profile.steps, "warmup_steps": self.profile.warmup_steps}
+        experiment = Experiment(name=name, task=task or self.task, **(usual | more))
         measure = (measure,) if isinstance(measure, str) else tuple(measure)
         if not measure or any(each not in ("memory", "time", "none") for each in measure):
             raise ValueError(f"measure={shown(measure)}: choose from 'memory', 'time', 'none'")
@@ -309,24 +291,19 @@ class Lab:
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
         """Make a run of what was measured, here or elsewhere, and store it."""
+        same = ("status", "message", "memory", "timing", "losses", "value", "attempts")
         run = Run(
+            **{field: getattr(outcome, field) for field in same},
             name=experiment.name,
-            status=outcome.status,
-            message=outcome.message,
             kind=experiment.kind,
             arguments=dict(experiment.arguments.given),
             task=experiment.task.to_dict(),
             samples_per_step=experiment.samples_per_step if experiment.training else None,
-            memory=outcome.memory,
-            timing=outcome.timing,
-            losses=outcome.losses,
-            value=outcome.value,
             ranks=tuple(map(_rank_summary, outcome.ranks)) or None,
             processes=experiment.processes,
             profile=self.profile.name,
             machine=outcome.machine or self.machine.to_dict(),
             versions=outcome.versions or self.versions,
-            attempts=outcome.attempts,
             date=now(),
             id=uuid.uuid4().hex[:12],
         )

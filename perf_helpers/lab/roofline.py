@@ -91,8 +91,7 @@ class Products:
 
     @property
     def usable(self) -> bool:
-        """Whether 16 bits are worth a training here: where they are emulated, products take ten times as long. True
-        where it is not known."""
+        """Whether 16 bits are worth a training here: emulated, products take ten times as long. Unknown: True."""
         return not self.ratio.known or self.ratio.value > 0.2
 
     @property

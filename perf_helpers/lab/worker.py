@@ -6,6 +6,7 @@ The process that calls `perform` is fresh and will end after it: nothing needs t
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.training import Experiment, infer, train
 from perf_helpers.records import Timing
+from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import Unknown
 
 # Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
@@ -129,7 +131,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Why the experiment is not even started: weights, and gradients where all learn, exceed this machine's memory."""
+    """Why the experiment is not even started: weights, and gradients where all learn, exceed this machine's memory, or
+    the batches of DataLoader workers its /dev/shm: torch may wait for one of them for ever."""
     if experiment.function or hardware.is_rehearsal():  # there the card's allocator says so, in its own words
         return None
     import torch
@@ -149,11 +152,22 @@ def _refusal(experiment: Experiment) -> str | None:
     alone = bool(quantized or arguments.get("peft"))
     needed = size * parameters * (1 if alone else 2)
     if not available or needed <= available:
-        return None
+        return _refusal_of_workers(experiment, machine.shm_bytes)
     what = "weights" if alone else "weights and gradients"
+    takes = f"its {what} alone take {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
+    return f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: {takes}"
+
+
+def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
+    """`free`: bytes of /dev/shm; None where there is none."""
+    task, of_trainer = experiment.task, experiment.arguments
+    workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
+    samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
+    if not samples or free is None or (needed := sum(each.nbytes for each in task.batch(samples).values())) <= free:
+        return None
+    told = f"dataloader_num_workers={workers}: batches on their way take {bytes_text(needed)} of /dev/shm"
     return (
-        f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: its {what} alone take "
-        f"{needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
+        f"{told}, where {bytes_text(free)} are free. Give it more (docker run --shm-size=2g), or load without workers"
     )
 
 
@@ -183,6 +197,11 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
     if not experiment.function and not experiment.arguments.get("use_cpu") and 0 < devices < experiment.processes:
         text = f"{experiment.processes} ranks need a GPU each, and there are {devices}: use_cpu=True trains on the CPU"
         return Outcome("refused", text)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:  # torch's launcher would look for it for minutes
+        return Outcome("refused", f"ranks meet over loopback, which does not answer ({error}): `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads, oom_kills = threads_of(experiment), outcomes.oom_kills()

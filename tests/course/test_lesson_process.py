@@ -1,6 +1,7 @@
 """A lesson leaves no process behind, and is ok only if all of it ran and its results are its own."""
 
 import json
+from pathlib import Path
 
 import nbformat
 import psutil
@@ -72,6 +73,7 @@ def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tm
     assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
 
 
-def test_a_child_that_outlives_the_killed_kernel_is_ended(ran):
+def test_what_outlives_the_killed_kernel_is_ended_and_its_temporary_files_are_gone(ran):
     pid = int((ran[1] / "orphan.pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not Path((ran[1] / "left").read_text()).exists()

@@ -5,6 +5,7 @@ import gc
 import getpass
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import textwrap
 import time
 import uuid
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -267,6 +269,7 @@ SMALL_SHM = """
     sys.path[:] = {path!r}
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
     from perf_helpers.lab.lab import Lab
+    from perf_helpers.lab.task import Task
 
     def load(task):
         import torch
@@ -282,6 +285,11 @@ SMALL_SHM = """
             print(lab.run(load, measure=("none",), timeout=seconds))
         if "/dev/shm" in lab.runs[-2].message:
             break
+    subprocess.run(["mount", "-o", "remount,size=1m", "/dev/shm"], check=True)
+    few = {{"measure": ("none",), "per_device_train_batch_size": 64}}
+    for workers, tokens in ((4, 512), (4, 16), (0, 512)):
+        task = Task("bert-tiny", tokens)
+        print(lab.train("trained", task=task, dataloader_num_workers=workers, **few))
 """
 
 
@@ -291,10 +299,92 @@ def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("/dev/shm can only be made small by root, and not in every container")
     done = subprocess.run(words, capture_output=True, text=True)
-    torchs, own, without = done.stdout.splitlines()[-3:]
+    torchs, own, without, *trained = done.stdout.splitlines()[-6:]
     assert re.match("load: crashed: RuntimeError: Caught RuntimeError in DataLoader .*; /dev/shm is full", torchs), done
     assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", own), done
     assert without == "load: ok, not measured"
+    words = "trained: refused: dataloader_num_workers=4: batches on their way take 2.1 MB of /dev/shm, where 1.0"
+    assert trained[0].startswith(words) and trained[1:] == ["trained: ok, not measured"] * 2, trained
+
+
+NO_LOOPBACK = """
+    import sys
+    sys.path[:] = {path!r}
+    from perf_helpers.lab.lab import Lab
+
+    lab = Lab("cpu", out={out!r})
+    print(lab.run(lambda task: 1, "ranks", measure=("none",), processes=2))
+    print(lab.run(lambda task: 1, "alone", measure=("none",)))
+"""
+
+
+def test_ranks_without_a_loopback_interface_are_refused_at_once(lab, tmp_path):
+    code = textwrap.dedent(NO_LOOPBACK).format(path=sys.path, out=str(tmp_path))
+    if os.geteuid() or subprocess.run(["unshare", "--net", "true"]).returncode:
+        pytest.skip("a network without a loopback interface needs root, and a container that allows it")
+    began = time.monotonic()
+    done = subprocess.run(["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True)
+    ranks, alone = done.stdout.splitlines()
+    assert re.match("ranks: refused: ranks meet over loopback, .*unreachable.*ip link set lo up", ranks), done
+    assert alone.startswith("alone: ok"), done
+    assert time.monotonic() - began < 120, "torch's launcher looks for it for minutes"
+
+
+SET_BACK = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <stdlib.h>
+    #include <time.h>
+    #include <unistd.h>
+
+    int clock_gettime(clockid_t clock, struct timespec *now) {
+        static int (*real)(clockid_t, struct timespec *);
+        if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+        int code = real(clock, now);
+        if (clock == CLOCK_REALTIME && !access(getenv("SET_BACK"), F_OK)) now->tv_sec -= 86400;
+        return code;
+    }
+"""
+BEFORE_AND_AFTER = """
+    import os, sys, time
+    from pathlib import Path
+    sys.path[:] = {path!r}
+    from perf_helpers.lab.lab import Lab
+    from test_faults import TINY, numbers
+
+    def set_back(task):
+        import torch
+        optimizer, before = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), time.time()
+        for step in range(5):
+            time.sleep(0.5)
+            if step == 3:
+                Path(os.environ["SET_BACK"]).touch()
+            optimizer.step()
+        return time.time() - before
+
+    lab = Lab("cpu", out={out!r}, timeout=300)
+    run = lab.run(set_back, measure=("time",))
+    print(-86400 < run.value < -86300 and 0.4 < min(run.timing.all_seconds) and max(run.timing.all_seconds) < 30)
+    print(numbers(lab))
+    runs = lab.store.read()
+    print([each.name for each in runs] == [each.name for each in lab.runs] and runs[0].date[:10])
+"""
+
+
+def test_a_clock_that_is_set_back_a_day_in_mid_run_changes_no_figure(lab, undisturbed, tmp_path):
+    library, code = tmp_path / "set_back.so", tmp_path / "set_back.c"
+    code.write_text(textwrap.dedent(SET_BACK))
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("the clock is set back by a few lines of C, and there is no compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, code, "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "SET_BACK": str(tmp_path / "is set back")}
+    script = textwrap.dedent(BEFORE_AND_AFTER).format(path=sys.path, out=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    set_back, figures, kept = done.stdout.splitlines()
+    assert set_back == "True" and figures == f"{undisturbed[1]}", done
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    assert kept in {f"{yesterday:%Y-%m-%d}", f"{yesterday - timedelta(hours=1):%Y-%m-%d}"}, done
 
 
 # ---- faults of the process that has the lab
