@@ -89,6 +89,29 @@ def test_the_estimate_is_what_is_counted(lab, given):
 
 
 @needs_peft
+@pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
+def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
+    """Its groups change which states are made when, and of what: the estimate follows them."""
+
+    def plus(model, args):
+        import bitsandbytes
+        import torch
+        from peft.optimizers import create_loraplus_optimizer
+
+        of = torch.optim.AdamW if kind == "AdamW" else bitsandbytes.optim.Adam8bit
+        made = create_loraplus_optimizer(model, of, lr=args.learning_rate, loraplus_lr_ratio=16.0)
+        rates = {group["lr"] / args.learning_rate for group in made.param_groups if group["params"]}
+        assert {round(rate, 9) for rate in rates} == {1, 16}
+        return made
+
+    given = {"peft": {"r": 16, "target_modules": "all-linear"}, "optimizer": plus}
+    found = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
+    memory = trained(lab, **given)
+    assert (found.peak_bytes, found.breakdown) == (memory.peak_bytes, memory.breakdown)
+    assert found.breakdown["optimizer_states"] >= 2 * found.trainable_parameters
+
+
+@needs_peft
 def test_gpt2_keeps_its_weights_the_other_way_round(lab):
     """Conv1D: quantized it is a linear layer all the same, and says what the whole one does."""
     import torch
