@@ -2,6 +2,7 @@
 
     python website/site_pages.py                              build/site/index.html
     python website/site_pages.py --repository owner/name      with links to the sources, to Colab and to Binder
+    python website/site_pages.py --pictures                   and README's pictures of it, by pictures.py
 
 Every lesson stands as a recorded machine executed it; every claim has a page of its own, with all that recorded runs,
 rehearsals and the library matrix say of it. Other pages are those of the repository. Links between them become links of
@@ -161,12 +162,18 @@ def toctree(names: Sequence[str], caption: str = "") -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repository", default=os.environ.get("GITHUB_REPOSITORY"), help="owner/name on GitHub")
+    parser.add_argument("--pictures", action="store_true", help="make README's pictures anew")
     options = parser.parse_args(arguments)
     Sources(SOURCE, options.repository).write()
     shutil.rmtree(SITE, ignore_errors=True)
     # A warning, as of a link that leads nowhere, is an error.
     extra = f"html_extra_path={SOURCE / 'extra'}"
-    return build_main(["-W", "--keep-going", "-q", "-j", "auto", "-c", str(HERE), "-D", extra, str(SOURCE), str(SITE)])
+    code = build_main(["-W", "--keep-going", "-q", "-j", "auto", "-c", str(HERE), "-D", extra, str(SOURCE), str(SITE)])
+    if options.pictures and not code:
+        import pictures  # needs a browser
+
+        pictures.make(SITE)
+    return code
 
 
 if __name__ == "__main__":

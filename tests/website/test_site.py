@@ -6,6 +6,7 @@ import importlib
 import io
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -18,9 +19,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "website"))
-claim_history, lesson_pages, recorded_lessons, site_pages = map(
-    importlib.import_module, ("claim_history", "lesson_pages", "recorded_lessons", "site_pages")
+claim_history, lesson_pages, pictures, recorded_lessons, site_pages = map(
+    importlib.import_module, ("claim_history", "lesson_pages", "pictures", "recorded_lessons", "site_pages")
 )
+PICTURES = ("lesson", "calculator", "report")
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
 CARD = '<div role="group" aria-label="weights-cost: holds" style="x">\n<strong>✓ holds</strong>\n</div>\n'
@@ -80,6 +82,15 @@ def test_a_recorded_lesson_becomes_a_page(tmp_path):
     (file,) = (tmp_path / "pictures").iterdir()
     assert html[1] == f'<img alt="a plot" src="pictures/{file.name}">'
     assert html[2] == f"{CARD}<p>elsewhere</p>"
+
+
+def test_readme_shows_its_pictures_and_each_is_small():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shown = dict(re.findall(r'<img src="notebooks/pictures/(\w+)\.png" width="\d+"\s+alt="([^"]{60,})">', readme))
+    assert tuple(shown) == PICTURES
+    for name in PICTURES:
+        with PIL.Image.open(path := pictures.FOLDER / f"{name}.png") as image:
+            assert image.mode == "P" and image.width >= 1280 and path.stat().st_size < 200_000
 
 
 def test_links_lead_somewhere_from_the_site(tmp_path):
@@ -191,6 +202,13 @@ class TestInABrowser:
         shown = page.locator("#claims tbody tr:visible")
         assert 10 < shown.count() < page.locator("#claims tbody tr").count()
         assert all("refuted" in text for text in shown.all_inner_texts())
+
+    def test_readmes_pictures_are_made_anew_in_the_same_size(self, site, tmp_path):
+        with ThreadPoolExecutor(1) as apart:  # from the thread that has a browser open
+            apart.submit(pictures.make, site[0], tmp_path).result()
+        for path in (tmp_path / f"{name}.png" for name in PICTURES):
+            sizes = [PIL.Image.open(each).size for each in (path, pictures.FOLDER / path.name)]
+            assert sizes[0] == sizes[1] and path.stat().st_size < 200_000
 
     def test_the_search_finds_a_lesson(self, page, site):
         page.goto(site[1] + "search.html?q=Adafactor")
