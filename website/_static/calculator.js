@@ -1,5 +1,6 @@
 /** The page that tells whether a training fits: its controls, and what is shown of an answer. */
 
+import { element, fold, tableOf } from "./elements.js";
 import { LENGTH_UNIT } from "./events.js";
 import { breakdown, largest, memoryOf, timeline } from "./memory.js";
 
@@ -49,23 +50,6 @@ function bytesText(size) {
 }
 
 const signedText = (size) => (size ? `${size > 0 ? "+" : "−"}${bytesText(Math.abs(size))}` : "the same");
-
-/** An element with attributes, and children that are elements or texts. */
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}
-
-/** A table with a caption, whose first column names its rows. */
-function tableOf(caption, header, rows) {
-  const cells = (row) => row.map((cell, place) => element(place ? "td" : "th", place ? {} : { scope: "row" }, cell));
-  const head = element("tr", {}, ...header.map((name) => element("th", { scope: "col" }, name)));
-  const body = rows.map((row) => element("tr", {}, ...cells(row)));
-  const parts = [element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)];
-  return element("table", {}, ...parts);
-}
 
 class Calculator {
   constructor(index) {
@@ -392,9 +376,9 @@ class Calculator {
     const table = tableOf("Every card, with its own kernels and workspaces.", ["card", "may be used", "needs"], rows);
     const opened = part("cards").querySelector("details")?.open ?? false;
     const held = rows.filter((row) => row[2].startsWith(SIGNS.yes)).length;
-    const fold = element("details", {}, element("summary", {}, `It fits ${held} of ${rows.length} cards`), table);
-    fold.open = opened;
-    part("cards").replaceChildren(fold);
+    const folded = fold(`It fits ${held} of ${rows.length} cards`, table);
+    folded.open = opened;
+    part("cards").replaceChildren(folded);
   }
 }
 
