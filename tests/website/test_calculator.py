@@ -22,6 +22,7 @@ from perf_helpers.estimate import estimate
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables
+import site_pages
 from calculator_tables import QUESTIONS, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,13 +58,20 @@ def site(tmp_path_factory):
     assert len(told) == 3 and not any("refused" in line for line in told)
     index = calculator_tables.index({"models": {MODEL: {}}}, tables)
     (tables / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    source = (ROOT / "website" / "calculator.md").read_text(encoding="utf-8")
-    body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
-    head += '<meta name="viewport" content="width=device-width"><style>:root{color-scheme:light dark}</style></head>'
-    (folder / "index.html").write_text(f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>")
+    write_page(folder)
     with browser.served(folder) as address:
         yield f"{address}index.html", folder
+
+
+def write_page(folder):
+    """The page's own HTML in a plain document, beside its scripts and styles."""
+    source = site_pages.Sources(folder / "source", None).app("calculator.md")
+    body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
+    head += '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="_static/site.css">'
+    head += "<style>:root{color-scheme:light dark} body{background:Canvas}</style></head>"
+    html = f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>"
+    (folder / "index.html").write_text(html, encoding="utf-8")
 
 
 @pytest.fixture
@@ -176,6 +184,26 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(site, page):
     assert 1 < batch < 512
     fits = [shown(page, site[0], choice | {"batch": size})["fits"] for size in (batch, batch + 1)]
     assert fits[0] == "yes" and fits[1] != "yes"
+
+
+def test_trainings_that_others_measured_stand_beside_the_answer(site, page):
+    record = json.loads((ROOT / "results" / "published.json").read_text(encoding="utf-8"))
+    kept = [row for row in record["table"] if row["kind"] == "training" and row["like_for_like"]]
+    shown(page, site[0], {"model": MODEL, "batch": 3})
+    page.locator("#calculator-published summary").click()
+    told = page.locator("#calculator-published summary").inner_text()
+    errors = sorted(abs(row["error"]) for row in kept)
+    assert f"of {len(kept)} trainings" in told and f"worst is {100 * errors[-1]:.2f} %" in told
+    assert f"median error is {50 * (errors[len(kept) // 2] + errors[(len(kept) - 1) // 2]):.2f} %" in told
+    rows = page.locator("#calculator-published tbody tr")
+    for row, text, link in zip(kept, rows.all_inner_texts(), rows.locator("a").all(), strict=True):
+        repository, file, *_ = row["source"].split(", ")
+        assert link.get_attribute("href") == f"https://github.com/{repository}/blob/{row['commit']}/{file}"
+        sizes = [f"{row['published']:,.2f}", f"{row['predicted']:,.2f}", f"{100 * row['error']:+.3f} %"]
+        assert text.split("\t")[:-1] == [row["name"].partition(", ")[2], *sizes, row["quantity"], row["gpu"]]
+    rows.last.evaluate(f"row => {{ row.cells[0].textContent = '{MODEL.upper()}, of the chosen model' }}")
+    shown(page, site[0], {"model": MODEL, "batch": 4})
+    assert "of the chosen model" in rows.first.inner_text() and rows.count() == len(kept)
 
 
 @pytest.mark.parametrize("page", [(w, theme) for w in (360, 1280) for theme in ("light", "dark")], indirect=True)

@@ -179,6 +179,9 @@ class Calculator {
     this._showPeak(card, memory);
     this._showTimeline(memory);
     this._showFormulas(choice, memory);
+    const isOf = (row) => row.textContent.toLowerCase().includes(choice.model);
+    const measured = part("published").querySelector("tbody"); // the chosen model's come first
+    measured.append(...[...measured.rows].sort((one, other) => isOf(other) - isOf(one)));
     this._showCommands(choice);
   }
 
