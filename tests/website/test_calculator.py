@@ -169,7 +169,7 @@ def test_the_address_carries_the_choice_and_the_keyboard_makes_one(site, page):
     page.locator("#choice-batch").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Tab")
-    page.wait_for_function("document.querySelector('#calculator-answer').dataset.choice?.includes('batch=9')")
+    page.wait_for_function("location.hash.includes('batch=9')")
     before = page.evaluate("[location.href, document.querySelector('#calculator-answer').dataset.peak]")
     other = page.context.new_page()
     other.goto(before[0])

@@ -41,12 +41,16 @@ const part = (name) => document.getElementById(`calculator-${name}`);
 const sum = (sizes) => sizes.reduce((one, other) => one + other, 0);
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
+// By digits behind the point. They are kept, for to make one takes longer than to lay a layer out.
+const numbers = [0, 1, 2].map(
+  (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }),
+);
+
 /** Bytes in the unit a person would use, as the package's `bytes_text`. */
 function bytesText(size) {
   const [scale, unit, digits] =
     [[1e9, "GB", 2], [1e6, "MB", 1], [1e3, "kB", 1]].find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
-  const options = { minimumFractionDigits: digits, maximumFractionDigits: digits };
-  return `${(size / scale).toLocaleString("en", options)} ${unit}`;
+  return `${numbers[digits].format(size / scale)} ${unit}`;
 }
 
 const signedText = (size) => (size ? `${size > 0 ? "+" : "−"}${bytesText(Math.abs(size))}` : "the same");
@@ -56,6 +60,8 @@ class Calculator {
     this.index = index;
     this.categories = index.categories;
     this.cards = new Map(index.cards.map((card) => [card.key, card]));
+    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
+    this.cardsByName = [...index.cards].sort(byName);
     this.tables = new Map(); // promises of recipes' tables, by their addresses
     this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
     this.controls = {};
@@ -101,9 +107,7 @@ class Calculator {
       const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
       this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
     });
-    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
-    const cards = [...this.cards.values()].sort(byName);
-    this._offer("card", cards.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
+    this._offer("card", this.cardsByName.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
     this._offer("segments", SEGMENTS.map((name) => [name, WORDS[name]]), wanted.get("segments"));
     for (const [name, most, usual] of [["batch", model.most, 8], ["length", model.longest, 512]]) {
       const control = this.controls[name];
@@ -140,12 +144,13 @@ class Calculator {
     const turn = ++this.turn;
     this.read(new URLSearchParams(this.choice));
     const choice = this.choice;
-    history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
+    const address = `#${new URLSearchParams(choice)}`;
     const recipe = await this.recipe(choice);
     if (turn !== this.turn) return;
     part("answer").hidden = recipe === null;
     part("state").hidden = recipe !== null;
     if (recipe === null) {
+      history.replaceState(null, "", address);
       const { name } = this.cards.get(choice.card);
       part("state").textContent = `There is no table of this recipe for the ${name}: choose another precision or card.`;
       return;
@@ -153,12 +158,15 @@ class Calculator {
     const memory = this.memory(recipe, choice);
     this._show(choice, memory);
     const { peakBytes: peak, reservedBytes: reserved, fits } = memory;
-    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: location.hash, done: "answer" });
+    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: address, done: "answer" });
     const goesOn = async () => {
-      await new Promise((resolve) => setTimeout(resolve)); // the page answers to its visitor first
+      await new Promise((resolve) => setTimeout(resolve)); // the page hears its visitor first
       if (turn !== this.turn) throw new Superseded();
     };
+    await new Promise((resolve) => requestAnimationFrame(resolve)); // the answer is painted before all else
     try {
+      await goesOn();
+      history.replaceState(null, "", address); // takes as long as the answer
       for (const show of [this._showLargest, this._showSwitches, this._showCards]) {
         await show.call(this, choice, recipe, memory, goesOn);
       }
@@ -217,7 +225,7 @@ class Calculator {
       `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; ${reserved}.`,
       ["what", "size", "bytes"],
       [...own, ...rest].map(([swatch, name, size]) => {
-        return [element("span", {}, swatch, ` ${name}`), bytesText(size), size.toLocaleString("en")];
+        return [element("span", {}, swatch, ` ${name}`), bytesText(size), numbers[0].format(size)];
       }),
     );
     part("peak").replaceChildren(bar, table);
