@@ -1,10 +1,13 @@
 """The calculator in a browser: its numbers are the estimate's, it works by keyboard, on a phone, light and dark.
 
-The tables of a small model are made here, as those of the site are.
+The tables of a small model are made here, as those of the site are. Those of the site are asked by night:
+
+CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    more choices than 300
 """
 
 import gzip
 import json
+import os
 import random
 import re
 import shlex
@@ -16,9 +19,11 @@ from pathlib import Path
 import browser
 import pytest
 from test_accessibility import CUT, OVERLAPPING
+from test_tables import INDEX, KEYS, MADE_WITH
 
 from perf_helpers import cards
 from perf_helpers.estimate import estimate
+from perf_helpers.lab import optional_packages
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables
@@ -106,6 +111,7 @@ def said(choice):
         ),
         card=choice["card"],
         allocator_settings=settings,
+        timeout=900,
         **recipe.arguments(choice["batch"]),
     )
     answer = found.fits(choice["card"]).answer
@@ -138,6 +144,61 @@ def test_the_page_says_what_the_estimate_does_to_the_byte(site, page):
         assert found == said(choice), choice
         answers.add(found["fits"])
     assert "yes" in answers
+
+
+COUNT = int(os.environ.get("CHOICES", 300))
+
+
+def published_choices(count):
+    """Choices at random of what the site has tables for; one in ten may be of those whose estimates take long."""
+    chance = random.Random(41)
+    keys = [(model, key) for model, key in KEYS if not (key.startswith("lora") and optional_packages.offer("peft"))]
+    cheap = [(model, key) for model, key in keys if "8bit" not in key and INDEX["models"][model]["parameters"] < 2e8]
+    for number in range(count):
+        model, key = chance.choice(cheap if number % 10 else keys)
+        about, recipe = INDEX["models"][model], Recipe(*key.split("."))
+        able = [card for card in cards.CARDS if recipe.kernels in ("any", kernels_of(card))]
+        yield (
+            {"model": model}
+            | {name: getattr(recipe, name) for name in QUESTIONS}
+            | {
+                "batch": int(about["most"] ** chance.random()),
+                "length": 128 * chance.randint(1, about["longest"] // 128),
+                "card": chance.choice(able),
+                "segments": chance.choice(["default", "expandable"]),
+            }
+        )
+
+
+def kernels_of(card):
+    return calculator_tables.OF_MAJOR.get(str(cards.CARDS[card].capability[0]))
+
+
+SEEN = """() => [...document.querySelectorAll("#calculator-peak tbody tr")].map(
+    row => [row.cells[0].innerText.trim(), Number(row.cells[2].innerText.replaceAll(",", ""))])"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600 + 60 * COUNT)
+@pytest.mark.skipif(
+    not MADE_WITH.items() <= calculator_tables.versions().items(), reason=f"the tables are of {MADE_WITH}"
+)
+def test_what_the_site_shows_is_the_estimate_for_hundreds_of_choices(tmp_path, page):
+    shutil.copytree(ROOT / "website" / "_static", tmp_path / "_static")
+    write_page(tmp_path)
+    wrong = []
+    with browser.served(tmp_path) as address:
+        for number, choice in enumerate(published_choices(COUNT), 1):
+            found, expected = shown(page, f"{address}index.html", choice), said(choice)
+            *own, (_, unused), _ = page.evaluate(SEEN)
+            names = [name for name, _ in INDEX["categories"]]
+            there = [(name, size) for name, size in zip(names, expected["parts"], strict=True) if size > 0]
+            is_seen = [*map(tuple, own)] == there
+            is_seen &= unused == max(expected["reserved"] - expected["peak"], 0)
+            if found != expected or not is_seen:
+                wrong.append(choice)
+            print(f"{number - len(wrong)} of {number} choices equal to the byte", flush=True)
+    assert wrong == []
 
 
 def test_a_wrong_table_is_noticed(site, page):
