@@ -11,6 +11,7 @@ the site; those to other files lead to the repository where its address is known
 
 import argparse
 import functools
+import json
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ PAGES = [  # of the repository, in the site's order; the README is taken apart
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/upstream/*.md")),
     *("results/README.md", "notebooks/INSTRUCTOR.md", "notebooks/BIBLIOGRAPHY.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 ]
+PUBLISHED = ROOT / "results" / "published.json"
 APPS = [path.name for path in sorted(HERE.glob("*.md"))]  # pages that compute in the browser
 # The README's section that the first page begins with, after the introduction up to these words.
 FIRST, SECOND = "What was found", "**Guess, then measure.**"
@@ -66,7 +68,7 @@ class Sources:
         for name in PAGES:
             self.put(name, self.linked((ROOT / name).read_text("utf-8"), Path(name).parent))
         for name in APPS:
-            self.put(name, (HERE / name).read_text("utf-8"))
+            self.put(name, self.app(name))
         self.readme()
         self.lessons()
         self.claims()
@@ -74,6 +76,12 @@ class Sources:
     @functools.cached_property
     def history(self) -> claim_history.History:
         return claim_history.History.read()
+
+    def app(self, name: str) -> str:
+        """A page that computes, with what was recorded of how near its answers are to real cards."""
+        published = json.loads(PUBLISHED.read_text("utf-8"))
+        facts = {"published": published, "near": published["like_for_like"]["training"]}
+        return self.templates.from_string((HERE / name).read_text("utf-8")).render(facts)
 
     def put(self, name: str, text: str) -> None:
         path = self.folder / name

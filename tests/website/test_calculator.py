@@ -1,10 +1,13 @@
 """The calculator in a browser: its numbers are the estimate's, it works by keyboard, on a phone, light and dark.
 
-The tables of a small model are made here, as those of the site are.
+The tables of a small model are made here, as those of the site are. Those of the site are asked by night:
+
+CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    more choices than 300
 """
 
 import gzip
 import json
+import os
 import random
 import re
 import shlex
@@ -16,12 +19,15 @@ from pathlib import Path
 import browser
 import pytest
 from test_accessibility import CUT, OVERLAPPING
+from test_tables import INDEX, KEYS, MADE_WITH
 
 from perf_helpers import cards
 from perf_helpers.estimate import estimate
+from perf_helpers.lab import optional_packages
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables
+import site_pages
 from calculator_tables import QUESTIONS, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,13 +63,20 @@ def site(tmp_path_factory):
     assert len(told) == 3 and not any("refused" in line for line in told)
     index = calculator_tables.index({"models": {MODEL: {}}}, tables)
     (tables / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    source = (ROOT / "website" / "calculator.md").read_text(encoding="utf-8")
-    body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
-    head += '<meta name="viewport" content="width=device-width"><style>:root{color-scheme:light dark}</style></head>'
-    (folder / "index.html").write_text(f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>")
+    write_page(folder)
     with browser.served(folder) as address:
         yield f"{address}index.html", folder
+
+
+def write_page(folder):
+    """The page's own HTML in a plain document, beside its scripts and styles."""
+    source = site_pages.Sources(folder / "source", None).app("calculator.md")
+    body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
+    head += '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="_static/site.css">'
+    head += "<style>:root{color-scheme:light dark} body{background:Canvas}</style></head>"
+    html = f"{head}<body><main><h1>Does it fit?</h1>{body}</main></body></html>"
+    (folder / "index.html").write_text(html, encoding="utf-8")
 
 
 @pytest.fixture
@@ -98,6 +111,7 @@ def said(choice):
         ),
         card=choice["card"],
         allocator_settings=settings,
+        timeout=900,
         **recipe.arguments(choice["batch"]),
     )
     answer = found.fits(choice["card"]).answer
@@ -132,6 +146,61 @@ def test_the_page_says_what_the_estimate_does_to_the_byte(site, page):
     assert "yes" in answers
 
 
+COUNT = int(os.environ.get("CHOICES", 300))
+
+
+def published_choices(count):
+    """Choices at random of what the site has tables for; one in ten may be of those whose estimates take long."""
+    chance = random.Random(41)
+    keys = [(model, key) for model, key in KEYS if not (key.startswith("lora") and optional_packages.offer("peft"))]
+    cheap = [(model, key) for model, key in keys if "8bit" not in key and INDEX["models"][model]["parameters"] < 2e8]
+    for number in range(count):
+        model, key = chance.choice(cheap if number % 10 else keys)
+        about, recipe = INDEX["models"][model], Recipe(*key.split("."))
+        able = [card for card in cards.CARDS if recipe.kernels in ("any", kernels_of(card))]
+        yield (
+            {"model": model}
+            | {name: getattr(recipe, name) for name in QUESTIONS}
+            | {
+                "batch": int(about["most"] ** chance.random()),
+                "length": 128 * chance.randint(1, about["longest"] // 128),
+                "card": chance.choice(able),
+                "segments": chance.choice(["default", "expandable"]),
+            }
+        )
+
+
+def kernels_of(card):
+    return calculator_tables.OF_MAJOR.get(str(cards.CARDS[card].capability[0]))
+
+
+SEEN = """() => [...document.querySelectorAll("#calculator-peak tbody tr")].map(
+    row => [row.cells[0].innerText.trim(), Number(row.cells[2].innerText.replaceAll(",", ""))])"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600 + 60 * COUNT)
+@pytest.mark.skipif(
+    not MADE_WITH.items() <= calculator_tables.versions().items(), reason=f"the tables are of {MADE_WITH}"
+)
+def test_what_the_site_shows_is_the_estimate_for_hundreds_of_choices(tmp_path, page):
+    shutil.copytree(ROOT / "website" / "_static", tmp_path / "_static")
+    write_page(tmp_path)
+    wrong = []
+    with browser.served(tmp_path) as address:
+        for number, choice in enumerate(published_choices(COUNT), 1):
+            found, expected = shown(page, f"{address}index.html", choice), said(choice)
+            *own, (_, unused), _ = page.evaluate(SEEN)
+            names = [name for name, _ in INDEX["categories"]]
+            there = [(name, size) for name, size in zip(names, expected["parts"], strict=True) if size > 0]
+            is_seen = [*map(tuple, own)] == there
+            is_seen &= unused == max(expected["reserved"] - expected["peak"], 0)
+            if found != expected or not is_seen:
+                wrong.append(choice)
+            print(f"{number - len(wrong)} of {number} choices equal to the byte", flush=True)
+    assert wrong == []
+
+
 def test_a_wrong_table_is_noticed(site, page):
     choice = next(choices(1))
 
@@ -161,7 +230,7 @@ def test_the_address_carries_the_choice_and_the_keyboard_makes_one(site, page):
     page.locator("#choice-batch").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Tab")
-    page.wait_for_function("document.querySelector('#calculator-answer').dataset.choice?.includes('batch=9')")
+    page.wait_for_function("location.hash.includes('batch=9')")
     before = page.evaluate("[location.href, document.querySelector('#calculator-answer').dataset.peak]")
     other = page.context.new_page()
     other.goto(before[0])
@@ -176,6 +245,27 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(site, page):
     assert 1 < batch < 512
     fits = [shown(page, site[0], choice | {"batch": size})["fits"] for size in (batch, batch + 1)]
     assert fits[0] == "yes" and fits[1] != "yes"
+
+
+def test_trainings_that_others_measured_stand_beside_the_answer(site, page):
+    record = json.loads((ROOT / "results" / "published.json").read_text(encoding="utf-8"))
+    kept = [row for row in record["table"] if row["kind"] == "training" and row["like_for_like"]]
+    shown(page, site[0], {"model": MODEL, "batch": 3})
+    page.locator("#calculator-published summary").click()
+    told = page.locator("#calculator-published summary").inner_text()
+    errors = sorted(abs(row["error"]) for row in kept)
+    assert f"of {len(kept)} trainings" in told and f"worst is {100 * errors[-1]:.2f} %" in told
+    assert f"median error is {50 * (errors[len(kept) // 2] + errors[(len(kept) - 1) // 2]):.2f} %" in told
+    rows = page.locator("#calculator-published tbody tr")
+    for row, text, link in zip(kept, rows.all_inner_texts(), rows.locator("a").all(), strict=True):
+        repository, file, *_ = row["source"].split(", ")
+        assert link.get_attribute("href") == f"https://github.com/{repository}/blob/{row['commit']}/{file}"
+        sizes = [f"{row['published']:,.2f}", f"{row['predicted']:,.2f}", f"{100 * row['error']:+.3f} %"]
+        name = row["name"].partition(", ")[2].replace("per_device_train_batch_size", "micro-batch")
+        assert text.split("\t")[:-1] == [name, *sizes, row["quantity"], row["gpu"]]
+    rows.last.evaluate(f"row => {{ row.cells[0].textContent = '{MODEL.upper()}, of the chosen model' }}")
+    shown(page, site[0], {"model": MODEL, "batch": 4})
+    assert "of the chosen model" in rows.first.inner_text() and rows.count() == len(kept)
 
 
 @pytest.mark.parametrize("page", [(w, theme) for w in (360, 1280) for theme in ("light", "dark")], indirect=True)

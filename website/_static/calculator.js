@@ -1,5 +1,6 @@
 /** The page that tells whether a training fits: its controls, and what is shown of an answer. */
 
+import { element, fold, tableOf } from "./elements.js";
 import { LENGTH_UNIT } from "./events.js";
 import { breakdown, largest, memoryOf, timeline } from "./memory.js";
 
@@ -40,38 +41,27 @@ const part = (name) => document.getElementById(`calculator-${name}`);
 const sum = (sizes) => sizes.reduce((one, other) => one + other, 0);
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
+// By digits behind the point. They are kept, for to make one takes longer than to lay a layer out.
+const numbers = [0, 1, 2].map(
+  (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }),
+);
+
 /** Bytes in the unit a person would use, as the package's `bytes_text`. */
 function bytesText(size) {
   const [scale, unit, digits] =
     [[1e9, "GB", 2], [1e6, "MB", 1], [1e3, "kB", 1]].find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
-  const options = { minimumFractionDigits: digits, maximumFractionDigits: digits };
-  return `${(size / scale).toLocaleString("en", options)} ${unit}`;
+  return `${numbers[digits].format(size / scale)} ${unit}`;
 }
 
 const signedText = (size) => (size ? `${size > 0 ? "+" : "−"}${bytesText(Math.abs(size))}` : "the same");
-
-/** An element with attributes, and children that are elements or texts. */
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}
-
-/** A table with a caption, whose first column names its rows. */
-function tableOf(caption, header, rows) {
-  const cells = (row) => row.map((cell, place) => element(place ? "td" : "th", place ? {} : { scope: "row" }, cell));
-  const head = element("tr", {}, ...header.map((name) => element("th", { scope: "col" }, name)));
-  const body = rows.map((row) => element("tr", {}, ...cells(row)));
-  const parts = [element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)];
-  return element("table", {}, ...parts);
-}
 
 class Calculator {
   constructor(index) {
     this.index = index;
     this.categories = index.categories;
     this.cards = new Map(index.cards.map((card) => [card.key, card]));
+    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
+    this.cardsByName = [...index.cards].sort(byName);
     this.tables = new Map(); // promises of recipes' tables, by their addresses
     this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
     this.controls = {};
@@ -117,9 +107,7 @@ class Calculator {
       const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
       this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
     });
-    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
-    const cards = [...this.cards.values()].sort(byName);
-    this._offer("card", cards.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
+    this._offer("card", this.cardsByName.map(({ key, name }) => [key, name]), wanted.get("card") ?? "4090");
     this._offer("segments", SEGMENTS.map((name) => [name, WORDS[name]]), wanted.get("segments"));
     for (const [name, most, usual] of [["batch", model.most, 8], ["length", model.longest, 512]]) {
       const control = this.controls[name];
@@ -156,12 +144,13 @@ class Calculator {
     const turn = ++this.turn;
     this.read(new URLSearchParams(this.choice));
     const choice = this.choice;
-    history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
+    const address = `#${new URLSearchParams(choice)}`;
     const recipe = await this.recipe(choice);
     if (turn !== this.turn) return;
     part("answer").hidden = recipe === null;
     part("state").hidden = recipe !== null;
     if (recipe === null) {
+      history.replaceState(null, "", address);
       const { name } = this.cards.get(choice.card);
       part("state").textContent = `There is no table of this recipe for the ${name}: choose another precision or card.`;
       return;
@@ -169,12 +158,15 @@ class Calculator {
     const memory = this.memory(recipe, choice);
     this._show(choice, memory);
     const { peakBytes: peak, reservedBytes: reserved, fits } = memory;
-    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: location.hash, done: "answer" });
+    Object.assign(part("answer").dataset, { peak, reserved, fits, choice: address, done: "answer" });
     const goesOn = async () => {
-      await new Promise((resolve) => setTimeout(resolve)); // the page answers to its visitor first
+      await new Promise((resolve) => setTimeout(resolve)); // the page hears its visitor first
       if (turn !== this.turn) throw new Superseded();
     };
+    await new Promise((resolve) => requestAnimationFrame(resolve)); // the answer is painted before all else
     try {
+      await goesOn();
+      history.replaceState(null, "", address); // takes as long as the answer
       for (const show of [this._showLargest, this._showSwitches, this._showCards]) {
         await show.call(this, choice, recipe, memory, goesOn);
       }
@@ -195,6 +187,9 @@ class Calculator {
     this._showPeak(card, memory);
     this._showTimeline(memory);
     this._showFormulas(choice, memory);
+    const isOf = (row) => row.textContent.toLowerCase().includes(choice.model);
+    const measured = part("published").querySelector("tbody"); // the chosen model's come first
+    measured.append(...[...measured.rows].sort((one, other) => isOf(other) - isOf(one)));
     this._showCommands(choice);
   }
 
@@ -230,7 +225,7 @@ class Calculator {
       `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; ${reserved}.`,
       ["what", "size", "bytes"],
       [...own, ...rest].map(([swatch, name, size]) => {
-        return [element("span", {}, swatch, ` ${name}`), bytesText(size), size.toLocaleString("en")];
+        return [element("span", {}, swatch, ` ${name}`), bytesText(size), numbers[0].format(size)];
       }),
     );
     part("peak").replaceChildren(bar, table);
@@ -392,9 +387,9 @@ class Calculator {
     const table = tableOf("Every card, with its own kernels and workspaces.", ["card", "may be used", "needs"], rows);
     const opened = part("cards").querySelector("details")?.open ?? false;
     const held = rows.filter((row) => row[2].startsWith(SIGNS.yes)).length;
-    const fold = element("details", {}, element("summary", {}, `It fits ${held} of ${rows.length} cards`), table);
-    fold.open = opened;
-    part("cards").replaceChildren(fold);
+    const folded = fold(`It fits ${held} of ${rows.length} cards`, table);
+    folded.open = opened;
+    part("cards").replaceChildren(folded);
   }
 }
 

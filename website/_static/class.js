@@ -6,6 +6,8 @@
  * perf_helpers/course/learner_log.py: if its line stands before the one that revealed the measurement.
  */
 
+import { element, fold, tableOf } from "./elements.js";
+
 const MOST = { bytes: 20e6, entries: 5000, claims: 2000 }; // of a file; a whole course makes 3 MB, some 200 and 200
 const UNTESTED = "not testable here";
 const UNKNOWN_MACHINE = "machine not known";
@@ -193,17 +195,6 @@ function isSplit(claim) {
 
 // ---- how it is shown
 
-const SVG = ["svg", "circle", "path", "text"];
-
-/** An element; children are elements, or texts that stay texts. */
-function node(tag, attributes = {}, ...children) {
-  const space = SVG.includes(tag) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
-  const made = document.createElementNS(space, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}
-
 const short = (text, most = 80) => (text.length > most ? `${text.slice(0, most)}…` : text);
 const titled = ([{ lesson, key }]) => `${short(lesson.replaceAll("_", " "))}: ${short(key)}`;
 const plural = (count, word, words = `${word}s`) => `${count} ${count === 1 ? word : words}`;
@@ -222,16 +213,8 @@ function spreadText(values, unit) {
 
 /** A table in a box that scrolls, also by keyboard. */
 function table(caption, columns, rows) {
-  const line = ([first, ...cells]) =>
-    node("tr", {}, node("th", { scope: "row" }, first), ...cells.map((cell) => node("td", {}, cell)));
-  const head = node("tr", {}, ...columns.map((text) => node("th", { scope: "col" }, text)));
-  const parts = [node("caption", {}, caption), node("thead", {}, head), node("tbody", {}, ...rows.map(line))];
   const box = { class: "class-table", tabindex: 0, role: "region", "aria-label": caption };
-  return node("div", box, node("table", {}, ...parts));
-}
-
-function fold(summary, ...content) {
-  return node("details", {}, node("summary", {}, summary), ...content);
+  return element("div", box, tableOf(caption, columns, rows));
 }
 
 /**
@@ -260,26 +243,27 @@ function dotPlot(guesses, measured, name) {
   const [left, width, dot] = [22, 316, 9];
   const { ticks, at } = axis([...guesses, ...measured]);
   const x = (value) => left + at(value) * width;
-  const piles = grouped(guesses, (value) => Math.round(x(value) / dot));
-  const tallest = Math.max(1, ...piles.map((pile) => pile.length));
+  const pile = (value) => Math.round(x(value) / dot);
+  const piles = grouped(guesses, pile);
+  const tallest = Math.max(1, ...piles.map(({ length }) => length));
   const rise = Math.min(dot, 90 / tallest); // a tall pile's dots lie over each other
   const floor = 14 + rise * tallest;
-  const path = (sign, d) => node("path", { class: sign, d });
+  const path = (sign, d) => element("path", { class: sign, d });
   const middle = (values, draw) => (values.length ? [draw(x(median(values)))] : []);
   const drawn = [
     path("line", `M${left} ${floor}h${width}${ticks.map((tick) => `M${x(tick)} ${floor}v5`).join("")}`),
-    ...piles.flatMap((pile) =>
-      pile.map((value, number) =>
-        node("circle", { class: "guess", cx: Math.round(x(value) / dot) * dot, cy: floor - 6 - number * rise, r: 4 }),
+    ...piles.flatMap((all) =>
+      all.map((value, number) =>
+        element("circle", { class: "guess", cx: pile(value) * dot, cy: floor - 6 - number * rise, r: 4 }),
       ),
     ),
     ...middle(guesses, (at) => path("median", `M${at} 2V${floor}`)),
     ...measured.map((value) => path("measured", `M${x(value)} ${floor + 8}v20`)),
     ...middle(measured, (at) => path("diamond", `M${at} ${floor + 12}l5 6l-5 6l-5 -6z`)),
-    ...ticks.map((tick) => node("text", { x: x(tick), y: floor + 44, "text-anchor": "middle" }, numberText(tick))),
+    ...ticks.map((tick) => element("text", { x: x(tick), y: floor + 44, "text-anchor": "middle" }, numberText(tick))),
   ];
   const label = `${name}: guesses as dots above an axis, measured values under it; their numbers follow`;
-  return node("svg", { viewBox: `0 0 360 ${floor + 50}`, role: "img", "aria-label": label }, ...drawn);
+  return element("svg", { viewBox: `0 0 360 ${floor + 50}`, role: "img", "aria-label": label }, ...drawn);
 }
 
 function guessFigure(group) {
@@ -303,13 +287,13 @@ function guessFigure(group) {
   const sorted = grouped([...guesses].sort((a, b) => a - b), (guess) => guess);
   const rows = [...sorted.map((all) => [`guessed ${numberText(all[0], unit)}`, String(all.length)]), ...machines];
   const lines = Object.entries(parts).filter(([, text]) => text);
-  return node(
+  return element(
     "section",
     { class: "class-guess" },
-    node("h3", {}, name),
+    element("h3", {}, name),
     ...(lines.length > 1 ? [dotPlot(guesses, measured, name)] : []),
-    node("p", {}, short(unit, 30)),
-    node("ul", {}, ...lines.map(([sign, text]) => node("li", { class: sign }, text))),
+    element("p", {}, short(unit, 30)),
+    element("ul", {}, ...lines.map(([sign, text]) => element("li", { class: sign }, text))),
     fold("Numbers", table(`Numbers of ${name}`, ["value", "how many"], rows)),
   );
 }
@@ -356,7 +340,7 @@ function sections(all, lesson) {
   };
   const isThere = [guesses, questions, exercises, claims].map(({ length }) => length > 0);
   const full = Object.entries(tables).filter((_, number) => isThere[number]);
-  return full.map(([title, content]) => node("section", {}, node("h2", {}, title), ...content));
+  return full.map(([title, content]) => element("section", {}, element("h2", {}, title), ...content));
 }
 
 // ---- the page
@@ -396,16 +380,17 @@ function show() {
   const all = found(kept);
   const names = ["", ...new Set(Object.values(all).flat().map(([one]) => one.lesson).sort())];
   const chosen = names.includes(lesson.value) ? lesson.value : "";
-  const option = (value) => node("option", { value }, short(value.replaceAll("_", " ")) || "all");
+  const option = (value) => element("option", { value }, short(value.replaceAll("_", " ")) || "all");
   lesson.replaceChildren(...names.map(option));
   lesson.value = chosen;
   const learners = new Set([...kept.values()].map(({ learner }) => learner)).size;
   const refused = said.filter(([, what]) => what.startsWith("refused")).length;
   const counted = `${plural(kept.size, "file")} of ${plural(learners, "learner")} counted, ${refused} refused`;
   state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
-  const line = ([path, what]) => node("li", {}, short(path, 120), what && `: ${what}`);
+  const line = ([path, what]) => element("li", {}, short(path, 120), what && `: ${what}`);
+  const list = (files) => element("ul", {}, ...files.map(line));
   const [told, plain] = [said.filter(([, what]) => what), said.filter(([, what]) => !what)];
-  remarks.replaceChildren(node("ul", {}, ...told.map(line)), fold("Files taken", node("ul", {}, ...plain.map(line))));
+  remarks.replaceChildren(list(told), fold("Files taken", list(plain)));
   part("controls").hidden = !said.length;
   part("results").replaceChildren(...sections(all, chosen));
 }
@@ -440,6 +425,6 @@ part("remove").addEventListener("click", () => {
 });
 part("save").addEventListener("click", () => {
   const href = URL.createObjectURL(new Blob([JSON.stringify({ class_files: [...kept.values()] })]));
-  node("a", { href, download: "class.json" }).click();
+  element("a", { href, download: "class.json" }).click();
   URL.revokeObjectURL(href);
 });

@@ -1,13 +1,8 @@
 // What a page of the site does by itself: guesses without a kernel, and the table of claims.
 
-const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+import { element, fold } from "./elements.js";
 
-/** @param {string} name @param {object} properties @param {(Node|string)[]} children */
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
+const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
 /** A guess is kept in this browser alone; where that keeps nothing it lasts as long as the page. */
 function remembered(key, value) {
@@ -24,7 +19,8 @@ function remembered(key, value) {
 function folded(revealed) {
   const feedback = revealed.parentElement;
   const said = element("p", { role: "status" });
-  const details = element("details", { className: "reveal" }, element("summary", {}, "What was measured"), said);
+  const details = fold("What was measured", said);
+  details.className = "reveal";
   feedback.replaceWith(details);
   details.append(feedback);
   return (guess) => {
@@ -39,11 +35,11 @@ function folded(revealed) {
 function asked(question, reveal) {
   const { guess: key, unit, low, high } = question.dataset;
   const limits = { min: low, max: high, step: "any", value: (Number(low) + Number(high)) / 2 };
-  const slider = element("input", { type: "range", ariaLabel: "your guess", ...limits });
-  const field = element("input", { type: "number", ariaLabel: `your guess in ${unit}`, required: true, ...limits });
+  const slider = element("input", { type: "range", "aria-label": "your guess", ...limits });
+  const field = element("input", { type: "number", "aria-label": `your guess in ${unit}`, required: true, ...limits });
   const button = element("button", {}, "commit");
   const state = element("span", { role: "status" });
-  const form = element("form", { className: "guess" }, slider, field, unit, button, state);
+  const form = element("form", { class: "guess" }, slider, field, unit, button, state);
   slider.addEventListener("input", () => (field.value = Number(Number(slider.value).toPrecision(3))));
   field.addEventListener("input", () => (slider.value = field.value));
   const commit = (guess) => {
