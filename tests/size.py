@@ -21,7 +21,7 @@ BUDGETS = (
     ("  compare", ["perf_helpers/compare/*.py"], 757, 5),
     ("  advise", ["perf_helpers/advise/*.py"], 1_850, 8),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_569, 10),
-    ("  what all share", ["perf_helpers/*.py"], 1_819, 9),
+    ("  what all share", ["perf_helpers/*.py"], 1_818, 9),
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
@@ -29,7 +29,7 @@ BUDGETS = (
         48,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_270, 36),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_050, 20),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_144, 22),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
 )
