@@ -318,16 +318,14 @@ NO_LOOPBACK = """
 """
 
 
-def test_ranks_without_a_loopback_interface_are_refused_at_once(lab, tmp_path):
+def test_ranks_without_a_loopback_interface_are_refused_before_torch_looks_for_it(lab, tmp_path):
     code = textwrap.dedent(NO_LOOPBACK).format(path=sys.path, out=str(tmp_path))
     if os.geteuid() or subprocess.run(["unshare", "--net", "true"]).returncode:
         pytest.skip("a network without a loopback interface needs root, and a container that allows it")
-    began = time.monotonic()
     done = subprocess.run(["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True)
     ranks, alone = done.stdout.splitlines()
     assert re.match("ranks: refused: ranks meet over loopback, .*unreachable.*ip link set lo up", ranks), done
     assert alone.startswith("alone: ok"), done
-    assert time.monotonic() - began < 120, "torch's launcher looks for it for minutes"
 
 
 SET_BACK = """
