@@ -16,6 +16,7 @@ from perf_helpers.course.results import measured_text
 
 _DECISION = re.compile(r'\s*<div role="group"[^>]* aria-label="([a-z0-9-]+): ')
 _FORMULA = re.compile(r"(?<![\\$\w])\$([^$\n`]+)\$(?!\w)")
+_NO_GUESS = re.compile(r"<b>○ no guess</b>: m(easured .*?); next time, put a number first")  # the page's reader has
 _FOLDED = {"setup": "Imports and set-up", "solution": "The solution", "question": "Code that holds an answer"}
 
 
@@ -42,7 +43,7 @@ def page(
             cell.metadata["mystnb"] = {"code_prompt_show": _FOLDED[kind], "code_prompt_hide": _FOLDED[kind]}
         for output in cell.outputs:
             if shown := output.get("data", {}).get("text/html"):
-                shown = INLINE_PICTURE.sub(lambda found: _file_of(found[1], pictures), shown)
+                shown = INLINE_PICTURE.sub(lambda found: _file_of(found[1], pictures), _NO_GUESS.sub(r"M\1", shown))
                 decided = _DECISION.match(shown)
                 output.data["text/html"] = shown + (elsewhere.get(decided[1], "") if decided else "")
     notebook.cells[0].source = notebook.cells[0].source.replace("\n", f"\n\n{head}\n", 1)

@@ -25,6 +25,7 @@ claim_history, lesson_pages, pictures, recorded_lessons, site_pages = map(
 PICTURES = ("lesson", "calculator", "report")
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
+NO_GUESS = "<div><b>○ no guess</b>: measured 3.1 MB; next time, put a number first. The estimate said 3 MB</div>"
 CARD = '<div role="group" aria-label="weights-cost: holds" style="x">\n<strong>✓ holds</strong>\n</div>\n'
 
 
@@ -39,7 +40,7 @@ def executed():
     """A small executed lesson."""
     shown = f'<img alt="a plot" src="data:image/png;base64,{picture()}">'
     outputs = [
-        new_output("display_data", {"text/html": "<p>guess</p>", **WIDGET}),
+        new_output("display_data", {"text/html": NO_GUESS, **WIDGET}),
         new_output("display_data", {"text/html": shown, "image/png": picture()}),
         new_output("display_data", dict(WIDGET)),
         new_output("display_data", {"text/html": CARD}),
@@ -80,6 +81,7 @@ def test_a_recorded_lesson_becomes_a_page(tmp_path):
     assert all("hide-input" in cell.metadata.tags for cell in (setup, solution)) and not shown.metadata.tags
     html = [output.data["text/html"] for output in shown.outputs]
     (file,) = (tmp_path / "pictures").iterdir()
+    assert html[0] == "<div>Measured 3.1 MB. The estimate said 3 MB</div>", "the page's reader may have guessed"
     assert html[1] == f'<img alt="a plot" src="pictures/{file.name}">'
     assert html[2] == f"{CARD}<p>elsewhere</p>"
 
