@@ -163,7 +163,7 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
     task, of_trainer = experiment.task, experiment.arguments
     workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
-    if not samples or free is None or (needed := sum(each.nbytes for each in task.batch(samples).values())) <= free:
+    if not samples or free is None or (needed := sum(each.nbytes for each in task.arrays(samples).values())) <= free:
         return None
     told = f"dataloader_num_workers={workers}: batches on their way take {bytes_text(needed)} of /dev/shm"
     return (

@@ -20,8 +20,11 @@ import psutil
 import pytest
 from machines import TINY
 
+from perf_helpers.lab import worker
+from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.lab import Lab
+from perf_helpers.lab.training import Experiment
 
 MARK = f"FAULTS={uuid.uuid4().hex}"  # in the environment of whatever these tests start
 
@@ -287,9 +290,8 @@ SMALL_SHM = """
             break
     subprocess.run(["mount", "-o", "remount,size=1m", "/dev/shm"], check=True)
     few = {{"measure": ("none",), "per_device_train_batch_size": 64}}
-    for workers, tokens in ((4, 512), (4, 16), (0, 512)):
-        task = Task("bert-tiny", tokens)
-        print(lab.train("trained", task=task, dataloader_num_workers=workers, **few))
+    for workers in (4, 0):
+        print(lab.train("trained", task=Task("bert-tiny", 512), dataloader_num_workers=workers, **few))
 """
 
 
@@ -299,12 +301,29 @@ def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("/dev/shm can only be made small by root, and not in every container")
     done = subprocess.run(words, capture_output=True, text=True)
-    torchs, own, without, *trained = done.stdout.splitlines()[-6:]
+    torchs, own, without, *trained = done.stdout.splitlines()[-5:]
     assert re.match("load: crashed: RuntimeError: Caught RuntimeError in DataLoader .*; /dev/shm is full", torchs), done
     assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", own), done
     assert without == "load: ok, not measured"
     words = "trained: refused: dataloader_num_workers=4: batches on their way take 2.1 MB of /dev/shm, where 1.0"
-    assert trained[0].startswith(words) and trained[1:] == ["trained: ok, not measured"] * 2, trained
+    assert trained[0].startswith(words) and trained[1] == "trained: ok, not measured", trained
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"dataloader_num_workers": 4}, 64),  # all samples of the data set, and no more
+        ({"dataloader_num_workers": 2, "per_device_train_batch_size": 8}, 32),  # two batches a worker
+        ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3, "per_device_train_batch_size": 4}, 12),
+        ({"dataloader_num_workers": 0}, 0),
+        ({}, 0),
+    ],
+)
+def test_workers_need_room_for_the_batches_on_their_way(given, needed):
+    experiment = Experiment("trained", TINY, Arguments.of(given))
+    size = needed * (16 + 1) * 8  # tokens and a label
+    assert worker._refusal_of_workers(experiment, size) is worker._refusal_of_workers(experiment, None) is None
+    assert bool(worker._refusal_of_workers(experiment, size - 1)) == bool(needed)
 
 
 NO_LOOPBACK = """
