@@ -6,6 +6,7 @@
 Both lint every lesson, and exit with 1 if one is out of shape. The bytes are a function of the source alone: no
 outputs, no versions, and cell ids made from the cell's own text, so that a cell inserted in the source is the only one
 in the diff. Before the last cell stands what recorded runs (results/<machine>/) measured for the lesson's claims.
+Cells that hold an answer are sealed (`perf_helpers.widgets.sealed`).
 """
 
 import argparse
@@ -15,10 +16,13 @@ import re
 import sys
 from collections import Counter
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import jupytext
 import nbformat
+
+from perf_helpers.widgets.sealed import opened, seal
 
 HERE = Path(__file__).parent
 LESSONS = "[0-9][0-9]_*"
@@ -38,9 +42,10 @@ TAGS = {*ONCE, *EXERCISE, "claim", "widget", RECORDED}  # any other tag is a mis
 QUESTION = re.compile(r"^exercises\.question\(", re.MULTILINE)
 SEEN = ("print(", "_ = ", "plots.", "assert ", "import ", "from ")  # what a learner is to read or see
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # as JupyterLab spells it, and as Colab does
+OPENS = "# for the cells of this lesson that hold an answer\n%load_ext perf_helpers.widgets.sealed"
 
 
-def build(source: str, recorded: str = "") -> str:
+def build(source: str, recorded: str = "", name: str = "NN_slug") -> str:
     """Return the notebook (JSON text) of a lesson's source (percent format): always the same bytes.
 
     `recorded` is markdown that goes before the last cell.
@@ -50,27 +55,39 @@ def build(source: str, recorded: str = "") -> str:
     if recorded:
         parsed.insert(-1, nbformat.v4.new_markdown_cell(recorded, metadata={"tags": [RECORDED]}))
     for cell in parsed:
-        metadata = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
-        if "solution" in tags(cell) or _asks(cell):
-            metadata |= FOLDED
+        metadata = {"tags": tags(cell)} if tags(cell) else {}
         text = f"{cell.cell_type}\n{cell.source}"
         seen[text] += 1
         new = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")(cell.source, metadata=metadata)
         new.id = hashlib.sha256(f"{text}\n{seen[text]}".encode()).hexdigest()[:12]
+        if kind := _answer_in(cell):
+            new.source = seal(cell.source, kind, f"notebooks/src/{name}.py")
+            new.metadata |= FOLDED
+        elif "setup" in tags(cell):
+            new.source += f"\n\n{OPENS}"
         cells.append(new)
     kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata=metadata), version=4) + "\n"
 
 
+def _answer_in(cell) -> str:
+    """What a cell holds that a learner is to find without it: a "question" (its key), a "solution", "code"; else ""."""
+    if cell.cell_type != "code":
+        return ""
+    if "solution" in tags(cell):
+        return "solution"
+    return "question" if _asks(cell) else "code" if cell.metadata.get("jupyter", {}).get("source_hidden") else ""
+
+
 def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
     """Return, as markdown, what the newest recorded run of each machine measured for a lesson's claims; "" without
     any.
     """
-    from perf_helpers.course.results import measured_text, recorded
+    from perf_helpers.course.results import measured_text
 
     parts = []
-    for data in recorded(results).values():
+    for data in _recorded(results).values():
         rows = [claim for claim in data["claims"] if claim["lesson"][:2] == lesson[:2]]
         if rows:
             versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers"))
@@ -80,6 +97,13 @@ def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
     return "\n\n".join(["**What recorded runs measured**, to hold yours against.", *parts]) if parts else ""
 
 
+@cache
+def _recorded(results):
+    from perf_helpers.course.results import recorded
+
+    return recorded(results)  # read once for all lessons
+
+
 def tags(cell) -> list[str]:
     """Return the papermill tags of a cell."""
     return list(cell.metadata.get("tags", []))
@@ -87,7 +111,10 @@ def tags(cell) -> list[str]:
 
 def lint(notebook) -> list[str]:
     """Return what is wrong with the shape of a lesson (an nbformat 4 notebook), one line each; empty if nothing is."""
-    return [*_lint_tags(notebook.cells), *_lint_code(notebook.cells), *_lint_prose(notebook.cells)]
+    cells = [cell.copy() for cell in notebook.cells]  # as the author wrote them
+    for cell in cells:
+        cell.source = opened(cell.source).removesuffix(f"\n\n{OPENS}")
+    return [*_lint_tags(cells), *_lint_code(cells), *_lint_prose(cells)]
 
 
 def _lint_tags(cells):
@@ -119,17 +146,15 @@ def _lint_code(cells):
             yield f"cell {number} has outputs; lessons are kept without"
         for name in _unguarded(cell.source):
             yield f"cell {number} calls {name}(...): ask by lab.foresee({name}, ...), which goes on without an answer"
-        if "solution" in tags(cell) and not cell.metadata.get("jupyter", {}).get("source_hidden"):
-            yield f"cell {number}, a solution, is not folded (metadata jupyter.source_hidden)"
         if _asks(cell) and any(line.startswith(SEEN) for line in cell.source.splitlines()):
-            yield f"cell {number} asks a question and does more: a question has a cell of its own, which is folded"
+            yield f"cell {number} asks a question and does more: a question has a cell of its own, which is sealed"
         if "parameters" in tags(cell) and _assignments(cell.source) != PARAMETERS:
             expected = "; ".join(f"{name} = {value!r}" for name, value in PARAMETERS.items())
             yield f"cell {number}: the parameters are exactly {expected}"
 
 
 def _asks(cell) -> bool:
-    """Whether a cell asks a question: its source has the key and each explanation, so a learner's view folds it."""
+    """Whether a cell asks a question: its source has the key and each explanation."""
     return cell.cell_type == "code" and QUESTION.search(cell.source) is not None
 
 
@@ -157,7 +182,7 @@ def _assignments(source):
 
 
 def _lint_prose(cells):
-    cells = [cell for cell in cells if RECORDED not in tags(cell) and not _asks(cell)]  # a folded cell is not read
+    cells = [cell for cell in cells if RECORDED not in tags(cell) and not _asks(cell)]  # a sealed cell is not read
     if not MIN_CELLS <= len(cells) <= MAX_CELLS:
         yield f"{len(cells)} cells; {MIN_CELLS} to {MAX_CELLS}"
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
@@ -183,7 +208,7 @@ def main(arguments=None, folder: Path = HERE) -> int:
     problems = [] if sources else [f"no lessons in {folder / 'src'} (files NN_slug.py)"]
     for source in sources:
         target = folder / f"{source.stem}.ipynb"
-        text = build(source.read_text(encoding="utf-8"), recorded_text(source.stem))
+        text = build(source.read_text(encoding="utf-8"), recorded_text(source.stem), source.stem)
         if not target.exists() or target.read_bytes() != text.encode():
             if check:
                 state = "stale" if target.exists() else "missing"

@@ -114,9 +114,11 @@ def lesson(monkeypatch):
         new_code_cell(code, execution_count=2, outputs=outputs(monkeypatch)),
     ]
     folded = {"tags": ["solution"], "jupyter": {"source_hidden": True}}
+    html = "<details><summary>The solution</summary><pre>the_solution = 42</pre></details>"  # as `sealed` shows it
+    solution = new_output("display_data", {"text/html": html})
     cells += [
         new_markdown_cell("### An exercise"),
-        new_code_cell("the_solution = 42", execution_count=3, metadata=folded),
+        new_code_cell("%%sealed solution:\nc2VhbGVk", execution_count=3, metadata=folded, outputs=[solution]),
     ]
     return new_notebook(cells=cells)
 
@@ -234,7 +236,8 @@ def test_the_keyboard_skips_the_list_of_lessons_and_opens_a_fold(chromium, folde
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.closest('section').id") == "00_start_here"
     page.goto((folder / PAGES[1]).as_uri())
-    summary = page.locator("summary", has_text="Code that holds an answer")
+    assert page.get_by_text("%%sealed").count() == 0
+    summary = page.locator("summary", has_text="The solution")
     assert not page.get_by_text("the_solution").is_visible(), "a solution is folded"
     summary.focus()
     page.keyboard.press("Enter")

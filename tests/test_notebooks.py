@@ -8,6 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from perf_helpers.widgets import sealed
+
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = importlib.util.spec_from_file_location("build", ROOT / "notebooks" / "build.py")
 build = importlib.util.module_from_spec(SPEC)
@@ -35,7 +37,7 @@ def test_there_are_lessons():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_lesson_is_up_to_date_and_in_shape(path):
-    built = build.build(path.read_text(encoding="utf-8"), build.recorded_text(path.stem))
+    built = build.build(path.read_text(encoding="utf-8"), build.recorded_text(path.stem), path.stem)
     target = path.parents[1] / f"{path.stem}.ipynb"
     assert target.exists() and target.read_bytes() == built.encode(), "stale: run python notebooks/build.py"
     assert build.lint(nbformat.reads(built, as_version=4)) == []
@@ -92,30 +94,48 @@ def test_an_inserted_cell_changes_no_other_cell():
     assert [cell for cell in after if cell.source != "new = 1"] == before
 
 
-def test_a_solution_is_folded_by_the_build():
-    (solution,) = (cell for cell in notebook(source()).cells if "solution" in build.tags(cell))
-    assert solution.metadata["jupyter"]["source_hidden"] and solution.metadata["cellView"] == "form"
-
-
 QUESTION = '# %%\nexercises.question(\n    lab, "key", "Why?", {"a": "for", "b": "no"}, right="a"\n)\n\n'
+PLANTED = '# %% jupyter={"source_hidden": true}\npatient = "the leak"\n\n'
 
 
-def test_a_question_s_key_is_folded_by_the_build_and_stands_alone():
-    (asking,) = (cell for cell in notebook(source(QUESTION)).cells if "right=" in cell.source)
-    assert asking.metadata["jupyter"]["source_hidden"] and asking.metadata["cellView"] == "form"
+def sealed_cells(text):
+    """[(what it holds, its plain source)] of the sealed cells of a notebook."""
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.source.startswith(sealed.MAGIC)]
+    for cell in cells:
+        assert cell.metadata["jupyter"]["source_hidden"] and cell.metadata["cellView"] == "form", "folded too"
+    return [(cell.source.split()[1], sealed.opened(cell.source)) for cell in cells]
+
+
+def test_what_holds_an_answer_is_sealed_by_the_build():
+    text = build.build(source(QUESTION + PLANTED), name="05_it_fits")
+    plain = [("question:", QUESTION[5:].strip()), ("code:", PLANTED.splitlines()[1]), ("solution:", "solution = 1")]
+    assert [(kind, cell.strip()) for kind, cell in sealed_cells(text)] == plain and text.count(
+        "notebooks/src/05_it_fits.py"
+    ) == 3
+    assert not any(answer in text for answer in ("right=", "the leak", "solution = 1"))
+    assert tagged(nbformat.reads(text, as_version=4).cells, "setup").source == f"setup = 1\n\n{build.OPENS}"
+
+
+def test_a_question_stands_alone():
     assert build.lint(notebook(source(QUESTION))) == []
     mixed = QUESTION.replace("# %%\n", "# %%\nprint('seen')\n")
     assert "a question has a cell of its own" in build.lint(notebook(source(mixed)))[0]
 
 
-def test_no_lesson_shows_a_question_s_key():
-    asking = [
-        cell
-        for path in (ROOT / "notebooks").glob(f"{build.LESSONS}.ipynb")
-        for cell in nbformat.read(path, as_version=4).cells
-        if cell.cell_type == "code" and "exercises.question(" in cell.source and "def ward(" not in cell.source
-    ]
-    assert len(asking) >= 40 and all(cell.metadata["jupyter"]["source_hidden"] for cell in asking)
+def test_no_lesson_shows_an_answer_in_any_front_end():
+    found = []
+    for path in SOURCES:
+        text = (ROOT / "notebooks" / f"{path.stem}.ipynb").read_text(encoding="utf-8")
+        found += (kinds := sealed_cells(text))
+        for _, plain in kinds:
+            lines = [line.strip() for line in plain.splitlines() if len(line) > 40 and line.strip().startswith('"')]
+            assert not any(json.dumps(line)[1:-1] in text for line in lines)
+        asked = text.replace(
+            'exercises.question(lab, f\\"patient {key}\\"', ""
+        )  # of lesson 23, where the code is sealed
+        assert "exercises.question(" not in asked and "exercises.prove(" not in asked, path.stem
+    kinds = [kind for kind, _ in found]
+    assert kinds.count("question:") >= 40 and kinds.count("solution:") >= 35 and kinds.count("code:") >= 6
 
 
 def tagged(cells, tag):
@@ -142,10 +162,6 @@ def title(text):
     return lambda cells: cells[0].update(source=text)
 
 
-def unfold(cells):
-    del tagged(cells, "solution").metadata["jupyter"]
-
-
 BREAKS = {
     **{f"no {tag}": (untag(tag), f"tagged {tag}") for tag in ("parameters", *TAGGED) if tag != "widget"},
     **{f"two {tag}": (double(tag), f"exactly one cell is tagged {tag}; here 2") for tag in ("parameters", "setup")},
@@ -157,7 +173,6 @@ BREAKS = {
     "a long cell": (rewrite("claim", "\n".join("x" * 26)), "has 26 lines; at most 25"),
     "an estimate that can end it": (rewrite("claim", "peak = estimate(task).peak_bytes"), "by lab.foresee(estimate"),
     "outputs": (lambda cells: tagged(cells, "claim").update(execution_count=1), "has outputs"),
-    "an open solution": (unfold, "not folded"),
     "a misspelt parameter": (rewrite("parameters", 'profile = "auto"\nstrickt = False\nout = ""'), "are exactly"),
     "one parameter more": (rewrite("parameters", 'profile = "auto"\nstrict = False\nout = ""\nx = 1'), "are exactly"),
     "another default": (rewrite("parameters", 'profile = "gpu"\nstrict = False\nout = ""'), "are exactly"),

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from recorded_lessons import INLINE_PICTURE
 
 from perf_helpers.course.results import measured_text
+from perf_helpers.widgets import sealed
 
 _DECISION = re.compile(r'\s*<div role="group"[^>]* aria-label="([a-z0-9-]+): ')
 _FORMULA = re.compile(r"(?<![\\$\w])\$([^$\n`]+)\$(?!\w)")
@@ -38,7 +39,9 @@ def page(
         if "parameters" in tags:
             tags.append("remove-cell")
         hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
-        if kind := next((tag for tag in tags if tag in _FOLDED), "question" if hidden else None):
+        if cell.source.startswith(sealed.MAGIC):
+            tags.append("remove-input")  # where a reader may see it, the output has it, folded
+        elif kind := next((tag for tag in tags if tag in _FOLDED), "question" if hidden else None):
             tags.append("hide-input")
             cell.metadata["mystnb"] = {"code_prompt_show": _FOLDED[kind], "code_prompt_hide": _FOLDED[kind]}
         for output in cell.outputs:

@@ -316,6 +316,8 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 # ## Exercise 1: the largest batch (challenge)
 #
 # You have a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
+#
+# A cell that begins with `%%sealed` holds a solution, or a question with its key. Run it like any other; a solution can be unfolded below it.
 
 # %%
 exercises.hint(

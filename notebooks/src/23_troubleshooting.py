@@ -375,7 +375,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# Open a folded cell only when you are done: it has the faults. A row is a patient, a column a reading of its first three steps. Name what each has by the questions; the tool's own words come with the answer. Some are healthy.
+# The faults stand in sealed cells. Run them, and unfold what they hold only when you are done. A row is a patient, a column a reading of its first three steps. Name what each has by the questions; the tool's own words come with the answer. Some are healthy.
 
 
 # %%

@@ -16,6 +16,7 @@ from perf_helpers.texts import bytes_text
 
 DISTRIBUTION = "perf-helpers"
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
+LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
 
 # What to type or do, by words of a reason; the first that fits counts.
 REMEDIES = {
@@ -146,6 +147,9 @@ def _about_folders() -> Iterator[Finding]:
             yield Finding(
                 "warning" if free or find is cache_folder else "error", name, f"{there} {text} {lost}.", remedy
             )
+        elif find is not cache_folder and len(os.fsencode(folder)) > LONG_TEMPORARY:
+            text = f"{folder} is long: where a socket's name there has over 107 bytes, DataLoader workers hang."
+            yield Finding("warning", name, text, f"Type `export {name}=/tmp`: at most {LONG_TEMPORARY} bytes.")
 
 
 def _about_imports() -> Iterator[Finding]:

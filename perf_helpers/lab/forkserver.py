@@ -404,6 +404,10 @@ def _main(channel: connection.Connection) -> None:
     os.environ.clear()
     os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
     sys.path[:], tempfile.tempdir = place["path"], None  # the server's may be another one
+    # DataLoader's workers keep sockets there, and leave them when they are killed. Where a socket's name is over 107
+    # bytes, as under a long TMPDIR, they hang (cpython issue 93852): on Linux the folder has a short name.
+    short = f"/proc/{os.getpid()}/fd/{os.open(own_folder, os.O_RDONLY)}" if os.path.isdir("/proc/self/fd") else None
+    multiprocessing.current_process()._config["tempdir"] = short or own_folder
     on_step = _turns(channel, *turn) if turn else _reporter(channel)
     try:
         result = cloudpickle.dumps(cloudpickle.loads(job)(on_step))

@@ -244,6 +244,13 @@ def test_a_disk_that_is_nearly_full(disk):
     assert remedy.startswith("Type `export TMPDIR=FOLDER`, with one that has room")
 
 
+def test_a_folder_for_temporary_files_whose_name_is_too_long_for_sockets(tmp_path):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} is long: where a socket's name there")
+    assert remedy == "Type `export TMPDIR=/tmp`: at most 56 bytes."
+
+
 def test_no_folder_for_temporary_files_can_be_written_to():
     shell = (
         "for folder in /tmp /var/tmp; do mount --bind $folder $folder; mount -o remount,bind,ro $folder; done; cd /proc"

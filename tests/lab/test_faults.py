@@ -14,6 +14,7 @@ import textwrap
 import time
 import uuid
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -92,6 +93,18 @@ def lab(undisturbed, tmp_path, monkeypatch):
 # ---- faults of one experiment
 
 
+def read_by_workers(task, then=lambda: None):
+    """Workers send batches by sockets, which lie in a folder of temporary files."""
+    import torch
+
+    batches = torch.utils.data.DataLoader([torch.zeros(1000)] * 64, batch_size=4, num_workers=2)
+    return len([(batch, then()) for batch in batches])
+
+
+def kill_oneself_beside_workers(task):
+    read_by_workers(task, partial(kill_oneself, task))
+
+
 def read_address_zero(task):
     import ctypes
 
@@ -156,6 +169,7 @@ def kill_the_server_of_ranks(task):
     ("fault", "status", "message"),
     [
         (kill_oneself, "killed", "the process was ended by SIGKILL"),
+        (kill_oneself_beside_workers, "killed", "the process was ended by SIGKILL"),
         (read_address_zero, "killed", "the process was ended by SIGSEGV"),
         (train_within_too_little, "out of memory", "DefaultCPUAllocator: can't allocate memory"),
         (build_lists_within_too_little, "out of memory", "MemoryError"),
@@ -168,6 +182,16 @@ def kill_the_server_of_ranks(task):
 def test_an_experiment_that_is_ended_says_by_what(lab, fault, status, message):
     run = lab.run(fault, task=TINY, measure=("none",), processes=2 if "rank" in fault.__name__ else 1)
     assert (run.status, message in run.message) == (status, True), run
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_workers_under_a_folder_whose_name_is_too_long_for_sockets_do_not_hang(lab, tmp_path, monkeypatch, processes):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    run = lab.run(read_by_workers, measure=("none",), processes=processes, timeout=120)
+    assert (run.status, run.value, os.listdir(folder)) == ("ok", 16, []), run
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def executed():
         new_code_cell(f"out = '{ROOT}/build'", metadata={"tags": ["injected-parameters"]}),
         new_code_cell("import torch", metadata={"tags": ["setup"]}),
         new_code_cell("prove()", metadata={"tags": ["solution"], "jupyter": {"source_hidden": True}, "papermill": {}}),
+        new_code_cell("%%sealed question:\ncHJvdmU=", metadata={"jupyter": {"source_hidden": True}}),
         new_code_cell("show()", outputs=outputs, execution_count=7),
     ]
     return new_notebook(cells=cells, metadata={"widgets": {"state": {}}, "papermill": {}})
@@ -59,7 +60,7 @@ def executed():
 def test_an_executed_lesson_is_kept_without_what_a_page_does_not_need():
     kept = recorded_lessons.kept(executed())
     assert not kept.metadata and [cell.source for cell in kept.cells][2] == "import torch"
-    solution, shown = kept.cells[-2:]
+    solution, _, shown = kept.cells[-3:]
     assert solution.metadata == {"tags": ["solution"], "jupyter": {"source_hidden": True}}
     assert [list(output.data) for output in shown.outputs] == [["text/html"]] * 3
     (found,) = re.findall(r"base64,([^\"]+)", shown.outputs[1].data["text/html"])
@@ -75,10 +76,11 @@ def test_a_picture_that_does_not_become_smaller_stays_as_it_is():
 def test_a_recorded_lesson_becomes_a_page(tmp_path):
     elsewhere = {"weights-cost": "<p>elsewhere</p>"}
     page = lesson_pages.page(recorded_lessons.kept(executed()), "*head*", elsewhere, tmp_path / "pictures")
-    first, parameters, setup, solution, shown = page.cells
+    first, parameters, setup, solution, question, shown = page.cells
     assert first.source.startswith("# A lesson\n\n*head*\n\nIt costs <math") and "\\$5" in first.source
     assert "remove-cell" in parameters.metadata.tags
     assert all("hide-input" in cell.metadata.tags for cell in (setup, solution)) and not shown.metadata.tags
+    assert question.metadata.tags == ["remove-input"]
     html = [output.data["text/html"] for output in shown.outputs]
     (file,) = (tmp_path / "pictures").iterdir()
     assert html[0] == "<div>Measured 3.1 MB. The estimate said 3 MB</div>", "the page's reader may have guessed"
