@@ -43,5 +43,5 @@ def _show(result) -> None:
     head, _, _ = result.info.raw_cell.partition("\n")
     if head.startswith(MAGIC) and result.success and (title := _SHOWN.get(head.split()[1].rstrip(":"))):
         source = html.escape(opened(result.info.raw_cell))
-        folded = f"<details><summary>{title}</summary><pre>{source}</pre></details>"
+        folded = f"<details><summary>{title}</summary><pre style='word-break:normal'>{source}</pre></details>"
         display({"text/html": folded, "text/plain": f"{title}, folded"}, raw=True)
