@@ -28,7 +28,7 @@ from perf_helpers.estimate import prediction
 from perf_helpers.estimate.estimates import KNOWLEDGE, target
 from perf_helpers.lab import Task, hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.task import positions
+from perf_helpers.lab.task import PRESETS, positions
 from perf_helpers.lab.training import Experiment
 from perf_helpers.plots import PALETTE
 from perf_helpers.records import CATEGORIES
@@ -58,7 +58,7 @@ OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8"}
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
-_OF_LAB = ("task.py", "presets.toml", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
+_OF_LAB = ("task.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
@@ -144,13 +144,13 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
 
 
 @functools.cache
-def made_from() -> str:
-    """What tables depend on, as one short text."""
+def made_from(model: str) -> str:
+    """What a model's tables depend on, as one short text."""
     package = ROOT / "perf_helpers"
     files = [*sorted(package.glob("estimate/*.*")), *(package / "lab" / name for name in _OF_LAB)]
     files.append(Path(event_tables.__file__))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files))
-    content.update(json.dumps({name: hardware.version_of(name) for name in _OF_TABLES}).encode())
+    content.update(json.dumps([PRESETS[model], {name: hardware.version_of(name) for name in _OF_TABLES}]).encode())
     return content.hexdigest()[:16]
 
 
@@ -169,13 +169,13 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
     task, known = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
-        if read(file).get("made_from") == made_from():
+        if read(file).get("made_from") == made_from(model):
             continue
         try:
             table = table_of(task, recipe, known)
         except (Unfit, ValueError) as error:
             table = {"refused": str(error)}
-        text = json.dumps({"made_from": made_from()} | table, separators=(",", ":"))
+        text = json.dumps({"made_from": made_from(model)} | table, separators=(",", ":"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
         yield f"{model} {recipe.key}: {file.stat().st_size:,} bytes{' ' + table.get('refused', '')[:300]}"
