@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -55,6 +56,11 @@ QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
 KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0)}
 OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8"}
 
+# Fields of a configuration that change no byte of a training.
+_NO_BYTES = re.compile(
+    "_token_id$|_eps$|epsilon$|^rope_|^output_|^summary_|label|^layer_types$|^(transformers_version|architectures|"
+    "return_dict|dtype|problem_type|initializer_range|use_cache|pretraining_tp|max_window_layers|_name_or_path)$"
+)
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
@@ -189,7 +195,10 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
         kept = [key for key in found if "parts" in read(folder / model / f"{key}.json.gz")]
         if kept:
             most, longest = room_of(Task(model))
+            config = Task(model).build_config()
             about = {"most": most, "longest": longest * LENGTH_UNIT, "parameters": Task(model).parameters()}
+            fields = sizing(config)
+            about |= {"config": fields, "defaults": {name: getattr(type(config), name, None) for name in fields}}
             models[model] = about | {"formulas": formulas(Task(model)), "recipes": kept}
     return {
         "models": models,
@@ -209,6 +218,18 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
             for key, card in cards.CARDS.items()
         ],
         "versions": versions(),
+    }
+
+
+def sizing(config) -> dict[str, Any]:
+    """The fields of a configuration that a training's bytes depend on; positions are no weights where they are turned
+    into angles."""
+    fields = config.to_dict()
+    of_angles = "rope_parameters" in fields
+    return {
+        name: value
+        for name, value in fields.items()
+        if not _NO_BYTES.search(name) and not (of_angles and name == "max_position_embeddings")
     }
 
 

@@ -238,6 +238,47 @@ def test_the_address_carries_the_choice_and_the_keyboard_makes_one(site, page):
     assert other.evaluate("[location.href, document.querySelector('#calculator-answer').dataset.peak]") == before
 
 
+def test_a_config_json_that_is_pasted_chooses_its_model_or_says_what_is_nearest(site, page):
+    config = calculator_tables.Task(MODEL).build_config().to_dict() | {"dtype": "float16", "layer_norm_eps": 1e-5}
+    page.goto(site[0])
+    page.locator("#calculator-paste summary").click()
+    field, told = page.locator("#calculator-config"), page.locator("#calculator-pasted")
+    other = {"num_hidden_layers": 7, "quantization_config": {"load_in_4bit": True}}
+    for text, words in (
+        (json.dumps(config), f"In memory it is {MODEL}: chosen above."),
+        (
+            json.dumps(config | other),
+            f"{MODEL}, and differs in num_hidden_layers (7, not 2), quantization_config (given",
+        ),
+        (json.dumps({"model_type": "<b>"}), "its model_type is none of bert"),
+        ('{"model_type": "be', "It cannot be read"),
+    ):
+        field.fill(text)
+        assert words in told.inner_text()
+    field.fill(" ")
+    assert told.inner_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("llama-3.2-1b", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}),
+        ("llama-3.2-1b", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 5, "pad_token_id": 7}),
+        ("llama-3.2-1b", {"attention_dropout": 0.1}),
+        ("bert-tiny", {"layer_norm_eps": 1e-5, "initializer_range": 0.1, "pad_token_id": 3}),
+        ("bert-tiny", {"max_position_embeddings": 1024}),
+    ],
+)
+def test_what_a_pasted_config_is_known_by_is_what_changes_bytes(model, change):
+    layers, answers = {"num_hidden_layers": 1}, []
+    for config in (layers, layers | change):
+        task = calculator_tables.Task(model, 128, config=config)
+        found = estimate(task, card="a100", attn_implementation="eager", per_device_train_batch_size=2)
+        answers.append((calculator_tables.sizing(task.build_config()), (found.peak_bytes, found.memory.reserved_bytes)))
+    (one, its_bytes), (other, other_bytes) = answers
+    assert (one == other) == (its_bytes == other_bytes)
+
+
 def test_the_largest_that_fits_fits_and_the_next_does_not(site, page):
     choice = {"model": MODEL, "precision": "fp32", "length": 512, "card": "1650", "segments": "default"}
     shown(page, site[0], choice | {"batch": 4}, done="all")

@@ -1,5 +1,6 @@
 /** The page that tells whether a training fits: its controls, and what is shown of an answer. */
 
+import { nearest } from "./configs.js";
 import { element, fold, tableOf } from "./elements.js";
 import { LENGTH_UNIT } from "./events.js";
 import { breakdown, largest, memoryOf, timeline } from "./memory.js";
@@ -69,6 +70,7 @@ class Calculator {
     const versions = Object.entries(index.versions).filter(([, version]) => version);
     const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
     part("versions").textContent = `Traced with ${made}; laid out as torch 2.13 and 2.14 do.`;
+    part("config").addEventListener("input", (event) => this._paste(event.target.value));
     this.read(new URLSearchParams(location.hash.slice(1)));
     addEventListener("hashchange", () => {
       this.read(new URLSearchParams(location.hash.slice(1)));
@@ -116,6 +118,26 @@ class Calculator {
       const unit = Number(control.step);
       control.value = Math.min(Math.max(Math.round(given / unit), 1) * unit, most);
     }
+  }
+
+  /** Choose the model that a config.json describes, or say what is nearest to it. */
+  _paste(text) {
+    const say = (...words) => part("pasted").replaceChildren(...(text.trim() ? words : []));
+    let found;
+    try {
+      found = nearest(text, this.index.models);
+    } catch (error) {
+      return say(`It cannot be read as one of this page's models: ${error.message}.`);
+    }
+    const [name, differs] = found;
+    if (differs.length) {
+      const fields = differs.map(([field, there, here]) => `${field} (${there}, not ${here})`).join(", ");
+      const ask = element("code", {}, this.command({ ...this.choice, model: "config.json" }));
+      return say(`There is no table of it. The nearest is ${name}, and differs in ${fields}. What answers it: `, ask);
+    }
+    this.controls.model.value = name;
+    this.update();
+    return say(`In memory it is ${name}: chosen above.`);
   }
 
   /** What is chosen, by the names of the controls. */
