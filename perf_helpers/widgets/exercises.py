@@ -51,7 +51,8 @@ class Feedback:
     def _repr_html_(self) -> str:
         sign, colour = _SIGNS[self.status]
         style = f"border-left:4px solid {colour};padding:0.3em 0.8em;overflow-wrap:anywhere"
-        return f"<div style='{style}'><b>{sign} {self.status}</b>: {prose_html(self.text)}{self.picture}</div>"
+        text = f": {prose_html(self.text)}" if self.text else ""
+        return f"<div style='{style}'><b>{sign} {self.status}</b>{text}{self.picture}</div>"
 
 
 def not_attempted(what: str = "replace None by your answer and run the cell again") -> Feedback:

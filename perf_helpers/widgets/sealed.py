@@ -8,10 +8,7 @@ import base64
 import html
 
 MAGIC = "%%sealed"
-_SHOWN = {
-    "solution": "The solution",
-    "code": "Code that holds an answer",
-}  # folded, after it ran; of a question nothing
+_SHOWN = {"solution": "The solution", "code": "Code that holds an answer"}  # folded below; of a question nothing
 
 
 def seal(source: str, kind: str, where: str) -> str:

@@ -148,6 +148,7 @@ def test_each_hint_is_folded_into_the_one_before():
 
 def test_what_is_said_of_a_solution_is_folded_in_pages_and_left_out_in_a_terminal():
     shown = exercises.prove(judge, solution=4, mistake=5)
+    assert "right</b><details>" in shown._repr_html_(), "no colon before nothing"
     assert "yes" not in repr(shown) and Folds(shown._repr_html_()).texts[": yes"] == 1
 
 
