@@ -72,9 +72,8 @@ def _alike(task: Task) -> Sequence[Task]:
     length = task.length()
     sized = []
     for each in named:
-        config = each.build_config()
-        if (positions(config) or length) >= length:
-            sized.append((config.num_hidden_layers * config.hidden_size**2, each.model, each))
+        if (positions(each.build_config()) or length) >= length:
+            sized.append((each.parameters(), each.model, each))
     if not sized:
         raise ValueError(f"largest='model': no preset is like {task.model}, with {length} tokens")
     return [each for _, _, each in sorted(sized, key=lambda row: row[:2])]
