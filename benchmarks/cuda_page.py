@@ -128,17 +128,12 @@ def published_tools() -> str:
             cells += [f"{found['answered']} of {found['asked']}", *(share(found.get(e)) for e in ("median", "worst"))]
         rows.append([*cells, "; ".join(f"{count}: {shorten(why, 70)}" for why, count in row["refused"])])
     for figure, what in figures.items():
-        pairs = [
-            (row, row["said"]["this estimate"][what] / row[figure] - 1) for row in report["pairs"] if figure in row
-        ]
-        row, off = max(pairs, key=lambda pair: abs(pair[1]))
-        worst.append(f"{off:+.2%} of what was {figure} ({row['name']})")
+        pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
+        off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))
+        worst.append(f"{off:+.2%} of what was {figure} ({name})")
     head = ["tool", *(f"{figure}, {what}" for figure in figures for what in ("answered", "median error", "worst"))]
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
-    count = len(report["pairs"])
-    about = (
-        f"On others' ground: {count} trainings that others measured on a real A100 or T4. {made_with}. {report['note']}"
-    )
+    about = f"{report['what']}. {made_with}. {report['note']}"
     told = f"Worst, of ours: {' and '.join(worst)}. Looked at, and not run: "
     told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
     return "\n\n".join([about, table([*head, "refused"], rows), f"{told}."])
