@@ -126,7 +126,8 @@ def published_tools() -> str:
         cells = [f"{row['tool']} {row['version']}" + (f", without {row['left_out']}.toml" if row["left_out"] else "")]
         for found in map(row.get, figures):
             cells += [f"{found['answered']} of {found['asked']}", *(share(found.get(e)) for e in ("median", "worst"))]
-        rows.append([*cells, "; ".join(f"{count}: {shorten(why, 70)}" for why, count in row["refused"])])
+        refused = ((count, shorten(why.rpartition("Error: ")[2], 45)) for why, count in row["refused"])
+        rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
         off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))

@@ -113,6 +113,7 @@ def test_the_pages_say_what_the_record_says(report):
         for found in (row["allocated"], row["reserved"]):
             errors = [f"{found[name]:.2%}" if name in found else "none" for name in ("median", "worst")]
             assert " | ".join([f"{found['answered']} of {found['asked']}", *errors]) in line
+        assert all(f"{count}: " in line for _, count in row["refused"])
     for figure, what in WHAT.items():
         off = {
             row["name"]: row["said"]["this estimate"][what] / row[figure] - 1
