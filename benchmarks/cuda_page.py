@@ -1,6 +1,7 @@
 """The estimate for CUDA on the pages: beside torch's own allocator, other tools, and figures that others measured."""
 
 import re
+from textwrap import shorten
 
 from runner import RESULTS, read_record
 from tables import MIB, share, table, versions
@@ -8,6 +9,7 @@ from tables import MIB, share, table, versions
 PUBLISHED = RESULTS / "published.json"  # by benchmarks/published.py
 RANKS = RESULTS / "ranks.json"  # by benchmarks/measure_ranks.py
 CUDA_TOOLS = RESULTS / "cuda_tools.json"  # by benchmarks/measure_cuda_tools.py
+PUBLISHED_TOOLS = RESULTS / "published_tools.json"  # by benchmarks/published_tools.py
 
 
 def nearness() -> str:
@@ -113,7 +115,29 @@ def cuda_tools() -> str:
         "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
     )
     told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, table(head, rows), f"{told}."])
+    return "\n\n".join([about, table(head, rows), f"{told}.", published_tools()])
+
+
+def published_tools() -> str:
+    """The estimate for CUDA and other tools beside what others measured on real cards."""
+    report, rows, worst = read_record(PUBLISHED_TOOLS), [], []
+    figures = {"allocated": "bytes", "reserved": "total_bytes"}
+    for row in report["table"]:
+        cells = [f"{row['tool']} {row['version']}" + (f", without {row['left_out']}.toml" if row["left_out"] else "")]
+        for found in map(row.get, figures):
+            cells += [f"{found['answered']} of {found['asked']}", *(share(found.get(e)) for e in ("median", "worst"))]
+        refused = ((count, shorten(why.rpartition("Error: ")[2], 45)) for why, count in row["refused"])
+        rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
+    for figure, what in figures.items():
+        pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
+        off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))
+        worst.append(f"{off:+.2%} of what was {figure} ({name})")
+    head = ["tool", *(f"{figure}, {what}" for figure in figures for what in ("answered", "median error", "worst"))]
+    made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
+    about = f"{report['what']}. {made_with}. {report['note']}"
+    told = f"Worst, of ours: {' and '.join(worst)}. Looked at, and not run: "
+    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table([*head, "refused"], rows), f"{told}."])
 
 
 def published() -> str:

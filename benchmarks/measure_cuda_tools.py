@@ -43,11 +43,13 @@ def question(one: Training, folder: Path) -> dict:
     (place / "config.json").write_text(json.dumps(fields))
     half = {"fp16": "fp16", "bf16": "bf16"} | {"float16": "fp16", "bfloat16": "bf16"}
     computed = next((half[name] for name in (*arguments, weights) if name in half), "fp32")
+    count = sum(weight.numel() for weight in model.parameters())
     own = [sum(weight.numel() for weight in module.parameters(recurse=False)) for module in model.modules()]
     asked = tools_pypi.Question(
         folder=str(place),
         fields=fields,
-        parameters=sum(weight.numel() for weight in model.parameters()),
+        parameters=count,
+        trained=count,
         largest_layer=max(own),
         **{name: getattr(config, ours, None) for name, ours in SIZES.items()},
         tokens=one.seq_len,
@@ -56,7 +58,7 @@ def question(one: Training, folder: Path) -> dict:
         mixed=weights is None and computed != "fp32",
         optimizer=arguments["optim"],
         checkpointing=arguments.get("gradient_checkpointing", False),
-        eager=arguments.get("attn_implementation") == "eager",
+        flash=arguments.get("attn_implementation") != "eager",
         card=CARDS[one.capability],
     )
     return dataclasses.asdict(asked)
@@ -72,11 +74,8 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     return [found[one.number] for one in trainings]
 
 
-def of_pypi(tool: str, pythons: list[str], trainings: list[Training], folder: Path) -> dict | None:
-    """What a tool of PyPI says, from the first of these interpreters that has it: its version, and what of each."""
-    path = folder / "questions.json"
-    if not path.exists():
-        path.write_text(json.dumps([question(one, folder) for one in trainings]))
+def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
+    """What a tool of PyPI says to these questions, by the first interpreter that has it: its version, and to each."""
     for python in pythons:
         run = subprocess.run([python, tools_pypi.__file__, tool, path], capture_output=True, text=True)
         if run.returncode not in (0, tools_pypi.ABSENT):
@@ -113,11 +112,12 @@ def measure(cases, options):
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lab = Lab("cpu", out=folder / "lab")
+        lab, path = Lab("cpu", out=folder / "lab"), folder / "questions.json"
+        path.write_text(json.dumps([question(one, folder) for one in trainings]))
         trainings[0].estimated(folder)  # the libraries are imported once
         for tool in cases:
             if tool in tools_pypi.TOOLS:
-                if found := of_pypi(tool, options.pythons, trainings, folder):
+                if found := of_pypi(tool, options.pythons, path):
                     yield tool, {"tool": tool} | found
                 continue
             if tool == "this estimate":

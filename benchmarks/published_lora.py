@@ -32,7 +32,7 @@ def facts() -> dict:
 
 
 def train(name: str) -> dict:
-    """Perform a training on this process's GPU as its source describes it; peaks and what is reserved, in bytes.
+    """Perform a training on this process's GPU, if there, as its source describes it; peaks and reserved bytes.
 
     One step to warm up, one measured, and one with the peak reset between its phases. The output of the model lives on
     in the backward, as in a loop that keeps it in a variable.
@@ -46,12 +46,14 @@ def train(name: str) -> dict:
 
     model_name, attention, sizes = name.split(", ")
     batch, length = map(int, sizes.split(" x "))
+    is_there = torch.cuda.is_available()
+    place, reset = ("cuda", torch.cuda.reset_peak_memory_stats) if is_there else ("cpu", lambda: None)
     config = transformers.AutoConfig.for_model(**facts()["models"][model_name], use_cache=False)
     with no_init_weights():  # nobody reads them
         chosen = {"dtype": torch.float16, "attn_implementation": attention}
         model = transformers.AutoModelForCausalLM.from_config(config, **chosen)
     model.tie_weights()
-    model.to("cuda")
+    model.to(place)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     layers = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -59,7 +61,7 @@ def train(name: str) -> dict:
     model = peft.get_peft_model(model, adapters).train()
     found = {"loaded": torch.cuda.memory_allocated()}
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
-    ids = torch.randint(0, config.vocab_size, (batch, length), device="cuda")
+    ids = torch.randint(0, config.vocab_size, (batch, length), device=place)
 
     def step(mark=lambda phase: None) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -72,7 +74,7 @@ def train(name: str) -> dict:
 
     def keep(phase: str) -> None:
         found[phase] = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        reset()
 
     pinned = contextlib.nullcontext()
     if attention == "sdpa":
@@ -81,7 +83,7 @@ def train(name: str) -> dict:
         pinned = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     with pinned:
         step()
-        torch.cuda.reset_peak_memory_stats()
+        reset()
         step()
         found["reserved"] = torch.cuda.max_memory_reserved()
         keep("allocated")

@@ -1,7 +1,7 @@
 """Other tools that tell the memory of a training: how each is asked, and what is concluded of its answers.
 
-Used by `measure_estimate.py` and `measure_cuda_tools.py`. What each claims stands in `tools.toml`; tools with an
-environment of their own are asked by `tools_pypi.py`.
+Used by `measure_estimate.py`, `measure_cuda_tools.py` and `published_tools.py`. What each claims stands in
+`tools.toml`; tools with an environment of their own are asked by `tools_pypi.py`.
 """
 
 import contextlib
@@ -105,9 +105,9 @@ def estimated(ask: Callable) -> dict:
     return said | {"own_bytes": found.own_bytes}
 
 
-def errors(found: list[dict], measured: list[int], name: str = "bytes") -> list[float]:
-    """|said / measured - 1| of what was answered."""
-    return [abs(said[name] / peak - 1) for said, peak in zip(found, measured, strict=True) if name in said]
+def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
+    """|said / measured - 1| of what was measured and answered."""
+    return [abs(said[name] / peak - 1) for said, peak in zip(found, measured, strict=True) if peak and name in said]
 
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:

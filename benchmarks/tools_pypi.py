@@ -1,6 +1,6 @@
 """Tools of PyPI that claim to tell the memory of a training on a GPU: how each is asked, and what it cannot say.
 
-    PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py does, which asks them all
+    PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py and published_tools.py do
 
 PYTHON is that of an environment which has the tool: nothing of this project is imported but `tools`. A tool is asked as
 its documentation says. Where that wants the Hub, the training's config.json and its count of parameters play the Hub's
@@ -49,8 +49,11 @@ class Question:
     mixed: bool  # weights in fp32 all the same
     optimizer: str  # as the Trainer's `optim`
     checkpointing: bool
-    eager: bool  # attention
+    flash: bool  # attention keeps no square of the length
     card: str  # of that compute capability
+    trained: int  # parameters that learn
+    method: str = "full"  # or "lora", in fp32 on q, k, v and o
+    rank: int | None = None  # of it
 
     @property
     def length(self) -> int:
@@ -58,11 +61,6 @@ class Question:
         if self.tokens is None:
             raise Cannot("images")
         return self.tokens
-
-    @property
-    def flash(self) -> bool:
-        """Whether attention keeps no square of the length."""
-        return not self.eager
 
     @property
     def experts(self) -> int:
@@ -108,15 +106,17 @@ OPTIMIZERS = {  # as tools tell them apart: the Trainer's names
     "lion": ("lion_32bit",),
     "lion_8bit": ("lion_8bit",),
 }
-Answer = tuple[float, float]  # bytes of tensors; and with what the tool adds for context, fragmentation and safety
+# Bytes of tensors; with what the tool adds for context, fragmentation and safety; and the context, where it is named.
+Answer = float | tuple[float, float] | tuple[float, float, float]  # one: all it tells are tensors
 
 
 def vramcalc(asked: Question) -> Answer:
     from vramcalc import estimate
 
     how = asked.words(dtype="precision", batch="size", seq_len="length", grad_checkpoint="checkpointing")
-    how |= {"attn_impl": "eager" if asked.eager else "sdpa", "precision": "amp" if asked.mixed else "pure"}
-    said = estimate(asked.folder, mode="train", optimizer=asked.named("adamw", "sgd"), **how)
+    how |= {"attn_impl": "sdpa" if asked.flash else "eager", "precision": "amp" if asked.mixed else "pure"}
+    how |= {"lora_rank": asked.rank, "optimizer": asked.named("adamw", "sgd")}
+    said = estimate(asked.folder, mode="train", **how)
     return said.total, said.total + said.overhead
 
 
@@ -124,15 +124,34 @@ def fitcheck(asked: Question) -> Answer:
     from fitcheck import config_parser
     from fitcheck.estimator import TrainingConfig, estimate
     from fitcheck.gpu_db import get_gpu
+    from fitcheck.overhead_db import DEFAULT_OVERHEAD_PROFILE, get_overhead_profile
 
     config_parser.hf_hub_download = lambda **_: f"{asked.folder}/config.json"
     config_parser._reported_param_count = lambda *_: asked.parameters
     how = asked.words(precision="precision", batch_size="size", seq_len="length", grad_checkpoint="checkpointing")
     how |= {"optimizer": asked.named("adamw", "sgd", adamw_8bit="adam8bit"), "flash_attn": asked.flash}
-    how |= {"optimizer_dtype": "fp32" if asked.mixed or asked.precision == "fp32" else "bf16", "lora_rank": None}
+    in_fp32 = asked.rank or asked.mixed or asked.precision == "fp32"
+    how |= {"optimizer_dtype": "fp32" if in_fp32 else "bf16", "lora_rank": asked.rank}
     card = {"T4": "t4", "A100": "a100-80", "RTX 3090": "3090", "H100": "h100"}[asked.card]
     said = estimate(config_parser.fetch_model_config("a/model"), TrainingConfig(**how), get_gpu(card))
-    return (said.total_mib - said.overhead_mib) * MIB, said.total_mib * MIB
+    context = (get_overhead_profile(card, asked.flash, "none") or DEFAULT_OVERHEAD_PROFILE).base_context_mib
+    return (said.total_mib - said.overhead_mib) * MIB, said.total_mib * MIB, context * MIB
+
+
+def preflight(asked: Question) -> Answer:
+    from torch_preflight.vram import costmodel, hardware, types
+    from torch_preflight.vram.providers import hub
+
+    hub.fetch_config = lambda _: asked.fields
+    precision = "amp" if asked.mixed else "fp32" if asked.precision == "fp32" else f"pure-{asked.precision}"
+    how = asked.words(batch_size="size", seq_len="length", gradient_checkpointing="checkpointing")
+    names = {"adamw_8bit": "adamw-8bit", "lion_8bit": "lion-8bit"}
+    optimizer = asked.named("adamw", "sgd", "adafactor", "adagrad", "rmsprop", "lion", **names)
+    how |= {"precision": types.PrecisionMode(precision), "optimizer": types.OptimizerKind(optimizer)}
+    how |= {"flash_attention": asked.flash, "frozen_fraction": 1 - asked.trained / asked.parameters}
+    card = {"T4": "t4", "A100": "a100-80gb", "RTX 3090": "rtx3090", "H100": "h100-80gb"}[asked.card]
+    made = costmodel.estimate(hub.resolve("a/model"), types.RunConfig(**how), hardware.resolve(card)[0]).breakdown
+    return made.total - made.fragmentation - made.cuda_context, made.total, made.cuda_context
 
 
 def canifinetune(asked: Question) -> Answer:
@@ -140,8 +159,9 @@ def canifinetune(asked: Question) -> Answer:
 
     how = asked.words(model_id="folder", seq_len="length", micro_batch_size="size", base_dtype="precision")
     how |= {"optimizer": asked.named("adamw_8bit", "sgd", adamw=asked.optimizer), "use_network": False}
-    how |= {"gradient_checkpointing": asked.checkpointing, "method": "full"}
-    how |= {"attention_implementation": "eager" if asked.eager else "sdpa"}
+    how |= asked.words(gradient_checkpointing="checkpointing", method="method")
+    how |= {"lora_rank": asked.rank} if asked.rank else {}
+    how |= {"attention_implementation": "sdpa" if asked.flash else "eager"}
     card = {"T4": 16, "A100": 80, "RTX 3090": 24, "H100": 80}[asked.card]
     said = estimate(EstimateRequest(gpu_vram_gb=card, **how)).memory
     total = said.total_estimated_gb
@@ -153,7 +173,8 @@ def ftuneai(asked: Question) -> Answer:
 
     hub.fetch_model_config = lambda _: asked.fields
     how = asked.words(batch_size="size", seq_length="length", gradient_checkpointing="checkpointing")
-    how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit"), "method": "full"}
+    how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit"), "method": asked.method}
+    how |= {"lora_rank": asked.rank, "lora_target": "attention_all"} if asked.rank else {}
     said = Estimator(f"asked/{asked.parameters}", flash_attention=asked.flash, **how).estimate_memory()
     return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
 
@@ -165,6 +186,7 @@ def fitscout(asked: Question) -> Answer:
     width = 4 if asked.precision == "fp32" else 2
     how = asked.words(micro_batch="size", seq_len="length", grad_ckpt="checkpointing")
     how |= {"opt_8bit": asked.named("adamw", "adamw_8bit") == "adamw_8bit", "grad_dtype_bytes": width}
+    how |= asked.words(method="method", lora_rank="rank")
     said = estimate_memory(inspect_model(asked.folder, dtype_bytes=width), **how)
     return (said.total_gb - said.overhead_gb) * GIB, said.total_gb * GIB
 
@@ -173,11 +195,11 @@ def llmcalculator(asked: Question) -> Answer:
     from llmcalculator.estimate import estimate
     from llmcalculator.hardware.base import CPU, HardwareProfile
     from llmcalculator.models.catalog import _spec_from_config
-    from llmcalculator.workloads import FULL_FINETUNE
+    from llmcalculator.workloads import FULL_FINETUNE, LORA
 
     model, machine = _spec_from_config("a/model", asked.fields), HardwareProfile(CPU("", 1, 1), 2**40)
     how = asked.words(quant_name="precision", context="length", batch="size", gradient_checkpointing="checkpointing")
-    said = estimate(model, machine, FULL_FINETUNE, **how).breakdown
+    said = estimate(model, machine, LORA if asked.rank else FULL_FINETUNE, **how).breakdown
     return said.total - said.overhead, said.total
 
 
@@ -186,10 +208,8 @@ def alloc(asked: Question) -> Answer:
 
     names = {"adamw": "AdamW", "adamw_8bit": "AdamW8bit", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
     names |= {"lion": "Lion", "adafactor": "Adafactor"}
-    how = asked.words(
-        param_count="parameters", dtype="half", batch_size="size", seq_length="tokens", hidden_dim="width"
-    )
-    said = ghost(optimizer_type=asked.named(**names), **how)
+    how = asked.words(param_count="parameters", dtype="half", batch_size="size", seq_length="tokens")
+    said = ghost(optimizer_type=asked.named(**names), hidden_dim=asked.width, **how)
     parts = said.weights_gb + said.gradients_gb + said.optimizer_gb + said.activations_gb
     return parts * GIB, said.total_gb * GIB
 
@@ -198,8 +218,7 @@ def vram_check(asked: Question) -> Answer:
     from vram_check import estimate
 
     optimizer = asked.named("adamw", "sgd")
-    said = estimate(asked.parameters, asked.size, asked.precision, optimizer, seq_len=asked.tokens or 128).total_bytes
-    return said, said
+    return estimate(asked.parameters, asked.size, asked.precision, optimizer, seq_len=asked.tokens or 128).total_bytes
 
 
 def memguard(asked: Question) -> Answer:
@@ -212,14 +231,15 @@ def memguard(asked: Question) -> Answer:
     how = asked.words(batch_size="size", seq_length="length", grad_checkpoint="checkpointing", flash_attention="flash")
     how |= {"lora_layers": asked.depth}  # over which it takes activations, in a full fine-tuning too
     how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", "lion"), "mixed_precision": asked.precision != "fp32"}
-    said = estimate_training_memory(model, TrainSpec(method=FinetuneMethod.FULL, **how))
+    how |= {"method": FinetuneMethod(asked.method), "lora_rank": asked.rank or 8}
+    said = estimate_training_memory(model, TrainSpec(**how))
     return (said.total_mb - said.overhead_mb) * MIB, said.total_mb * MIB
 
 
 def qmemcalc(asked: Question) -> Answer:
     from qmemcalc import estimate_memory
 
-    how = asked.words(precision="precision", num_trainable_params="parameters", gradient_checkpointing="checkpointing")
+    how = asked.words(precision="precision", num_trainable_params="trained", gradient_checkpointing="checkpointing")
     how |= {"optimizer": asked.named("adamw", "sgd", "adagrad", "rmsprop")}
     said = estimate_memory(asked.folder, asked.size, asked.length, **how)
     return (said["total_MB"] - said["buffers_MB"]) * 1e6, said["total_MB"] * 1e6
@@ -249,6 +269,9 @@ def hf_vram_calc(asked: Question) -> Answer:
 
     calculator = VRAMCalculator(ConfigManager())
     weights = calculator.calculate_model_memory(asked.parameters, asked.precision)
+    if asked.rank:
+        said = calculator.calculate_lora_memory(weights, asked.parameters, asked.rank)
+        return said / calculator.lora_overhead_factor * GIB, said * GIB
     said = [calculator.calculate_training_memory(weights, overhead_factor=factor) for factor in (1.0, None)]
     return said[0] * GIB, said[1] * GIB
 
@@ -257,16 +280,14 @@ def memscale(asked: Question) -> Answer:
     from memscale.utils import estimate_training_memory
 
     optimizer = asked.named("adamw", "sgd")
-    said = estimate_training_memory(asked.weight_bytes * asked.parameters, asked.size, asked.length, optimizer)
-    return said, said
+    return estimate_training_memory(asked.weight_bytes * asked.parameters, asked.size, asked.length, optimizer)
 
 
 def trainkit(asked: Question) -> Answer:
     from trainkit.memory import estimate_training_vram
 
     weights = asked.weight_bytes * asked.parameters
-    said = estimate_training_vram(weights, asked.size, asked.length, asked.width, asked.depth, asked.checkpointing)
-    return said, said
+    return estimate_training_vram(weights, asked.size, asked.length, asked.width, asked.depth, asked.checkpointing)
 
 
 def llm_analysis(asked: Question) -> Answer:
@@ -292,21 +313,18 @@ def llm_analysis(asked: Question) -> Answer:
     how |= {"activation_recomputation": ActivationRecomputation(2 if asked.checkpointing else 0)}
     how |= {"other_op_bytes": int(asked.named(**states)) * asked.weight_bytes // 4}
     said = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(**how)
-    total = said["(weight+op_state+grad)_memory_per_gpu"] + said["activation_memory_per_gpu"]
-    return total, total
+    return said["(weight+op_state+grad)_memory_per_gpu"] + said["activation_memory_per_gpu"]
 
 
 def deepspeed_zero2(asked: Question) -> Answer:
-    said = tools.zero2(asked.parameters)
-    return said, said
+    return tools.zero2(asked.parameters)
 
 
 def deepspeed_zero3(asked: Question) -> Answer:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     here = {"cpu_offload": False, "cpu_offload_params": False, "zero_init": True}
-    said = estimate_zero3_model_states_mem_needs(asked.parameters, asked.largest_layer, 1, 1, **here)[1]
-    return said, said
+    return estimate_zero3_model_states_mem_needs(asked.parameters, asked.largest_layer, 1, 1, **here)[1]
 
 
 TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
@@ -314,6 +332,7 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
     "DeepSpeed, ZeRO stage 3": deepspeed_zero3,
     "vramcalc": vramcalc,
     "fitcheck-llm": fitcheck,
+    "torch-preflight": preflight,
     "canifinetune": canifinetune,
     "llm-analysis": llm_analysis,
     "fitscout": fitscout,
@@ -332,17 +351,20 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
 
 
 def answer(tool: Callable[[Question], Answer], asked: Question) -> dict:
-    """{"bytes", "total_bytes", "seconds", "own_bytes"} or {"refused": why}."""
+    """{"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": why}."""
     began = time.perf_counter()
     try:
-        tensors, total = tool(asked)
+        if asked.rank and tool.__name__ not in tools.ABOUT["lora"]:
+            raise Cannot("LoRA")
+        said = tool(asked)
     except Cannot as error:
         return {"refused": f"cannot say {error}"}
     except (Exception, SystemExit) as error:
         return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"bytes": int(tensors), "total_bytes": int(total), "seconds": time.perf_counter() - began}
-    return found | {"own_bytes": own}
+    said = said if isinstance(said, tuple) else (said, said)
+    found = dict(zip(("bytes", "total_bytes", "context_bytes"), map(int, (*said, 0)), strict=False))
+    return found | {"seconds": time.perf_counter() - began, "own_bytes": own}
 
 
 def forked(tool: Callable[[Question], Answer], asked: Question) -> dict:

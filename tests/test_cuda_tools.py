@@ -57,7 +57,8 @@ def test_the_estimate_answers_every_training_and_is_nearest(report):
 
 
 def test_every_tool_that_can_be_asked_was(report, pypi):
-    assert {*pypi.TOOLS} <= {row["tool"] for row in report["table"]}
+    others = {*pypi.tools.ABOUT["published"]["tools"]}  # asked for published trainings only
+    assert {*pypi.TOOLS} - others <= {row["tool"] for row in report["table"]}
     assert all(row["version"] for row in report["table"] if row["tool"] in pypi.TOOLS)
 
 
@@ -67,6 +68,7 @@ def asked(pypi):
         folder="",
         fields={"vocab_size": 100},
         parameters=1000,
+        trained=1000,
         largest_layer=100,
         width=8,
         depth=2,
@@ -77,7 +79,7 @@ def asked(pypi):
         mixed=True,
         optimizer="adamw_torch_fused",
         checkpointing=False,
-        eager=False,
+        flash=True,
         card="T4",
     )
 
@@ -90,6 +92,19 @@ def test_a_tool_is_asked_by_its_name_for_an_optimizer_and_refuses_what_it_has_no
     assert said == {"refused": "cannot say the optimizer adafactor"}
     said = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(asked, tokens=None))
     assert said == {"refused": "cannot say images"}
+    said = pypi.answer(pypi.deepspeed_zero2, dataclasses.replace(asked, method="lora", rank=8, trained=10))
+    assert said == {"refused": "cannot say LoRA"}
+
+
+def test_an_answer_may_be_one_figure_or_name_the_context(pypi, asked):
+    names = ("bytes", "total_bytes", "context_bytes")
+    for answer, figures in ((7, (7, 7, 0)), ((7, 9), (7, 9, 0)), ((7, 9, 1.5), (7, 9, 1))):
+        said = pypi.answer(lambda one, answer=answer: answer, asked)
+        assert tuple(said[name] for name in names) == figures
+
+
+def test_the_tools_that_can_say_lora_are_functions(pypi):
+    assert {*pypi.tools.ABOUT["lora"]} <= {tool.__name__ for tool in pypi.TOOLS.values()}
 
 
 @pytest.mark.parametrize(("mixed", "precision", "width"), [(True, "bf16", 4), (False, "bf16", 2), (False, "fp32", 4)])

@@ -1,0 +1,188 @@
+"""The estimate for CUDA beside other tools, on trainings that others measured on real cards.
+
+    .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # as measure_cuda_tools.py; needs peft
+
+Those of published.toml, published_lora.toml and published_preflight.toml. What tensors take is held against what was
+allocated; all that a tool tells, less the context where it names it, against what was reserved. What the estimate says
+stands in published.json; of the other two files it follows the loop that the source describes.
+"""
+
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import published
+import published_lora
+import tools
+import tools_pypi
+import torch
+from measure_cuda import Training
+from measure_cuda_tools import of_pypi, question
+from runner import Measurement, read_record
+from tables import MIB
+
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import hardware
+
+PREFLIGHT = tomllib.loads(Path(__file__).with_name("published_preflight.toml").read_text(encoding="utf-8"))
+ABOUT = tools.ABOUT["published"]
+FIGURES = {"allocated": "bytes", "reserved": "total_bytes"}  # published, and what of an answer is held against it
+T4, A100 = (7, 5), (8, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training that others measured, and what is asked of it."""
+
+    name: str
+    file: str  # of its facts
+    figures: dict[str, int]  # bytes, by the names of FIGURES
+    training: Training
+    known: dict[str, dict] = field(default_factory=dict)  # what of ours says what, in a record
+    more: dict = field(default_factory=dict)  # of the question, beside the training
+    loops: dict[str, Callable] = field(default_factory=dict)  # that the estimate follows, "" or by a kind of attention
+    release: str = ""  # of torch
+
+
+def training(config: dict, length: int, capability: tuple[int, int], **arguments) -> Training:
+    return Training(0, "", config, length, {"optim": "adamw_torch"} | arguments, capability, processes=1)
+
+
+def of_lora(rank: int, config: dict) -> dict:
+    """What a question says of LoRA on q, k, v and o."""
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    keys = width * config["num_key_value_heads"] // config["num_attention_heads"]
+    return {"method": "lora", "rank": rank, "trained": rank * layers * (6 * width + 2 * keys)}
+
+
+def rows() -> Iterator[Row]:
+    """Every training, file by file."""
+    said = {row["name"]: row for row in read_record(published.RESULT)["table"]}
+    for row in (row for row in published.rows() if row.facts["kind"] == "training"):
+        figure = "reserved" if row.facts["quantity"] == "reserved" else "allocated"
+        columns = {"this estimate": "predicted", "rehearsal": "rehearsed"}
+        known = {tool: {FIGURES[figure]: round(said[row.name][column] * MIB)} for tool, column in columns.items()}
+        task, given = row.facts.get("task") or row.facts["like"], row.given
+        if "like" in row.facts:  # a loop, of which tools can be told this
+            attention = {} if given.get("flash") else {"attn_implementation": "eager"}
+            given = {"per_device_train_batch_size": 8, "dtype": given.get("dtype", "float32")} | attention
+        one = training(task["config_json"], task["seq_len"], A100, **given)
+        more = of_lora(16, task["config_json"]) if "lora" in row.changes else {}
+        yield Row(row.name, "published", {figure: round(row.published * MIB)}, one, known, more)
+    facts, predicted = published_lora.facts(), published_lora.predictions()["2.11.0"]["rows"]
+    known = {row["name"]: {what: row[figure] for figure, what in FIGURES.items()} for row in predicted}
+    for name, figures in (facts["trainings"] | PREFLIGHT["trainings"]).items():
+        model, *named, sizes = name.split(", ")
+        attention = named[0] if named else "eager"  # of torch-preflight's rows: no flash attention
+        size, length = map(int, sizes.split(" x "))
+        how = {"per_device_train_batch_size": size, "attn_implementation": attention}
+        if named:
+            config, how = facts["models"][model], how | {"dtype": "float16", "gradient_checkpointing": True}
+            one, more = training(config, length, T4, **how), of_lora(32, config)
+            loops = {"": lambda task, name=name: published_lora.train(name)}
+            yield Row(name, "published_lora", figures, one, {"rehearsal": known[name]}, more, loops, "2.10")
+        else:
+            one = training({"model_type": model}, length, T4, fp16=True, **how)
+            more = dict.fromkeys(("parameters", "trained"), PREFLIGHT["parameters"][model])
+            loop = functools.partial(preflight_loop, model, size, length)
+            loops = {"": loop, attention: functools.partial(loop, attention=attention)}
+            yield Row(name, "published_preflight", figures, one, {}, more, loops, "2.11")
+
+
+def preflight_loop(kind: str, size: int, length: int, task, attention: str | None = None) -> None:
+    """Two steps as torch-preflight's program makes them; `attention` None: the library's choice."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config, is_causal = transformers.AutoConfig.for_model(kind), kind == "gpt2"
+    made = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    with no_init_weights():  # nobody reads them
+        model = made.from_config(config, attn_implementation=attention).train()
+    model.tie_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(0, config.vocab_size - 1, (size, length))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.float16):
+            output = model(input_ids=ids, **({"labels": ids} if is_causal else {}))
+            loss = output.loss if is_causal else output.last_hidden_state.float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+
+
+def of_ours(tool: str, row: Row) -> dict:
+    """What this project says of a training: what is on record, else what the estimate says of its loop."""
+    name, _, attention = tool.partition(", ")
+    if name in row.known or name == "rehearsal":
+        return row.known.get(name, {"refused": "not rehearsed"})
+    how = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
+    loop = row.loops.get(attention, row.loops[""])
+    return tools.estimated(lambda: estimate(published.NOWHERE, function=loop, **how))
+
+
+def measure(cases, options):
+    """A row a tool: its version, and what it says of each training."""
+    found, version = [*rows()], hardware.versions()["torch"]
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        path = Path(name, "questions.json")
+        asked = [question(replace(one.training, number=n), path.parent) | one.more for n, one in enumerate(found)]
+        path.write_text(json.dumps(asked))
+        for tool in cases:
+            if tool not in tools_pypi.TOOLS:
+                said = [*pool.map(functools.partial(of_ours, tool), found)]
+                yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": said}
+            elif answers := of_pypi(tool, options.pythons, path):
+                for said in answers["said"]:
+                    said |= {"total_bytes": said["total_bytes"] - said["context_bytes"]} if "bytes" in said else {}
+                yield tool, {"tool": tool} | answers
+
+
+def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
+    """One tool over all trainings but those of one file."""
+    kept = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
+    for figure, what in FIGURES.items():
+        measured = [None if one.file == left_out else one.figures.get(figure) for one in found]
+        wrong = tools.errors(answers["said"], measured, what)
+        kept[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
+        kept[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
+    return kept | {"refused": Counter(said["refused"] for said in answers["said"] if "refused" in said).most_common(3)}
+
+
+def conclude(answers: list[dict], options) -> dict:
+    """The table, and of each training what each tool says."""
+    found, pairs = [*rows()], []
+    for number, one in enumerate(found):
+        said = {each["tool"]: {what: each["said"][number].get(what) for what in FIGURES.values()} for each in answers}
+        pairs.append({"name": one.name, "file": one.file, **one.figures, "said": said})
+    own = ABOUT["fitted"]  # such a tool has a second row, without these
+    table = [row(each, found, file) for each in answers for file in dict.fromkeys((None, own.get(each["tool"])))]
+    what = f"On others' ground: {len(found)} trainings that they measured on a real A100 or T4"
+    return {"what": what, "table": table, "not_run": ABOUT["not_run"], "note": ABOUT["note"], "pairs": pairs}
+
+
+PUBLISHED_TOOLS = Measurement(
+    __doc__,
+    "published_tools.json",
+    lambda options: dict.fromkeys([*ABOUT["tools"], *filter(tools_pypi.TOOLS.get, tools.ABOUT["cuda"])]),
+    measure,
+    conclude,
+    {"pythons": []},
+    rows="",
+    line=lambda row: f"{sum('refused' not in said for said in row['said'])} answers",
+    packages=("peft",),
+)
+
+if __name__ == "__main__":
+    sys.exit(PUBLISHED_TOOLS.main())
