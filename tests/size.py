@@ -28,7 +28,7 @@ BUDGETS = (
         9_423,
         49,
     ),
-    ("benchmarks", ["benchmarks/*.py"], 6_270, 36),
+    ("benchmarks", ["benchmarks/*.py"], 6_506, 37),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_234, 23),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
