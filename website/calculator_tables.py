@@ -225,11 +225,10 @@ def sizing(config) -> dict[str, Any]:
     """The fields of a configuration that a training's bytes depend on; positions are no weights where they are turned
     into angles."""
     fields = config.to_dict()
-    of_angles = "rope_parameters" in fields
     return {
         name: value
         for name, value in fields.items()
-        if not _NO_BYTES.search(name) and not (of_angles and name == "max_position_embeddings")
+        if not _NO_BYTES.search(name) and not (name == "max_position_embeddings" and "rope_parameters" in fields)
     }
 
 
@@ -259,7 +258,8 @@ def main() -> None:
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     optional_packages.offer("peft")
     for model in options.models or published["models"]:
-        for told in build(model, published["usual"] | published["models"][model], options.out):
+        own = published["models"][model]
+        for told in build(model, published["usual"] | published.get(own.get("like"), {}) | own, options.out):
             print(told, flush=True)
         content = json.dumps(index(published, options.out), separators=(",", ":"))
         (options.out / "index.json").write_text(content, encoding="utf-8")
