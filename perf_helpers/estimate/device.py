@@ -10,6 +10,7 @@ import sys
 from unittest.mock import patch
 
 import torch
+from accelerate.utils import memory
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -18,7 +19,7 @@ from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
-from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, WORKSPACES, FakeTracker, to_of
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
@@ -71,9 +72,12 @@ class DeviceTracker(FakeTracker):
         of bitsandbytes keeps its large states in memory of the host that the driver pages."""
         stack = contextlib.ExitStack()
         stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
-        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it trains with other products of 8 bits
+        stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
+        stack.enter_context(patch.object(memory, "is_cuda_available", lambda: True))
+        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
             stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))
+            stack.enter_context(patch.object(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False))
             whole = bitsandbytes.nn.Int8Params
             stack.enter_context(patch.object(whole, "to", _sent_once(whole.to)))
         if peft := sys.modules.get("peft"):
@@ -86,6 +90,11 @@ class DeviceTracker(FakeTracker):
             stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
         stack.enter_context(_Placing(self))
         return stack
+
+    def steps_of(self, experiment):
+        # Which steps empty the cache is the Trainer's to say; else a third is made from the second.
+        empties = experiment.arguments.get("torch_empty_cache_steps")
+        return experiment.steps_on_a_gpu if empties else experiment.metered_steps
 
     def _matmul_4bit(self, plain):
         def matmul_4bit(*args, **kwargs):
@@ -219,9 +228,9 @@ class DeviceTracker(FakeTracker):
         if self._kernels.multiplies(function, args, kwargs):
             by_lt = not self._rules.shares_workspace and _is_lt(function, args, kwargs)
             if self._rules.lt_takes_both or not by_lt:
-                self._take_workspace("cuBLAS workspace", self._kernels.workspace_bytes)
+                self._take_workspace(WORKSPACES[0], self._kernels.workspace_bytes)
             if by_lt:
-                self._take_workspace("cuBLASLt workspace", LT_WORKSPACE_BYTES)
+                self._take_workspace(WORKSPACES[1], LT_WORKSPACE_BYTES)
         for block in reversed(held):
             self.log.append((block, -1))
 

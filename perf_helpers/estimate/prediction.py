@@ -8,6 +8,7 @@ Importing this module is quick: torch and what stands on it are imported by the 
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -263,6 +264,9 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     import torch
 
     torch.set_num_threads(1)
+    gc.set_threshold(
+        *gc.get_threshold()[:2], 10**6
+    )  # not through all that is kept, again and again: a quarter of the time
     before = set(_fork["facts"])
     return trace_of(experiment, **_fork), _news(_fork["facts"], before)
 
@@ -286,7 +290,7 @@ def trace_of(
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
         found = follow(experiment, tracker)
-    third = experiment.steps_on_a_gpu > experiment.metered_steps
+    third = experiment.steps_on_a_gpu > tracker.steps_of(experiment)
     return replace(found, log=found.log.with_a_third_step()) if third else found
 
 

@@ -7,7 +7,6 @@ a weight is fake. What an operation allocates inside itself shows on no tensor: 
 Nothing here is to be called in a process that goes on to train: hooks and replaced functions are meant for a clean one.
 """
 
-import bisect
 import collections
 import contextlib
 import copy
@@ -18,6 +17,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from perf_helpers.estimate.operation_cache import OperationCache, fake
@@ -47,6 +48,7 @@ _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
 _REPEATED = 32  # micro-batches of a step: beyond these, time is saved
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
+WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # that a thread takes once, and keeps
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 
@@ -81,11 +83,20 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
-                train(experiment, folder, experiment.metered_steps, keep_losses=False)
+                train(experiment, folder, tracker.steps_of(experiment), keep_losses=False)
             else:
                 infer(experiment)
         numbers = counted(parameters.values())
     return _traced(tracker, *numbers)
+
+
+class Span(NamedTuple):
+    """A micro-batch that was followed."""
+
+    begin: tuple[int, int]  # lengths of the log and of the operations
+    end: tuple[int, int]
+    # What it made and left: the loss, then gradients, each with the weight that has it, None for the loss.
+    left: list[tuple[torch.nn.Parameter | None, Spec, Block]]
 
 
 class FakeTracker(Tracker):
@@ -150,27 +161,43 @@ class FakeTracker(Tracker):
         """Told of a module that goes to a device; the module."""
         return module
 
-    def repeated(self, begin: tuple[int, int], end: tuple[int, int], result: Block, dtype) -> FakeTensor | None:
-        """What happened between two moments happens again: a new tensor without dimensions in place of the one whose
-        block is `result`; None where more than that was left behind, or anything given back that was there before.
-        `begin`, `end`: lengths of the log and of the operations."""
-        entries, (first, last) = self.log[begin[0] : end[0]], (begin[1], end[1])
-        born, dead = ({id(block) for block, sign in entries if sign == which} for which in (1, -1))
-        if born ^ dead != {id(result)}:
+    def steps_of(self, experiment: Experiment) -> int:
+        """Optimizer steps that are followed."""
+        return experiment.metered_steps
+
+    def repeated(self, span: Span) -> FakeTensor | None:
+        """What happened in a micro-batch happens again: gradients that there are none of are new ones, and so is the
+        loss. None where anything else was left behind, but for workspaces, which a thread keeps, or anything was given
+        back that was there before."""
+        entries, kept = self.log[span.begin[0] : span.end[0]], {id(block) for *_, block in span.left}
+        born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
+        workspaces = {key for key in born.keys() - dead.keys() - kept if born[key].operation in WORKSPACES}
+        if born.keys() ^ dead.keys() ^ workspaces != kept or any(owner.grad is not None for owner, *_ in span.left[1:]):
             return None
-        made = fake(Spec((), (), dtype), self.fake)
-        self._follow(made.untyped_storage(), result.category, result.operation)
-        twins, shift, later = {id(result): self.log.pop()[0]}, len(self.log) - begin[0], len(self.operations) - first
+        twins, made = {}, []
+        for owner, like, block in span.left:
+            with _disable_current_modes():  # no operation of the training makes it
+                made.append(fake(like, self.fake))
+            self._follow(made[-1].untyped_storage(), block.category, block.operation)
+            twins[id(block)] = self.log.pop()[0]
+            twins[id(block)].bytes = block.bytes
+            if owner is not None:
+                owner.grad = made[-1]
+        places = [len(self.log)]  # the length of the log after each of the entries
         for block, sign in entries:
-            if id(block) not in twins:
-                twins[id(block)] = dataclasses.replace(block)
-            self.log.append((twins[id(block)], sign))
-        self.begun += [(length + shift, operation) for length, operation in self.begun[first:last]]
-        self.operations += [(length + shift, *about) for length, *about in self.operations[first:last]]
-        ends = [(label, length, count) for label, length, count in self.marks if begin[0] < length <= end[0]]
-        self.marks += [(label, length + shift, count + later) for label, length, count in ends]
-        self.emptied += [length + shift for length in self.emptied if begin[0] < length <= end[0]]
-        return made
+            if id(block) not in workspaces:
+                if id(block) not in twins:
+                    twins[id(block)] = dataclasses.replace(block)
+                self.log.append((twins[id(block)], sign))
+            places.append(len(self.log))
+        (start, first), (end, last), later = span.begin, span.end, len(self.operations) - span.begin[1]
+        self.begun += [(places[length - start], operation) for length, operation in self.begun[first:last]]
+        self.operations += [(places[length - start], *about) for length, *about in self.operations[first:last]]
+        ends = [(label, length, count) for label, length, count in self.marks if start < length <= end]
+        self.marks += [(label, places[length - start], count + later) for label, length, count in ends]
+        self.emptied += [places[length - start] for length in self.emptied if start < length <= end]
+        self.phase = Phase.AFTER_BACKWARD
+        return made[0]
 
     def cache_emptied(self) -> None:
         self.emptied.append(len(self.log))
@@ -339,7 +366,7 @@ def to_of(tracker: FakeTracker) -> Callable:
 def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.AbstractContextManager:
     """Of a step's micro-batches only the first two and the last are followed: those between repeat the second, on a GPU
     with all that it asks the allocator for, whose free blocks may lie otherwise after each. Where all are `alike` but a
-    step's first, which makes the gradients, so do the last and those of later steps."""
+    step's first, which makes the gradients, so do the last and those of later steps, whose first repeats the first."""
     from transformers import Trainer
 
     plain, counts, seen = Trainer.training_step, collections.defaultdict(itertools.count), {}
@@ -347,16 +374,21 @@ def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.Abstract
     def training_step(trainer, model, inputs, *rest, **options):
         step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
         number = next(counts[step])
-        place = (number > 0, 0, 0) if alike else (number > 0, number == last, step)
+        empties = trainer.args.torch_empty_cache_steps  # the cache is emptied in one of so many steps
+        place = (number > 0, empties and step % empties) if alike else (number > 0, number == last, step)
         if place in seen:
             is_between = 1 < number < last
             is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)
-            again = None if is_left_out else tracker.repeated(*seen[place])
+            again = None if is_left_out else tracker.repeated(seen[place])
             if again is not None or is_between:
-                return torch.zeros((), dtype=seen[place][-1]) if again is None else again
+                return torch.zeros((), dtype=seen[place].left[0][1].dtype) if again is None else again
         begin = len(tracker.log), len(tracker.operations)
+        learned = [weight for weight in model.parameters() if weight.requires_grad and weight.grad is None]
         loss = plain(trainer, model, inputs, *rest, **options)
-        seen[place] = begin, (len(tracker.log), len(tracker.operations)), tracker.block(loss), loss.dtype
+        end = len(tracker.log), len(tracker.operations)
+        made = [(None, loss), *((weight, weight.grad) for weight in learned if weight.grad is not None)]
+        left = [(weight, Spec(tuple(t.shape), t.stride(), t.dtype), tracker.block(t)) for weight, t in made]
+        seen[place] = Span(begin, end, left)
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
@@ -397,7 +429,8 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 def recorded(tracker: FakeTracker) -> Log:
     """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
-    ends = [end for end, *_ in tracker.operations]
+    ends = np.array([end for end, *_ in tracker.operations])
+    makers = np.searchsorted(ends, np.arange(len(entries)), side="right").clip(max=len(ends) - 1).tolist()
     numbers: dict[int, int] = {}  # of the blocks
     labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
     blocks, events, length = [], [], max((position for _, position in marks), default=0)
@@ -405,7 +438,7 @@ def recorded(tracker: FakeTracker) -> Log:
         if sign < 0:
             events.append(~numbers[id(block)])
             continue
-        _, phase, _, module = tracker.operations[min(bisect.bisect_right(ends, position), len(ends) - 1)]
+        _, phase, _, module = tracker.operations[makers[position]]
         label = Label(block.operation, block.category, phase, module, block.stream)
         numbers[id(block)] = len(blocks)
         events.append(len(blocks))
@@ -417,10 +450,13 @@ def recorded(tracker: FakeTracker) -> Log:
 def _shared(operations: Iterator[tuple[Operation, int]]) -> list[Operation]:
     """Operations with the bytes that they made, one object for all that are equal: a trace has few kinds of them."""
     known: dict[tuple, Operation] = {}
+    same: dict[tuple[int, int], Operation] = {}  # by the object itself, for what was repeated
     shared = []
     for operation, made_bytes in operations:
-        key = *operation.signature, made_bytes
-        if key not in known:
-            known[key] = dataclasses.replace(operation, made_bytes=made_bytes)
-        shared.append(known[key])
+        if (own := (id(operation), made_bytes)) not in same:
+            key = *operation.signature, made_bytes
+            if key not in known:
+                known[key] = dataclasses.replace(operation, made_bytes=made_bytes)
+            same[own] = known[key]
+        shared.append(same[own])
     return shared

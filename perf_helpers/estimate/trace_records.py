@@ -189,7 +189,7 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
         begins: (operations + 1,): how many events are before each operation, and how many there are.
     """
     begins = np.minimum(begins, len(totals) - 1)
-    return np.array([totals[a : b + 1].max() for a, b in itertools.pairwise(begins)])
+    return np.maximum(np.maximum.reduceat(totals[: begins[-1] + 1], begins[:-1]), totals[begins[1:]])
 
 
 @dataclass(frozen=True, slots=True)

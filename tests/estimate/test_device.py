@@ -163,11 +163,14 @@ OF_ACCUMULATION = (
     {"bf16": True, "gradient_checkpointing": True},
     {"gradient_accumulation_steps": 2},
     {"torch_empty_cache_steps": 1, "max_grad_norm": 0.0},
+    {"torch_empty_cache_steps": 2},
+    {"gradient_accumulation_steps": 1, "bf16": True, "optim": "adafactor"},
+    {"gradient_accumulation_steps": 1, "fp16": True},
 )
 
 
 @pytest.mark.parametrize("options", OF_ACCUMULATION, ids=str)
-def test_micro_batches_that_are_not_followed_ask_for_what_the_second_did(options):
+def test_micro_batches_that_are_not_followed_ask_for_what_those_like_them_did(options):
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.
     few, all_ = (processes.call(changes, each, options, timeout=300) for each in (False, True))
     assert few == all_
