@@ -124,7 +124,8 @@ plots.Table(["format", "largest number", "n + 1 is n from"], rows)
 #
 # The guides know bf16 on Ampere and TPUs alone. Newer CPUs have instructions for it (`lab.machine.native_bf16` tells of
 # this machine), and others emulate it. The guide's one-line check, `transformers.file_utils.is_torch_bf16_available()`,
-# is gone; its heir, `transformers.utils.is_torch_bf16_gpu_available()`, asks about accelerators only.
+# is gone; its heir, `transformers.utils.is_torch_bf16_gpu_available()`, asks accelerators only: a T4, which
+# emulates it, passes.
 #
 # What grew up in bf16 is likely to overflow in fp16, says the 2022 guide. Its case is T5, where somebody met 66246
 # ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)); those weights are not downloaded here. Small nets learn house prices in bf16, in fp16

@@ -50,7 +50,7 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
         clear()
 
     # `torch.autocast` calls it when the outermost context ends.
-    with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast():
+    with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
         try:
             yield
         finally:
@@ -160,6 +160,25 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
             self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", **options)
 
     return patch.object(Accelerator, "__init__", preparing)
+
+
+@contextlib.contextmanager
+def _cuda_is_meant() -> Iterator[None]:
+    """In a loop of one's own `torch.autocast("cuda")` and its `GradScaler` do nothing where there is no GPU: here they
+    do what they do on one."""
+    autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
+    plain, plain_scaler = autocast.__init__, scaler.__init__
+
+    def init(self, device_type, dtype=None, *args, **kwargs):
+        is_cuda = device_type == "cuda"
+        dtype = torch.get_autocast_dtype("cuda") if is_cuda and dtype is None else dtype
+        plain(self, "cpu" if is_cuda else device_type, dtype, *args, **kwargs)
+
+    def init_scaler(self, device="cuda", *args, **kwargs):
+        plain_scaler(self, "cpu" if device == "cuda" else device, *args, **kwargs)
+
+    with patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
+        yield
 
 
 # ---- torch's private names and its operators

@@ -91,11 +91,6 @@ class DeviceTracker(FakeTracker):
         stack.enter_context(_Placing(self))
         return stack
 
-    def steps_of(self, experiment):
-        # Which steps empty the cache is the Trainer's to say; else a third is made from the second.
-        empties = experiment.arguments.get("torch_empty_cache_steps")
-        return experiment.steps_on_a_gpu if empties else experiment.metered_steps
-
     def _matmul_4bit(self, plain):
         def matmul_4bit(*args, **kwargs):
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -200,7 +195,7 @@ class DeviceTracker(FakeTracker):
     def _see(self, tensor, function, args, kwargs):
         if function.overloadpacket.__name__.endswith("_"):
             return  # in place; of a real tensor that meets a fake one a fake one is returned
-        is_there = isinstance(tensor, FakeTensor) or not self._is_function or self._given_there
+        is_there = isinstance(tensor, FakeTensor) or not self._is_function or self._given_there or self.is_told
         if self._on_device and is_there and id(tensor) not in self._on_host:
             super()._see(tensor, function, args, kwargs)
 

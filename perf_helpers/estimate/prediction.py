@@ -238,7 +238,7 @@ _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """With how many samples a training is followed: those of two steps, and some left, for a batch is fetched ahead."""
+    """With how many samples a training is followed: those of three steps, and more, for a batch is fetched ahead."""
     return 4 * arguments.samples_per_step(processes)
 
 
@@ -289,9 +289,7 @@ def trace_of(
     tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        found = follow(experiment, tracker)
-    third = experiment.steps_on_a_gpu > tracker.steps_of(experiment)
-    return replace(found, log=found.log.with_a_third_step()) if third else found
+        return follow(experiment, tracker)
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

@@ -17,7 +17,6 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -53,8 +52,8 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
-    """Follow an experiment on fake tensors: two optimizer steps, two forward passes, or the user's function. Raises
-    Invalid where it cannot be built, or where what one of its operations makes depends on values."""
+    """Follow an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
+    Raises Invalid where it cannot be built, or where what one of its operations makes depends on values."""
     import cloudpickle
 
     with contextlib.ExitStack() as stack:
@@ -83,20 +82,17 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
-                train(experiment, folder, tracker.steps_of(experiment), keep_losses=False)
+                steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
+                train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
         numbers = counted(parameters.values())
     return _traced(tracker, *numbers)
 
 
-class Span(NamedTuple):
-    """A micro-batch that was followed."""
-
-    begin: tuple[int, int]  # lengths of the log and of the operations
-    end: tuple[int, int]
-    # What it made and left: the loss, then gradients, each with the weight that has it, None for the loss.
-    left: list[tuple[torch.nn.Parameter | None, Spec, Block]]
+# A micro-batch that was followed: lengths of the log and of the operations, before it and after, and what it left: the
+# loss, then gradients, each with the weight that has it; None for the loss.
+Span = tuple[tuple[int, int], tuple[int, int], list[tuple[torch.nn.Parameter | None, Spec, Block]]]
 
 
 class FakeTracker(Tracker):
@@ -161,21 +157,18 @@ class FakeTracker(Tracker):
         """Told of a module that goes to a device; the module."""
         return module
 
-    def steps_of(self, experiment: Experiment) -> int:
-        """Optimizer steps that are followed."""
-        return experiment.metered_steps
-
     def repeated(self, span: Span) -> FakeTensor | None:
         """What happened in a micro-batch happens again: gradients that there are none of are new ones, and so is the
         loss. None where anything else was left behind, but for workspaces, which a thread keeps, or anything was given
         back that was there before."""
-        entries, kept = self.log[span.begin[0] : span.end[0]], {id(block) for *_, block in span.left}
+        (start, first), (end, last), left = span
+        entries, kept = self.log[start:end], {id(block) for *_, block in left}
         born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
         workspaces = {key for key in born.keys() - dead.keys() - kept if born[key].operation in WORKSPACES}
-        if born.keys() ^ dead.keys() ^ workspaces != kept or any(owner.grad is not None for owner, *_ in span.left[1:]):
+        if born.keys() ^ dead.keys() ^ workspaces != kept or any(owner.grad is not None for owner, *_ in left[1:]):
             return None
         twins, made = {}, []
-        for owner, like, block in span.left:
+        for owner, like, block in left:
             with _disable_current_modes():  # no operation of the training makes it
                 made.append(fake(like, self.fake))
             self._follow(made[-1].untyped_storage(), block.category, block.operation)
@@ -190,11 +183,12 @@ class FakeTracker(Tracker):
                     twins[id(block)] = dataclasses.replace(block)
                 self.log.append((twins[id(block)], sign))
             places.append(len(self.log))
-        (start, first), (end, last), later = span.begin, span.end, len(self.operations) - span.begin[1]
         self.begun += [(places[length - start], operation) for length, operation in self.begun[first:last]]
         self.operations += [(places[length - start], *about) for length, *about in self.operations[first:last]]
         ends = [(label, length, count) for label, length, count in self.marks if start < length <= end]
-        self.marks += [(label, places[length - start], count + later) for label, length, count in ends]
+        self.marks += [
+            (label, places[length - start], count - last + len(self.operations)) for label, length, count in ends
+        ]
         self.emptied += [places[length - start] for length in self.emptied if start < length <= end]
         self.phase = Phase.AFTER_BACKWARD
         return made[0]
@@ -381,14 +375,14 @@ def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.Abstract
             is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)
             again = None if is_left_out else tracker.repeated(seen[place])
             if again is not None or is_between:
-                return torch.zeros((), dtype=seen[place].left[0][1].dtype) if again is None else again
+                return torch.zeros((), dtype=seen[place][-1][0][1].dtype) if again is None else again
         begin = len(tracker.log), len(tracker.operations)
         learned = [weight for weight in model.parameters() if weight.requires_grad and weight.grad is None]
         loss = plain(trainer, model, inputs, *rest, **options)
         end = len(tracker.log), len(tracker.operations)
         made = [(None, loss), *((weight, weight.grad) for weight in learned if weight.grad is not None)]
         left = [(weight, Spec(tuple(t.shape), t.stride(), t.dtype), tracker.block(t)) for weight, t in made]
-        seen[place] = Span(begin, end, left)
+        seen[place] = begin, end, left
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
@@ -429,8 +423,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 def recorded(tracker: FakeTracker) -> Log:
     """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
-    ends = np.array([end for end, *_ in tracker.operations])
-    makers = np.searchsorted(ends, np.arange(len(entries)), side="right").clip(max=len(ends) - 1).tolist()
+    makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # of the blocks
     labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
     blocks, events, length = [], [], max((position for _, position in marks), default=0)
@@ -438,7 +431,7 @@ def recorded(tracker: FakeTracker) -> Log:
         if sign < 0:
             events.append(~numbers[id(block)])
             continue
-        _, phase, _, module = tracker.operations[makers[position]]
+        _, phase, _, module = tracker.operations[min(makers[position], len(tracker.operations) - 1)]
         label = Label(block.operation, block.category, phase, module, block.stream)
         numbers[id(block)] = len(blocks)
         events.append(len(blocks))
@@ -450,13 +443,10 @@ def recorded(tracker: FakeTracker) -> Log:
 def _shared(operations: Iterator[tuple[Operation, int]]) -> list[Operation]:
     """Operations with the bytes that they made, one object for all that are equal: a trace has few kinds of them."""
     known: dict[tuple, Operation] = {}
-    same: dict[tuple[int, int], Operation] = {}  # by the object itself, for what was repeated
     shared = []
     for operation, made_bytes in operations:
-        if (own := (id(operation), made_bytes)) not in same:
-            key = *operation.signature, made_bytes
-            if key not in known:
-                known[key] = dataclasses.replace(operation, made_bytes=made_bytes)
-            same[own] = known[key]
-        shared.append(same[own])
+        key = *operation.signature, made_bytes
+        if key not in known:
+            known[key] = dataclasses.replace(operation, made_bytes=made_bytes)
+        shared.append(known[key])
     return shared

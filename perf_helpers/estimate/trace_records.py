@@ -4,7 +4,6 @@ births and deaths of its blocks in their order, which is what an allocator is as
 No torch is needed to hold or to read a trace. How one is made stands in `trace`.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -145,40 +144,6 @@ class Log:
     def position(self, label: str) -> int:
         """How many events are before the first mark of this label; 0 where there is none."""
         return next((position for own, position in self.marks if own == label), 0)
-
-    def with_a_third_step(self) -> "Log":
-        """The log of two steps and of a third one that does what the second did: in place of a block that was left by
-        the first it gives back the one that the second left, the next of those alike. What the second step made and
-        kept for good, or gave back for good, has no such partner, and the third does nothing of the kind."""
-        ends = [position for label, position in self.marks if label == "step"]
-        if len(ends) < 2 or any(position > ends[-2] for position in self.emptied):
-            return self
-        first, last = ends[-2:]
-        second, blocks, events = self.events[first:last], [*self.blocks], self.events[:last]
-        born = {event for event in second if event >= 0}
-        dead = {~event for event in second if event < 0}
-        left = collections.defaultdict(collections.deque)
-        # The first batch is sent in another phase than later ones.
-        alike = [(size, what._replace(phase="", module="")) for size, what in blocks]
-        for block in sorted(born - dead):
-            left[alike[block]].append(block)
-        new = {block: left[alike[block]].popleft() for block in sorted(dead - born) if left[alike[block]]}
-        kept = set(itertools.chain(*left.values()))
-        lengths = []  # of the events before each of the third step
-        for event in second:
-            lengths.append(len(events))
-            if event >= 0 and event not in kept:
-                new[event] = len(blocks)
-                events.append(len(blocks))
-                blocks.append(blocks[event])
-            elif event < 0 and ~event in new:
-                events.append(~new[~event])
-        lengths.append(len(events))
-        again = [(label, lengths[position - first]) for label, position in self.marks if first < position <= last]
-        later = [(label, position - last + len(events)) for label, position in self.marks if position > last]
-        events += [~new.get(~event, ~event) if event < 0 else event for event in self.events[last:]]
-        marks = [mark for mark in self.marks if mark[1] <= last] + again + later
-        return Log(blocks, events, marks, self.emptied)
 
 
 def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import torch
 
-from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, flat, nested
+from perf_helpers.estimate.trace_records import Operation, Spec, flat, nested
 
 F32 = torch.float32
 
@@ -30,20 +30,3 @@ def test_other_numbers_make_the_operation_at_another_size():
     assert other.leaves == (Spec((6, 8), (8, 1), F32), 8, True, None, 0.5)
     assert (one.bytes, other.made_bytes, other.bytes) == (48, 96, 6 * 8 * 4 + 96)
     assert one.lengths == [3, 4, 4]
-
-
-def test_a_third_step_does_what_the_second_did_with_blocks_of_its_own():
-    """Each step frees the gradient before it, makes one, and makes and frees a temporary."""
-    gradient, temporary, state = (Label(name, name, "step", "") for name in ("gradient", "temporary", "state"))
-    first = gradient._replace(phase="setup")
-    blocks = [(512, gradient), (64, temporary), (1024, first), (8, state), (64, temporary), (1024, gradient)]
-    blocks += [(2048, temporary), (8, state)]
-    # The first step's gradients are blocks 0 and 2, the second's is 5; it is the second step that makes the state 7.
-    events = [0, 1, ~1, 2, 3, ~0, ~2, 4, ~4, 5, 7, ~5, 6]
-    log = Log(blocks, events, [("start", 0), ("step", 5), ("backward", 9), ("step", 11)])
-    third = log.with_a_third_step()
-    made, freed = [8, 9], [~5, ~9]
-    assert third.events == [*events[:11], freed[0], made[0], ~made[0], made[1], freed[1], 6]
-    assert third.blocks == [*blocks, blocks[4], blocks[5]]
-    assert third.marks == [*log.marks, ("backward", 14), ("step", 15)]
-    assert Log(blocks, events, log.marks[:3]).with_a_third_step().events == events, "there is no second step"

@@ -1,11 +1,13 @@
 """The estimate for CUDA against torch's own allocator, over trainings of a set that is not the recorded one."""
 
+import functools
 import itertools
 import sys
 from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 from perf_helpers import Lab, Task
 from perf_helpers.estimate import estimate
@@ -17,7 +19,8 @@ if build.problem() or build.interpreter() is None:
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import measure_cuda
 
-cloudpickle.register_pickle_by_value(measure_cuda)
+for module in (measure_cuda, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)
 SEED = 20
 
 
@@ -117,3 +120,75 @@ def test_unequal_lengths_take_what_torchs_allocator_says(more):
         run = Lab("gpu", executor=stage).train("unequal", task=task, measure=("memory",), **options)
     said = estimate(task, device="cuda", compute_capability=(8, 0), **options).memory
     assert (said.peak_bytes, said.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
+
+
+def loop_that_empties(task):
+    """Two steps, and torch is told to give back what is free before each."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, batch = task.build_model().to(device), task.batch(2, device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_was_free_is_given_back_where_the_training_says_so():
+    task = Task("gpt2", seq_len=64, config={"n_layer": 2, "n_embd": 512, "n_head": 8, "vocab_size": 8000})
+    ways = [
+        {"torch_empty_cache_steps": every, "gradient_accumulation_steps": count, "optim": optimizer}
+        for every, count, optimizer in ((None, 1, "adafactor"), (1, 1, "adafactor"), (2, 2, "adamw_torch_fused"))
+    ]
+    said, found = [], []
+    with Rehearsal(card("t4")) as stage:
+        lab = Lab("gpu", executor=stage)
+        for way in ways:
+            found.append(lab.train(repr(way), task=task, measure="memory", per_device_train_batch_size=2, **way).memory)
+            said.append(estimate(task, card="t4", per_device_train_batch_size=2, **way).memory)
+        found.append(lab.run(loop_that_empties, task=task, measure="memory").memory)
+        said.append(estimate(task, card="t4", function=loop_that_empties).memory)
+    said, found = ([(each.peak_bytes, each.reserved_bytes) for each in those] for those in (said, found))
+    assert said == found and said[0] != said[1], "the option tells, and the estimate knows it"
+
+
+def loop_that_checkpoints(task):
+    """A step whose positions, made by the model on its device, live on in each layer's checkpoint."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, batch = task.build_model(attn_implementation="eager").to(device), task.batch(2, device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()(**batch).loss.backward()
+
+
+def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
+    task = Task("llama-2-7b", seq_len=640, config=LLAMA | {"vocab_size": 777})
+    with Rehearsal(card("t4")) as stage:
+        found = Lab("gpu", executor=stage).run(loop_that_checkpoints, task=task, measure="memory").memory
+    said = estimate(task, card="t4", function=loop_that_checkpoints).memory
+    assert (said.peak_bytes, said.phases["forward"]) == (found.peak_bytes, found.phases["forward"])
+
+
+def loop_that_autocasts(task, dtype, attention):
+    """Three steps of mixed precision as PyTorch's guide writes them: autocast of "cuda", and a scaler."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, batch = task.build_model(attn_implementation=attention).to(device).train(), task.batch(2, device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler(enabled=dtype is torch.float16)
+    for _ in range(3):
+        with torch.autocast("cuda", dtype):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_loop_of_ones_own_autocasts_as_on_a_gpu(dtype, attention):
+    task = Task("bert-tiny", seq_len=256, config={"num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 999})
+    loop = functools.partial(loop_that_autocasts, dtype=dtype, attention=attention)
+    with Rehearsal(card("t4")) as stage:
+        found = Lab("gpu", executor=stage).run(loop, task=task, measure="memory").memory
+    said = estimate(task, card="t4", function=loop).memory
+    assert (said.peak_bytes, said.phases) == (found.peak_bytes, found.phases)
