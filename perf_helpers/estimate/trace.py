@@ -37,7 +37,6 @@ from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
-from perf_helpers.lab.watcher import Block
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
 aten = torch.ops.aten
@@ -88,11 +87,6 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 infer(experiment)
         numbers = counted(parameters.values())
     return _traced(tracker, *numbers)
-
-
-# A micro-batch that was followed: lengths of the log and of the operations, before it and after, and what it left: the
-# loss, then gradients, each with the weight that has it; None for the loss.
-Span = tuple[tuple[int, int], tuple[int, int], list[tuple[torch.nn.Parameter | None, Spec, Block]]]
 
 
 class FakeTracker(Tracker):
@@ -157,10 +151,11 @@ class FakeTracker(Tracker):
         """Told of a module that goes to a device; the module."""
         return module
 
-    def repeated(self, span: Span) -> FakeTensor | None:
+    def repeated(self, span: tuple) -> FakeTensor | None:
         """What happened in a micro-batch happens again: gradients that there are none of are new ones, and so is the
         loss. None where anything else was left behind, but for workspaces, which a thread keeps, or anything was given
-        back that was there before."""
+        back that was there before. `span`: lengths of the log and of the operations, before it and after, and what it
+        left: the loss, then gradients, as (weight that has it or None, how to make such a tensor, block)."""
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
         born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
