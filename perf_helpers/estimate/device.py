@@ -73,8 +73,7 @@ class DeviceTracker(FakeTracker):
         stack = contextlib.ExitStack()
         stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
         stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
-        found = {"is_cuda_available": lambda: True, "is_mps_available": lambda *_, **__: False}
-        stack.enter_context(patch.multiple(memory, **found))  # accelerate empties the cache of what it finds
+        stack.enter_context(patch.multiple(memory, is_cuda_available=lambda: True, is_mps_available=lambda **_: False))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
             stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))

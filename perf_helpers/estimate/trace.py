@@ -189,7 +189,8 @@ class FakeTracker(Tracker):
         return made[0]
 
     def cache_emptied(self) -> None:
-        self.emptied.append(len(self.log))
+        if any(sign < 0 for _, sign in self.log):  # else nothing is free: each Trainer empties it before the first step
+            self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Told of an operation's tensors, and whether any is fake, before it is carried out."""
