@@ -92,7 +92,7 @@ def test_a_row_is_asked_as_it_was_trained(tools, tmp_path):
     assert told == dict(size=2, tokens=512, precision="fp16", mixed=False, flash=False, checkpointing=True, card="T4")
     adapters = 30 * 32 * (2 * (576 + 576) + 2 * (576 + 192))  # layers, rank; q and o, k and v
     assert (asked["parameters"], asked["rank"], asked["trained"]) == (134_515_008, 32, adapters)
-    assert found["bert, 8 x 256"].training.arguments["fp16"] and found["bert, 8 x 256"].more["trained"] == 109_482_240
+    assert found["bert, 8 x 256"].training.arguments["bf16"] and found["bert, 8 x 256"].more["trained"] == 109_482_240
     assert found["fms-acceleration, Mistral-7B LoRA: per_device_train_batch_size 4"].more["rank"] == 16
     flash = {row.name: "attn_implementation" not in row.training.arguments for row in found.values()}
     assert [name for name, is_flash in flash.items() if is_flash and "scratch" in name] == [
