@@ -13,11 +13,12 @@ import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from perf_helpers.estimate import reduction_scratch
+from perf_helpers.estimate.allocator_replay import replayed
 from perf_helpers.estimate.trace_records import Label, Operation, Trace, nested
 from perf_helpers.records import CATEGORIES, Category, Phase
 
@@ -69,8 +70,12 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
         Unfit: a program takes other blocks than it was seen to.
     """
     log, found = trace.log, Events()
-    if log.emptied or any(label.stream for _, label in log.blocks):
-        raise Unfit("the cache is emptied, or there is a second stream")
+    if log.emptied:  # before the first step it mostly changes nothing
+        now, else_ = replayed(log), replayed(replace(log, emptied=()))
+        if now.reserved_peak != else_.reserved_peak or (now.allocated != else_.allocated).any():
+            raise Unfit("the cache is emptied")
+    if any(label.stream for _, label in log.blocks):
+        raise Unfit("there is a second stream")
     operations = _operations(trace)
     numbers: dict[int, int] = {}  # of the blocks that are kept
     scratch = collections.defaultdict(list)  # by instance of a kernel, the bytes that a program stands for
@@ -104,22 +109,17 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 
 
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
-    """By the number of a block the operation that made it, and which time it was. The third step, where there is one,
-    has the blocks of the second once more. What is done before the first forward is not in the trace: for its batches
-    that which is done for the next ones stands."""
+    """By the number of a block the operation that made it, and which time it was. What is done before the first forward
+    is not in the trace: for its batches that which is done for the next ones stands."""
     log, begins = trace.log, trace.begins.tolist()
-    ends = [position for label, position in log.marks if label == "step"]
-    followed = ends[1] if len(ends) > 1 else len(log.events)
-    first: dict[int, int] = {}  # the block that was born first of those that are one, by what is kept of it
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
     found, alike = {}, {}
-    for block, kept in enumerate(log.blocks):
-        origin = first.setdefault(id(kept), block)
-        index = bisect.bisect_right(begins, born[origin]) - 1
-        if born[origin] < followed and 0 <= index < len(trace.operations):
-            found[block] = (index, origin != block), trace.operations[index]
-            if kept[1].phase == Phase.BEFORE:
-                alike.setdefault(kept[1].operation, trace.operations[index])
+    for block, (_, label) in enumerate(log.blocks):
+        index = bisect.bisect_right(begins, born[block]) - 1
+        if 0 <= index < len(trace.operations):
+            found[block] = index, trace.operations[index]
+            if label.phase == Phase.BEFORE:
+                alike.setdefault(label.operation, trace.operations[index])
     count = 0
     for block, (_, label) in enumerate(log.blocks):
         if born[block] < begins[0] and label.operation in alike:
