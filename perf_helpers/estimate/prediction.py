@@ -264,9 +264,7 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     import torch
 
     torch.set_num_threads(1)
-    gc.set_threshold(
-        *gc.get_threshold()[:2], 10**6
-    )  # not through all that is kept, again and again: a quarter of the time
+    gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # going through all that is kept takes a quarter of the time
     before = set(_fork["facts"])
     return trace_of(experiment, **_fork), _news(_fork["facts"], before)
 
