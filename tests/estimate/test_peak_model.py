@@ -89,11 +89,12 @@ def test_of_inference_too_with_the_cache_of_all_that_was_written(known, device, 
     for length, near in ((4, 0.03), (128, 0.004)):  # the first is below what is offered: 200 kB in all
         quick, exact = found.answer(way, 6, length), found.trace(way, 6, length)
         assert (quick.how, exact.how) == ("interpolated", "traced")
-        # What a CPU's kernels hide is known of the nearest size on offer.
-        hidden = [each.breakdown["inside_operations"] for each in (quick, exact)] if device == "cpu" else [0]
+        # What a CPU's kernels hide is known of the nearest size on offer, and a short one is below all.
+        is_below = device == "cpu" and length < 32
+        hidden = [each.breakdown["inside_operations"] for each in (quick, exact)] if is_below else [0]
         assert quick.peak_bytes == pytest.approx(exact.peak_bytes, abs=near * exact.peak_bytes + max(hidden))
         cache = exact.breakdown["key_value_cache"]
-        if quick.operation == exact.operation:  # of a short one that of a product is as high, by what a CPU hides in it
+        if not is_below or quick.operation == exact.operation:  # else that of a product is as high, by what is hidden
             assert quick.breakdown["key_value_cache"] == pytest.approx(cache, rel=0.04), (
                 "a GPU's blocks are of 512 bytes"
             )
