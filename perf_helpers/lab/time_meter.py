@@ -1,6 +1,7 @@
 """The time meter of an experiment: seconds of each optimizer step, seen through torch's global hooks, so that the code
 that is measured needs no measuring code in it. It is never on at the same time as the memory meter."""
 
+import functools
 import statistics
 import threading
 import time
@@ -36,6 +37,8 @@ class TimeMeter:
     def __enter__(self):
         if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
             TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
+            TimeMeter._scaled = torch.amp.GradScaler.step
+            torch.amp.GradScaler.step = _also_skipped(TimeMeter._scaled)
         _timed[threading.get_ident()] = self
         return self
 
@@ -43,6 +46,7 @@ class TimeMeter:
         del _timed[threading.get_ident()]
         if not _timed:
             TimeMeter._hook.remove()
+            torch.amp.GradScaler.step = TimeMeter._scaled
 
     @staticmethod
     def _after_step(optimizer, *_):
@@ -81,6 +85,22 @@ class TimeMeter:
             all_cpu_seconds=tuple(end - begin for (_, begin, _), (_, end, _) in steps),
             all_waited_seconds=tuple(end - begin for (_, _, begin), (_, _, end) in steps if end is not None),
         )
+
+
+def _also_skipped(step: Callable) -> Callable:
+    """`GradScaler.step` that also tells of a step which it skips because a gradient overflowed, as the first ones in
+    fp16 do: no hook hears of that one, unless the optimizer is a fused one, which skips by itself."""
+
+    @functools.wraps(step)
+    def told(scaler, optimizer, *arguments, **options):
+        meter = _timed.get(threading.get_ident())
+        seen = meter and meter._seen
+        returned = step(scaler, optimizer, *arguments, **options)
+        if meter and meter._seen == seen:
+            TimeMeter._after_step(optimizer)
+        return returned
+
+    return told
 
 
 def _now():

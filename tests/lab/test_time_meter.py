@@ -1,7 +1,10 @@
 """Seconds of steps, as the lab tells them."""
 
 import pytest
+import torch
 from machines import TINY
+
+from perf_helpers.lab.time_meter import TimeMeter
 
 
 def test_steps_are_timed_with_the_warm_up_left_out(lab):
@@ -15,3 +18,21 @@ def test_steps_are_timed_with_the_warm_up_left_out(lab):
 def test_an_experiment_without_steps_has_no_time(lab):
     run = lab.run(lambda task: 1, measure=("time",))
     assert run.ok and run.timing is None and run.samples_per_second is None
+
+
+@pytest.mark.parametrize(("kind", "how"), [("Adafactor", {}), ("AdamW", {}), ("AdamW", {"fused": True})])
+def test_a_step_that_the_scaler_skips_is_a_step(kind, how):
+    """As an H100 showed: there all recipes of fp16 with Adafactor and 8-bit Adam ended before their turns were over."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **how)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
+    plain = torch.amp.GradScaler.step
+    with TimeMeter(1, seen.append) as meter:
+        for _ in range(4):
+            scaler.scale(weight.sum() * 3).backward()  # 3 x 2^127 overflows, 3 x 2^126 does not
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert optimizer.state[weight]["step"] == 3, "nothing was skipped: this test would say nothing"
+    assert seen == [1, 2, 3, 4] and len(meter.result().all_seconds) == 3
+    assert torch.amp.GradScaler.step is plain
