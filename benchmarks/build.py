@@ -48,6 +48,7 @@ PLACES = {  # block between markers: the page that has it
     "scoreboard": ROOT / "README.md",
     "machines": ROOT / "docs" / "trust.md",
     "rehearsed": ROOT / "docs" / "rehearsal.md",
+    "card": ROOT / "docs" / "rehearsal.md",
     "estimate": ROOT / "docs" / "estimate.md",
     "cuda": ROOT / "docs" / "estimate.md",
     "adapters": ROOT / "docs" / "estimate.md",
@@ -249,9 +250,10 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
             # A loop of one's own or an optimizer of one's own stands in no argument.
             of_a_trainer = run.arguments and run.kind == "training" and run.value is None
             if run.ok and of_a_trainer and run.memory and run.memory.kind == "allocated":
+                release = ".".join((machine.torch_build or "").split(".")[:2]) or None
                 options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
-                task = Task.from_dict(run.task)
-                said = estimate(task, device="cuda", **options, **run.arguments).memory
+                options |= {"device": "cuda", "torch_version": release}
+                said = estimate(Task.from_dict(run.task), **options, **run.arguments).memory
                 row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
                 for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
                     row[name] = [getattr(said, name), getattr(run.memory, name)]
@@ -362,6 +364,7 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
         "scoreboard": counts(measured),
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
+        "card": gpu_page.beside_a_card(suites),
         "estimate": _estimate(),
         "adapters": cuda_page.adapters(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",
@@ -404,6 +407,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         rehearsed_claims(cards),
         "## The GPU suite",
         gpu_suites(suites, cards),
+        "### A real card beside rehearsal and estimate",
+        gpu_page.beside_a_card(suites),
         "## The estimate",
         _estimate(),
         "## The estimate for CUDA",

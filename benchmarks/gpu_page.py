@@ -12,8 +12,9 @@ from typing import Any
 import gpu_claims
 import recipes
 from gpu_rows import NOT_TESTABLE, PARTS, Kept
-from runner import read_record, write_record
-from tables import MIB, mebibytes, table, versions
+from measure_card import SIZES, against
+from runner import RESULTS, read_record, write_record
+from tables import MIB, mebibytes, share, table, versions
 
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.task import TINY
@@ -77,6 +78,27 @@ def keep(rows: Path, results: Path) -> Path:
 def suites(results: Path) -> dict[str, dict[str, Any]]:
     """The newest report of each machine, by its folder; ValueError as `measured`."""
     return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
+
+
+def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
+    """The suite's runs on an H100 beside what was rehearsed of them before, and generated trainings beside both."""
+    record, before = read_record(RESULTS / "card.json"), read_record(RESULTS / "h100_suite_predictions.json")
+    said = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
+    runs = [(key, _sizes(row)) for data in suites.values() for key, row in by_name(data).items()]
+    suite = [
+        {"rehearsed": said[key], "measured": {"allocated": found["peak_bytes"], "reserved": found["reserved_bytes"]}}
+        for key, found in runs
+        if key in said and found["peak_bytes"]
+    ]
+    told = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
+    rows = []
+    for kind, by in told.items():
+        for how, found in by.items():
+            of = found["trainings"]
+            cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
+            rows.append([kind, how, f"{found['equal']} of {of}", *cells])
+    head = ["trainings", "said by", "equal in all", *SIZES]
+    return f"{record['machine']}, {versions(record)}, {record['date'][:10]}.\n\n{table(head, rows)}"
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

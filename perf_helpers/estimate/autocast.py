@@ -165,9 +165,16 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def _cuda_is_meant() -> Iterator[None]:
     """In a loop of one's own `torch.autocast("cuda")` and its `GradScaler` do nothing where there is no GPU: here they
-    do what they do on one."""
+    do what they do on one, and who asks is told so."""
     autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
     plain, plain_scaler = autocast.__init__, scaler.__init__
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def asked(device_type="cuda"):
+        return is_on("cpu" if device_type == "cuda" else device_type)
+
+    def asked_dtype(device_type):
+        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
 
     def init(self, device_type, dtype=None, *args, **kwargs):
         is_cuda = device_type == "cuda"
@@ -177,7 +184,8 @@ def _cuda_is_meant() -> Iterator[None]:
     def init_scaler(self, device="cuda", *args, **kwargs):
         plain_scaler(self, "cpu" if device == "cuda" else device, *args, **kwargs)
 
-    with patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
+    answers = patch.multiple(torch, is_autocast_enabled=asked, get_autocast_dtype=asked_dtype)
+    with answers, patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
         yield
 
 

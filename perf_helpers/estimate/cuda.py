@@ -8,6 +8,7 @@ computed in `allocator`. Each difference has a name and is told as an assumption
 import contextlib
 import functools
 import math
+import operator
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,8 +54,10 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
             library.impl(name, replacement, "AutogradCPU")
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
-        with contextlib.suppress(ImportError, AttributeError):  # else a program's own arguments refuse bf16
+        with contextlib.suppress(ImportError, AttributeError):  # else a program's own arguments refuse bf16 and tf32
             stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
+            has_tf32 = functools.partial(operator.ge, compute_capability, (8, 0))
+            stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", has_tf32))
         if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
             with contextlib.suppress(ImportError, AttributeError):
                 from transformers.integrations import moe

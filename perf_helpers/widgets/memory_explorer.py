@@ -20,7 +20,7 @@ from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, plac
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
-_CONTEXT_BYTES = context_bytes((7, 0))  # that of a V100, the one card whose CUDA context is published
+_CONTEXT_BYTES = context_bytes((7, 0))  # that of the guide's V100
 _REST_SECONDS = 0.5  # without a move, before the point itself is traced
 _TRACED_TOKENS = 16  # of an answer: of more the point itself would take minutes
 _OF = {"training": peak_model.Choice, "inference": peak_model.Inference}  # whose fields are what is controlled
@@ -261,5 +261,5 @@ def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, in
     if answer.attention is not None:
         kernels = " and ".join(answer.attention)
         text += f". Attention takes the {kernels} kernel" if kernels else ". Attention is plain: no fused kernel"
-    context = " The context is that of a V100, the one figure that is published; yours may differ."
+    context = " The context is that of a V100, the one figure that the guides give; yours may differ."
     return f"{text}.{context if 'context' in parts else ''}"

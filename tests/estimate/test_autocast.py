@@ -1,5 +1,7 @@
 """CUDA's rules of autocast on fake tensors: the type of each operator's result, and the casts that are kept."""
 
+import contextlib
+
 import pytest
 import torch
 from fake_leaves import fakes, leaf  # noqa: F401, the fixture is used by being here
@@ -101,3 +103,28 @@ def test_a_trainer_with_fp16_autocasts():
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     assert seen.count == 3  # input, weight, and the output back to fp32
+
+
+def test_who_asks_of_autocast_is_told_of_cuda():
+    """peft's layers over quantized weights ask, and cast what they are given where it is off."""
+    own = torch.is_autocast_enabled
+    with cuda.emulated():
+        assert not torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is F16
+        with torch.autocast("cuda", BF16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is BF16
+            with torch.autocast("cuda", enabled=False):
+                assert not torch.is_autocast_enabled("cuda")
+        assert not torch.is_autocast_enabled("cuda")
+    assert torch.is_autocast_enabled is own
+
+
+@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True)])
+def test_tf32_is_there_where_the_card_has_it(capability, has, tmp_path):
+    from transformers import TrainingArguments
+
+    with cuda.emulated(capability):
+        refused = contextlib.nullcontext() if has else pytest.raises(ValueError, match="Ampere")
+        with refused:
+            TrainingArguments(tmp_path, tf32=True, use_cpu=True)
+    torch.backends.cuda.matmul.allow_tf32 = False

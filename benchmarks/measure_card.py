@@ -1,0 +1,83 @@
+"""A real GPU against the rehearsal and the estimate: generated trainings of three kinds, that nobody chose.
+
+    python benchmarks/measure_card.py --rehearse h100     what they take there, rehearsed and estimated: anywhere, first
+    python benchmarks/measure_card.py                     and measured, on a machine with such a GPU
+
+The three are those of measure_cuda.py, measure_strangers.py and measure_adapters.py, by a seed of their own. Where the
+requested bytes are equal and the allocated ones are not, the allocator took another free block.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+import measure_adapters
+import measure_cuda
+import measure_strangers
+from measure_cuda import Training
+from runner import Measurement, read_record, rehearsing
+
+from perf_helpers.lab import Lab
+from perf_helpers.rehearsal import card
+from perf_helpers.unknown import NeedsValues
+
+KINDS = {
+    "ordinary": measure_cuda.training,
+    "strangers": measure_strangers.stranger,
+    "adapters": lambda number, seed: measure_adapters.training(number, seed, False),
+}
+SIZES = ("requested", "allocated", "reserved")
+
+
+def cases(options) -> dict[str, tuple[str, Training]]:
+    """{"adapters 3": ...}, without what needs torchao; all on one GPU of capability 9.0."""
+    made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
+    fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_strangers.WITHOUT_TORCHAO}
+    return {f"{kind} {n}": (kind, replace(one, capability=(9, 0), processes=1)) for (kind, n), one in fit.items()}
+
+
+def measure(cases, options) -> Iterator[tuple[str, dict]]:
+    cloudpickle.register_pickle_by_value(measure_cuda)
+    kept = read_record(options.out)["rows"] if options.out.exists() else []
+    known = {f"{row['kind']} {row['number']}": row for row in kept}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lab = stack.enter_context(rehearsing(card(options.rehearse))) if options.rehearse else Lab(out=folder)
+        for name, (kind, one) in cases.items():
+            row = known.get(name, {"kind": kind} | one.to_dict())
+            try:
+                run = lab.run(measure_cuda.rehearsed(one.experiment(folder)), name, measure="none")
+                found = run.value or {"left_out": run.message[-200:]}
+                if options.rehearse and run.ok:
+                    said = one.estimated(folder).memory
+                    row["estimated"] = {"allocated": said.peak_bytes, "reserved": said.reserved_bytes}
+            except (ValueError, NeedsValues) as error:
+                found = {"left_out": str(error)[-200:]}
+            yield name, row | {"rehearsed" if options.rehearse else "measured": found}
+
+
+def against(rows: list[dict], said: str) -> dict:
+    """How near what was `said` is to what was measured: trainings, how many are equal, and the worst share."""
+    pairs = [(row.get(said, {}), row["measured"]) for row in rows]
+    pairs = [pair for pair in pairs if all("allocated" in one for one in pair)]
+    off = [{name: abs(told[name] / true[name] - 1) for name in SIZES if name in told} for told, true in pairs]
+    found = {"trainings": len(pairs), "equal": sum(not any(each.values()) for each in off)}
+    shares = {name: [each[name] for each in off if name in each] for name in SIZES}
+    return found | {name: [each.count(0), max(each)] for name, each in shares.items() if each}
+
+
+def conclude(rows: list[dict], options) -> dict:
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    told = {kind: {said: against(of, said) for said in ("rehearsed", "estimated")} for kind, of in kinds.items()}
+    return {"what": "generated trainings on a real GPU, beside rehearsal and estimate", "told": told}
+
+
+OPTIONS = {"count": 70, "seed": 20261126, "rehearse": ""}
+CARD = Measurement(__doc__, "card.json", cases, measure, conclude, OPTIONS)
+
+if __name__ == "__main__":
+    sys.exit(CARD.main())
