@@ -35,7 +35,8 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
         library: a library of "aten" that is open for implementations, and is closed after this context.
     """
     registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
-    cuda, cpu = ({name.removeprefix("aten::") for name in registered(key)} for key in ("AutocastCUDA", "AutocastCPU"))
+    own = [[name for name in registered(key) if name.startswith("aten::")] for key in ("AutocastCUDA", "AutocastCPU")]
+    cuda, cpu = ({name.removeprefix("aten::") for name in names} for names in own)  # torchvision registers some too
     casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
     rules = casts.rules()
     with warnings.catch_warnings():

@@ -128,3 +128,15 @@ def test_tf32_is_there_where_the_card_has_it(capability, has, tmp_path):
         with refused:
             TrainingArguments(tmp_path, tf32=True, use_cpu=True)
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_what_other_libraries_autocast_is_left_alone():
+    """As torchvision does, which every Colab has: with it no training could be estimated for CUDA."""
+    with torch.library._scoped_library("elsewhere", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        for key in ("AutocastCUDA", "AutocastCPU"):
+            library.impl("doubled", lambda x: x * 2, key)
+        names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        assert "elsewhere::doubled" in names, "it is not registered: this test would say nothing"
+        with cuda.emulated(), torch.autocast("cuda", F16):
+            assert functional.linear(torch.empty(4, 8), leaf(8, 8)).dtype is F16
