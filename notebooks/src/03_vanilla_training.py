@@ -172,9 +172,8 @@ few = 128 if counted else 0.01 * loop.peak_bytes  # a GPU's allocator hands out 
 difference = from_lab.peak_bytes - loop.peak_bytes
 if abs(lines.peak_bytes - from_lab.peak_bytes) > few or abs(difference - explained) > few:
     raise RuntimeError(f"lab.train holds {difference} bytes more than the loop; {explained} are explained")
-print(
-    f"lab.train holds {difference:,} bytes more than the loop; the batch ahead explains all but {difference - explained:,}"
-)
+batch_ahead = f"explains all but {difference - explained:,}" if counted else "waits in the host's memory"
+print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead {batch_ahead}")
 
 # %% [markdown]
 # The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. (On a GPU the batch ahead waits in the host's memory, and blocks are rounded up: there the stated tolerance is 1 %.) That is the whole price in memory of the Trainer's comfort.

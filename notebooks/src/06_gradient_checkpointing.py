@@ -270,7 +270,7 @@ widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 # %%
 short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("memory",), per_device_train_batch_size=1)
 small = [lab.train("short, none", **short), lab.train("short, every layer", gradient_checkpointing=True, **short)]
-print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:.1%} saved")
+print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:z.1%} saved")
 display(plots.table(small))
 assert vanilla.peak_bytes - every.peak_bytes < vanilla.memory.breakdown["activations"]  # measured: this is the answer
 

@@ -180,7 +180,7 @@ def _attention_kernel(capability, query, key, value, mask, dropout, causal, enab
         allowed.cudnn_sdp_enabled()
         and major in (9, 10)
         and half
-        and max(head, value_head) <= 128
+        and max(head, value_head) <= (256 if capability == (9, 0) else 128)
         and not (head % 8 or value_head % 8)
         and not dropout * 16 % 1
         and key.shape[2] > 1

@@ -106,6 +106,8 @@ def test_a_boolean_mask_becomes_an_additive_one_padded_to_8_columns():
         ({"dtype": BF16, "head": 224, "capability": (8, 6)}, "efficient"),  # 256 KiB of shared memory are lacking
         ({"dtype": BF16, "capability": (9, 0)}, "cudnn"),
         ({"dtype": BF16, "capability": (9, 0), "dropout_p": 0.1}, "flash"),
+        ({"dtype": BF16, "capability": (9, 0), "head": 144}, "cudnn"),
+        ({"dtype": BF16, "capability": (10, 0), "head": 144}, "flash"),
         ({"dtype": BF16, "capability": (12, 0)}, "flash"),
     ],
 )
