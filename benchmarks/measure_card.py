@@ -3,8 +3,7 @@
     python benchmarks/measure_card.py --rehearse h100     what they take there, rehearsed and estimated: anywhere, first
     python benchmarks/measure_card.py                     and measured, on a machine with such a GPU
 
-The three are those of measure_cuda.py, measure_strangers.py and measure_adapters.py, by a seed of their own. Where the
-requested bytes are equal and the allocated ones are not, the allocator took another free block.
+Where the requested bytes are equal and the allocated ones are not, the allocator took another free block.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ import cloudpickle
 import measure_adapters
 import measure_cuda
 import measure_strangers
-from measure_cuda import Training
 from runner import Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab
@@ -33,7 +31,7 @@ KINDS = {
 SIZES = ("requested", "allocated", "reserved")
 
 
-def cases(options) -> dict[str, tuple[str, Training]]:
+def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
     """{"adapters 3": ...}, without what needs torchao; all on one GPU of capability 9.0."""
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
     fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_strangers.WITHOUT_TORCHAO}

@@ -70,7 +70,10 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     row = one.to_dict()
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(one.estimated, folder)
-        run = lab.run(rehearsed(one.experiment(folder)), measure="none")
+        try:
+            run = lab.run(rehearsed(one.experiment(folder)), measure="none")
+        except ValueError as error:  # a configuration that transformers refuses
+            return row | {"left_out": str(error)[-200:]}
     if not run.ok:
         return row | {"left_out": run.message[-200:]}
     row["rehearsed"] = run.value

@@ -88,8 +88,7 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """`GradScaler.step` that also tells of a step which it skips because a gradient overflowed, as the first ones in
-    fp16 do: no hook hears of that one, unless the optimizer is a fused one, which skips by itself."""
+    """`GradScaler.step` that also tells of a step which it skips, where gradients overflow: no hook hears of it."""
 
     @functools.wraps(step)
     def told(scaler, optimizer, *arguments, **options):
