@@ -68,8 +68,8 @@ def stranger(number: int, seed: int) -> Training:
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """What is kept of a training: the estimate is made while it is rehearsed."""
     row = one.to_dict()
-    with ThreadPoolExecutor(1) as beside:
-        asked = beside.submit(one.estimated, folder)
+    with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration
+        asked = beside.submit(one.estimated, Path(own))
         try:
             run = lab.run(rehearsed(one.experiment(folder)), measure="none")
         except ValueError as error:  # a configuration that transformers refuses
