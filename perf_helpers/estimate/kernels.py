@@ -92,6 +92,11 @@ class Kernels:
 
     # ---- attention
 
+    def _efficient_forward(self, made, query, key, value, *_, **__):
+        """Heads beyond 128 are summed in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
+        wide = query.dtype in HALF and value.shape[-1] > 128
+        return [*made, 4 * query[..., 0].numel() * value.shape[-1]] if wide else made
+
     def _efficient_backward(self, made, gradient, query, key, value, bias, *_, **__):
         """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each; in fp32 a product comes before the tiles
         (mem_eff_attention/kernel_backward.h)."""
@@ -361,6 +366,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._foreach_norm: Kernels._norms,
     aten._scaled_dot_product_flash_attention: Kernels._flash_forward,
     aten._scaled_dot_product_flash_attention_backward: Kernels._flash_backward,
+    aten._scaled_dot_product_efficient_attention: Kernels._efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward: Kernels._efficient_backward,
     aten._scaled_dot_product_cudnn_attention: Kernels._cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward: Kernels._cudnn_backward,

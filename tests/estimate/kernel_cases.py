@@ -45,8 +45,8 @@ def heads(dtype, count=4, length=200, size=64):
 place = "cpu"  # where tensors are made: "cuda" in a rehearsal
 
 
-def attention(name, dtype, groups=4, dropout=0.0):
-    query, key, value = heads(dtype), heads(dtype, groups), heads(dtype, groups)
+def attention(name, dtype, groups=4, dropout=0.0, size=64):
+    query, key, value = heads(dtype, size=size), heads(dtype, groups, size=size), heads(dtype, groups, size=size)
     if name == "flash":
         return lambda: aten._scaled_dot_product_flash_attention(query, key, value, dropout)
     return lambda: aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)
@@ -173,6 +173,8 @@ RUNS = {
     "flash's backward": flash_backward,
     "flash's backward, grouped": lambda: flash_backward(2),
     "efficient": lambda: attention("efficient", F32),
+    "efficient, heads of 136": lambda: attention("efficient", F16, size=136),
+    "efficient, heads of 128": lambda: attention("efficient", F16, size=128),
     "efficient's backward, fp32": lambda: efficient_backward(F32),
     "efficient's backward, fp16": lambda: efficient_backward(F16),
     "embedding's backward, few": lambda: embedding_backward(3072, 8000, 8),

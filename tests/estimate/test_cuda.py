@@ -197,5 +197,5 @@ def test_a_missing_private_name_of_torch_is_named(monkeypatch):
 
 def test_each_part_is_told():
     told = cuda.assumptions()
-    assert "not on a GPU" in told[0]
+    assert "on an H100" in told[0]
     assert len(told) == 1 + len(cuda.PARTS) and [line for line in told if "1 byte" in line]

@@ -65,7 +65,7 @@ def test_sharding_is_for_gpus_and_for_several():
 def test_cuda_is_modelled_and_says_so():
     found = predicted(device="cuda", compute_capability=(8, 0))
     assert found.memory.reserved_bytes >= found.peak_bytes
-    assert "not on a GPU" in found.assumptions[0]
+    assert "on an H100" in found.assumptions[0]
 
 
 def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
