@@ -98,22 +98,39 @@ class Kernels:
         return [*made, 4 * query[..., 0].numel() * value.shape[-1]] if wide else made
 
     def _efficient_backward(self, made, gradient, query, key, value, bias, *_, **__):
-        """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each; in fp32 a product comes before the tiles
-        (mem_eff_attention/kernel_backward.h)."""
+        """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
+        fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
+        depends on the shared memory."""
         batch, heads, length, head = query.shape
-        side = 64 if head <= 64 else 128
-        tiles = -(-length // side) * -(-head // side)
-        rows = 4 * batch * heads * length
-        tiled = batch * heads * tiles * (16 + 4 * side * side)
+        half, roomy = query.dtype in HALF, self.capability == (8, 0) or self.capability[0] in (9, 10)
+        tight = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        is_small = head <= 64 or (96 < head <= 128 and tight if half else not roomy)
+        side = 64 if is_small else 128
+        across = 128 if half and roomy and 64 < head <= 128 else 64
+        tiles = -(-length // side) * -(-head // across) * (16 + 4 * side * across)
+        wide = next_multiple(head, side) + next_multiple(value.shape[-1], side)
+        sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > (96 if tight else 128) else 0
+        rows, tiled = 4 * batch * heads * length, batch * heads * (tiles + sums)
         copies = _contiguous(gradient.transpose(1, 2))
         first = len(copies)
-        if query.dtype in HALF:
+        if half:
             return [*copies, *made, rows, tiled, Free(first), Free(first)]
-        sums = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
-        return [*copies, *made, *sums, tiled, Free(first)]
+        products = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
+        return [*copies, *made, *products, tiled, Free(first)]
 
     def _flash_forward(self, made, query, key, value, dropout_p=0.0, *_, **__):
-        return [*made[:2], 16, *made[:1:-1]] if dropout_p else made
+        """Where few rows leave the card idle the keys are split, and each part is summed in fp32 before all are
+        (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
+        if dropout_p:
+            return [*made[:2], 16, *made[:1:-1]]
+        batch, heads, length, head = query.shape
+        if length == 1 and heads > key.shape[1]:  # grouped queries become rows
+            heads, length = key.shape[1], heads // key.shape[1]
+        keys = 256 if head <= 64 else 128 if head <= 128 else 64
+        parts = _parts(batch * heads * -(-length // 64), 2 * self._processors.count, -(-key.shape[2] // keys))
+        rows = 4 * parts * batch * heads * length
+        wide = next_multiple(head, 32 if head <= 128 else 64)
+        return [*made[:2], rows, rows * wide, *made[2:]] if parts > 1 else made
 
     def _flash_backward(self, made, gradient, query, key, value, out, *_, **__):
         """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
@@ -284,6 +301,16 @@ class Kernels:
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
+
+
+def _parts(blocks: int, places: int, most: int) -> int:
+    """Into how many parts flash splits keys: the fewest that fill the last wave of blocks nearly as well as any."""
+    if blocks >= 0.8 * places:
+        return 1
+    counts = range(1, min(128, places, most) + 1)
+    eligible = [n for n in counts if n == 1 or -(-most // n) != -(-most // (n - 1))]
+    filled = {n: blocks * n / places / -(-blocks * n // places) for n in eligible}
+    return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
 
 
 def on_host(function, result) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 the bytes of a block, or ~n where the n-th is given back. `python tests/rehearsal/test_kernels_rehearsed.py` made it.
 """
 
+import functools
 import itertools
 import random
 
@@ -45,8 +46,9 @@ def heads(dtype, count=4, length=200, size=64):
 place = "cpu"  # where tensors are made: "cuda" in a rehearsal
 
 
-def attention(name, dtype, groups=4, dropout=0.0, size=64):
-    query, key, value = heads(dtype, size=size), heads(dtype, groups, size=size), heads(dtype, groups, size=size)
+def attention(name, dtype, groups=4, dropout=0.0, size=64, lengths=(200, 200)):
+    queries, keys = lengths
+    query, key, value = heads(dtype, 4, queries, size), *(heads(dtype, groups, keys, size) for _ in range(2))
     if name == "flash":
         return lambda: aten._scaled_dot_product_flash_attention(query, key, value, dropout)
     return lambda: aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)
@@ -61,10 +63,11 @@ def flash_backward(groups=4):
     return lambda: aten._scaled_dot_product_flash_attention_backward(*ours)
 
 
-def efficient_backward(dtype):
-    query, key, value = heads(dtype), heads(dtype), heads(dtype)
+def efficient_backward(dtype, size=64):
+    query, key, value = (heads(dtype, size=size) for _ in range(3))
     out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention(query, key, value, None, True)
-    ours = (heads(dtype), query, key, value, None, out, logsumexp, seed, offset, 0.0, [True, True, True, False])
+    gradient = heads(dtype, size=size)
+    ours = (gradient, query, key, value, None, out, logsumexp, seed, offset, 0.0, [True, True, True, False])
     return lambda: aten._scaled_dot_product_efficient_attention_backward(*ours)
 
 
@@ -172,11 +175,20 @@ RUNS = {
     "flash, grouped": lambda: attention("flash", BF16, groups=2),
     "flash's backward": flash_backward,
     "flash's backward, grouped": lambda: flash_backward(2),
+    "flash, keys in parts": lambda: attention("flash", BF16, lengths=(500, 600)),
+    "flash, keys in parts, wide heads": lambda: attention("flash", BF16, lengths=(300, 700), size=168),
+    "flash, one row": lambda: attention("flash", BF16, 2, lengths=(1, 900)),
+    "flash, many rows": lambda: attention("flash", BF16, lengths=(2000, 2000)),
     "efficient": lambda: attention("efficient", F32),
     "efficient, heads of 136": lambda: attention("efficient", F16, size=136),
     "efficient, heads of 128": lambda: attention("efficient", F16, size=128),
     "efficient's backward, fp32": lambda: efficient_backward(F32),
     "efficient's backward, fp16": lambda: efficient_backward(F16),
+    **{
+        f"efficient's backward, {name}, heads of {size}": functools.partial(efficient_backward, dtype, size)
+        for name, dtype in (("fp32", F32), ("fp16", F16))
+        for size in (96, 104, 128, 136, 264)
+    },
     "embedding's backward, few": lambda: embedding_backward(3072, 8000, 8),
     "embedding's backward, many": lambda: embedding_backward(3100, 8000, 8),
     "embedding's backward, few rows": lambda: embedding_backward(20_000, 100, 8),
