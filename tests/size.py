@@ -29,7 +29,7 @@ BUDGETS = (
         49,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_615, 38),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_234, 23),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_239, 23),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
 )

@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from perf_helpers.estimate import reduction_scratch
+from perf_helpers.estimate.allocator import BLOCK_BYTES
 from perf_helpers.estimate.allocator_replay import replayed
 from perf_helpers.estimate.trace_records import Label, Operation, Trace, nested
 from perf_helpers.records import CATEGORIES, Category, Phase
@@ -28,6 +29,7 @@ Point = tuple[int, int]  # (micro-batch, length in units)
 Sum = tuple[int, ...]  # what 1, t, t², b, bt, bt² are multiplied by
 
 _EMBEDDING, _REDUCTION, _WORKSPACE = "embedding", "reduction", "workspace"  # the programs of `events.js`
+_FLASH = "aten._scaled_dot_product_flash_attention.default"
 _NORM = "aten.linalg_vector_norm.default"
 
 
@@ -89,9 +91,12 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
             continue
         size, label = log.blocks[event]
         instance, operation = operations.get(event, (position, None))
+        is_inside = label.category == Category.INSIDE_OPERATIONS
+        if is_inside and size > BLOCK_BYTES and operation and operation.name == _FLASH:
+            continue  # parts of keys, by no sum of powers; gone with the operation, long before a peak
         program = _program(operation, label)
         if program and program.rule != _WORKSPACE:
-            if label.category == Category.INSIDE_OPERATIONS:
+            if is_inside:
                 scratch[instance].append(size)
                 continue
             if instance in made:
