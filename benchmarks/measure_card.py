@@ -31,6 +31,10 @@ KINDS = {
 SIZES = ("requested", "allocated", "reserved")
 
 
+def name_of(_: int, row: dict) -> str:
+    return f"{row['kind']} {row['number']}"
+
+
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
     """{"adapters 3": ...}, without what needs torchao; all on one GPU of capability 9.0."""
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
@@ -41,7 +45,7 @@ def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
 def measure(cases, options) -> Iterator[tuple[str, dict]]:
     cloudpickle.register_pickle_by_value(measure_cuda)
     kept = read_record(options.out)["rows"] if options.out.exists() else []
-    known = {f"{row['kind']} {row['number']}": row for row in kept}
+    known = {name_of(number, row): row for number, row in enumerate(kept)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lab = stack.enter_context(rehearsing(card(options.rehearse))) if options.rehearse else Lab(out=folder)
@@ -75,7 +79,7 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 OPTIONS = {"count": 70, "seed": 20261126, "rehearse": ""}
-CARD = Measurement(__doc__, "card.json", cases, measure, conclude, OPTIONS)
+CARD = Measurement(__doc__, "card.json", cases, measure, conclude, OPTIONS, name_of=name_of)
 
 if __name__ == "__main__":
     sys.exit(CARD.main())

@@ -28,7 +28,7 @@ BUDGETS = (
         9_442,
         49,
     ),
-    ("benchmarks", ["benchmarks/*.py"], 6_615, 38),
+    ("benchmarks", ["benchmarks/*.py"], 6_619, 38),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_239, 23),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
