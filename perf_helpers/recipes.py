@@ -102,7 +102,7 @@ QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
 ADAPTERS = (QLORA, LORA)  # what needs less first
 # Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.
 ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION, *ADAPTERS}
-OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION}  # they change what is kept for backward, and nothing else
+OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION, BF16, FP16}  # they change what is kept for backward, nothing else
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 

@@ -92,5 +92,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
     """The same search for another task."""
-    afresh = {name: {} for name in ("estimates", "too_large", "_begun", "_states")}
+    afresh = {name: {} for name in ("estimates", "too_large", "_states")}
     return dataclasses.replace(search, task=task, of_the_leanest=True, **afresh)

@@ -5,8 +5,11 @@ next.
 """
 
 import contextvars
+import copy
+import dataclasses
 import itertools
 import math
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +31,7 @@ _PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
 SHARDED = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimizer_states")
 _SURE = 0.99  # part of what shallow models tell of a deep one that it has alive at least; else all layers are followed
-_MOST_AT_ONCE = 4  # estimates; each takes a core and, for a large model, 1 to 2 GB
+_MOST_AT_ONCE = 4  # recipes that are looked at; each takes a core and, for a large model, 1 to 2 GB
 
 
 class Candidate(NamedTuple):
@@ -215,8 +218,9 @@ class RecipeSearch:
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
-    at_once: int = field(default_factory=lambda: hardware.this_machine().cpu_cores or 1)  # at the same time
-    _begun: dict[Candidate, Future] = field(default_factory=dict)  # by other threads, for what is looked at next
+    at_once: int = field(default_factory=lambda: min(hardware.this_machine().cpu_cores or 1, _MOST_AT_ONCE))  # recipes
+    _asked: "_Once" = field(default_factory=lambda: _Once())
+    _ahead: set[Candidate] = field(default_factory=set)  # what other threads look at, or have looked at
     _lines: dict[str, Line] = field(default_factory=dict)  # by task and arguments
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
@@ -233,36 +237,29 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        is_deep = layers_of(self.task) is not None
-        pool = ThreadPoolExecutor(min(self.at_once, _MOST_AT_ONCE))
+        pool = ThreadPoolExecutor(self.at_once)
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
-            if (self.estimates or self._lines) and not seconds_left():
+            is_begun = self.estimates or self._lines
+            if is_begun and not seconds_left():
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
-            beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
-            above = max(beaten, default=0)
-            sizes = [size for size in self.choices.micro_batches if size > above]
-            if not sizes:
-                continue
-            alike = candidate.without_optimizer
-            if self.at_once > 1 and self.estimates and not is_deep:  # the first one learns what all others need
-                self._look_ahead(pool, ranked[index : index + min(self.at_once + 1, most - len(fitting))], found)
+            if self.at_once > 1 and is_begun:  # the first one learns what all others need
+                may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
+                for each in may_fit[: most - len(fitting)]:
+                    self._look_ahead(pool, each, fitting, found)
             try:
-                size = self._largest(candidate, sizes, found.get(alike, sizes[-1]))
+                size = self._largest(candidate, fitting, found)
             except ValueError as error:
                 failures.append(error)
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
             else:
                 if size:  # else another optimizer's states may leave more room
-                    found[alike] = size
+                    found[candidate.without_optimizer] = size
                     fitting.append(candidate._replace(micro_batch=size))
-                    self._begin(pool, fitting[-1])
-        fitting = [*filter(None, map(self._confirmed, fitting))]
         pool.shutdown(wait=False, cancel_futures=True)
-        self._begun.clear()  # what was cancelled has no result: whoever asks for it later asks anew
         if not (self.estimates or self.too_large):
             raise failures[0]
         return sorted(fitting, key=self.ranking.key)
@@ -285,18 +282,14 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
-    def _look_ahead(self, pool: ThreadPoolExecutor, ranked: Sequence[Candidate], found: Mapping) -> None:
-        """Begin the estimates that are asked for first of the recipes that are next, in processes beside this one's."""
-        for candidate in ranked:
-            first = candidate._replace(micro_batch=found.get(candidate.without_optimizer, candidate.micro_batch))
-            if self._known_states(first) <= self.limit:
-                self._begin(pool, first)
-
-    def _begin(self, pool: ThreadPoolExecutor, candidate: Candidate) -> None:
-        """Begin an estimate, where it is not made or begun."""
-        if candidate not in self.estimates and candidate not in self._begun:
-            arguments = self.choices.arguments(candidate)
-            self._begun[candidate] = pool.submit(contextvars.copy_context().run, self.predict, self.task, **arguments)
+    def _look_ahead(self, pool: ThreadPoolExecutor, candidate: Candidate, *known: Any) -> None:
+        """Look at a recipe in another thread, once, with what is known by now: whoever asks the same later has it."""
+        if candidate not in self._ahead:
+            self._ahead.add(candidate)
+            afresh = {"estimates": {**self.estimates}, "_states": {**self._states}, "_lines": {**self._lines}}
+            afresh |= {"too_large": {}, "notes": [], "assumptions": {}, "on_estimate": lambda: None}
+            look = dataclasses.replace(self, **afresh)._largest
+            pool.submit(contextvars.copy_context().run, look, candidate, *map(copy.copy, known))
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
         """What a recipe takes by the number of layers, learnt once; None where all layers are followed at once."""
@@ -304,7 +297,7 @@ class RecipeSearch:
         if layers_of(task) is None:
             return None
         if (key := repr((task, arguments))) not in self._lines:
-            self._lines[key] = self.line(task, **arguments)
+            self._lines[key] = self._asked(self.line, task, arguments)
             self.on_estimate()
         return self._lines[key]
 
@@ -321,7 +314,7 @@ class RecipeSearch:
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it does; of a deep model that fits by what shallow ones tell, `_confirmed` says so."""
+        """Whether it does; of a deep model by what shallow ones tell, where that is clear."""
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
@@ -333,27 +326,13 @@ class RecipeSearch:
                 return True
         return self.needed(candidate) <= self.limit
 
-    def _confirmed(self, candidate: Candidate) -> Candidate | None:
-        """It, or one with a smaller micro-batch, as all layers say that it fits; None: none does."""
-        below = [size for size in self.choices.micro_batches if size < candidate.micro_batch]
-        try:
-            while self.needed(candidate) > self.limit:
-                if not below:
-                    return None
-                candidate = candidate._replace(micro_batch=below.pop())
-        except ValueError as error:
-            self.notes.append(f"{self.choices.name(candidate)} was left out: {error}")
-            return None
-        return candidate
-
     def _known_states(self, candidate: Candidate) -> float:
         """The bytes that its states and the context take at least; negative where none like it was estimated."""
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
         if candidate not in self.estimates:
-            begun, arguments = self._begun.pop(candidate, None), self.choices.arguments(candidate)
-            found = self.estimates[candidate] = self._noted(begun.result) if begun else self.estimate(arguments)
+            found = self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
             ends = (found.memory.phase_breakdowns or {}).values()
             states = (sum(parts.get(name, 0) for name in SHARDED) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
@@ -366,12 +345,12 @@ class RecipeSearch:
 
     def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
         """A new estimate for training arguments, of the task with these changes."""
-        return self._noted(lambda: self.predict(self.task.replace(**changes), **arguments))
+        return self._noted(self.task.replace(**changes), arguments)
 
-    def _noted(self, made: Callable[[], MemoryEstimate]) -> MemoryEstimate:
+    def _noted(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """An estimate that is counted, and whose assumptions are kept."""
         self.count += 1
-        estimated = made()
+        estimated = self._asked(self.predict, task, arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
         self.on_estimate()
         return estimated
@@ -385,7 +364,7 @@ class RecipeSearch:
 
         def needed(size: int) -> int:
             if size not in exact:
-                exact[size] = self.needed_by(self._noted(lambda: self.predict(task_of(size), **arguments)))
+                exact[size] = self.needed_by(self._noted(task_of(size), arguments))
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
@@ -403,19 +382,48 @@ class RecipeSearch:
             found = largest_that_fits(smaller, does, smaller[-1])
         return found, needed(found or sizes[0])
 
-    def _largest(self, candidate: Candidate, sizes: list[int], first: int) -> int:
-        """The largest of these micro-batches that fits, looked for from `first` on; 0: none."""
+    def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
+        """The largest micro-batch that fits, looked for from that of a recipe alike on; 0: none, or one that is no
+        larger than that of a recipe to which this one only adds costs."""
 
         def of(size: int) -> Candidate:
             return candidate._replace(micro_batch=size)
 
-        found, whole = largest_that_fits(sizes, lambda size: self.fits(of(size)), first), of(sizes[-1])
-        if found == sizes[-1] or whole in self.estimates or whole.micro_batch < self.choices.samples:
-            return found
-        # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
-        fewer = self.estimates.get(of(next(size for size in sizes if size > found)))
-        least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
-        return whole.micro_batch if least <= self.limit and self.fits(whole) else found
+        beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
+        sizes = [size for size in self.choices.micro_batches if size > max(beaten, default=0)]
+        if not sizes:
+            return 0
+        first, whole = found.get(candidate.without_optimizer, sizes[-1]), of(sizes[-1])
+        most = largest_that_fits(sizes, lambda size: self.fits(of(size)), first)
+        if most < sizes[-1] and whole not in self.estimates and whole.micro_batch == self.choices.samples:
+            # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
+            fewer = self.estimates.get(of(next(size for size in sizes if size > most)))
+            least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
+            if least <= self.limit and self.fits(whole):
+                most = whole.micro_batch
+        sizes = [size for size in sizes if size <= most]  # of a deep model by what shallow ones tell
+        while sizes and self.needed(of(sizes[-1])) > self.limit:
+            sizes.pop()
+        return sizes[-1] if sizes else 0
+
+
+class _Once:
+    """Asks each question once, whichever thread is first; the others wait for its answer."""
+
+    def __init__(self):
+        self._lock, self._answers = threading.Lock(), {}
+
+    def __call__(self, ask: Callable[..., Any], task: Task, arguments: Mapping[str, Any]) -> Any:
+        key = ask, repr((task, arguments))
+        with self._lock:
+            is_first = key not in self._answers
+            answer = self._answers.setdefault(key, Future())
+        if is_first:
+            try:
+                answer.set_result(ask(task, **arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+        return answer.result()
 
 
 def _of_states(candidate: Candidate) -> frozenset[Technique]:

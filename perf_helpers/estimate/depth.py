@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
 
 _SHALLOW = (2, 4)  # layers
-_ACCUMULATION = "gradient_accumulation_steps"
 _DEEP = 24  # up to so many all are followed at once
 
 _OF_STATES = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS, Category.GRADIENTS)
@@ -78,8 +77,8 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
         ValueError: as `estimate` does.
     """
     whose = target(asked.pop("device", None), asked.pop("compute_capability", None))
-    if asked.get(_ACCUMULATION, 1) > 2:
-        asked[_ACCUMULATION] = 2  # more of them take as much
+    for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
+        asked[name] = min(asked.get(name, usual), 2)  # more of them take as much
     arguments = Arguments.of(asked)
     tasks = [task.replace(config={"num_hidden_layers": count}) for count in _SHALLOW]
     experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]

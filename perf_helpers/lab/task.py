@@ -109,7 +109,8 @@ class Task(Record):
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
             known = PRESETS[preset]
-            config = _config("config", known["model_type"], known.get("config", {}) | self.config)
+            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ()))
+            config = _config("config", known["model_type"], fields | self.config)
             config.architectures = [known["architecture"]]
         elif file := self._file():
             fields = _read_config(file) | self.config

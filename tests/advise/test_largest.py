@@ -11,16 +11,9 @@ from perf_helpers.estimate import MemoryEstimate, depth
 from perf_helpers.records import Memory
 
 GB = 10**9
-LLAMAS = [
-    "smollm2-135m",
-    "smollm2-360m",
-    "tinyllama-1.1b",
-    "llama-3.2-1b",
-    "smollm2-1.7b",
-    "llama-3.2-3b",
-    "llama-2-7b",
-]
-LLAMAS += ["llama-3-8b", "llama-2-13b", "llama-3-70b", "llama-3.1-405b"]
+LLAMAS = ["smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "llama-3.2-1b", "deepseek-coder-1.3b", "smollm2-1.7b"]
+LLAMAS += ["llama-3.2-3b", "yi-6b", "llama-2-7b", "codellama-7b", "deepseek-llm-7b", "llama-3-8b", "llama-3.1-8b"]
+LLAMAS += ["llama-2-13b", "llama-3-70b", "llama-3.1-405b"]
 
 
 def needed(task, layers=None, **arguments):

@@ -17,6 +17,62 @@ STANDARD = {
 }
 IMAGES = {**STANDARD, "image_size": 32, "patch_size": 8}
 
+# Numbers of parameters of the published weights.
+PUBLISHED = {
+    "distilgpt2": 81_912_576,
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "pythia-70m": 70_426_624,
+    "pythia-1b": 1_011_781_632,
+    "gpt-neo-125m": 125_198_592,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-6.9b": 6_857_302_016,
+    "bloom-560m": 559_214_592,
+    "phi-1.5": 1_418_270_720,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "codellama-7b": 6_738_546_688,
+    "yi-6b": 6_061_035_520,
+    "deepseek-coder-1.3b": 1_346_471_936,
+    "deepseek-llm-7b": 6_910_365_696,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "tinyllama-1.1b": 1_100_048_384,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
 
 def configuration(folder, model_type, architecture, **fields):
     content = {"model_type": model_type, **fields} | ({"architectures": [architecture]} if architecture else {})
@@ -124,6 +180,16 @@ def test_a_vocabulary_is_padded_as_the_library_pads_it():
 def test_every_preset_has_data():
     for preset in PRESETS:
         assert Task(preset).family() and Task(preset).length() == 512
+
+
+@pytest.mark.parametrize(("model", "parameters"), PUBLISHED.items())
+def test_presets_have_as_many_parameters_as_the_published_weights(model, parameters):
+    assert Task(model).parameters() == parameters
+
+
+def test_a_preset_may_say_null():
+    assert Task("mistral-7b-v0.3").build_config().sliding_window is None
+    assert Task("mistral-7b").build_config().sliding_window == 4096
 
 
 def test_weights_and_data_follow_from_the_seed():
