@@ -113,10 +113,9 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 
 
 def room_of(task: Task) -> tuple[int, int]:
-    """The largest micro-batch and the largest length, in units, that a table is made for."""
+    """The largest micro-batch and the largest length, in units, of a table: too short for a sliding window's mask."""
     config = task.build_config()
-    window = getattr(config, "sliding_window", None) or _LONGEST + 1  # from which on a mask is made
-    longest = min(positions(config) or _LONGEST, window - 1, _LONGEST)
+    longest = min(positions(config) or _LONGEST, (getattr(config, "sliding_window", None) or 10**6) - 1, _LONGEST)
     return _MOST_TOKENS // longest, longest // LENGTH_UNIT
 
 

@@ -408,12 +408,12 @@ def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
     """What is no multiple of the sizes that a GPU's matrix units want, and what a padded vocabulary would take."""
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
-        line = (
-            f"The vocabulary is no multiple of {multiple}: resize_token_embeddings with pad_to_multiple_of={multiple} "
-        )
-        line += f"pads it to {padded.config['vocab_size']}"
+        line = f"The vocabulary is no multiple of {multiple}: resize_token_embeddings with "
+        line += f"pad_to_multiple_of={multiple} pads it to {padded.config['vocab_size']}"
         with contextlib.suppress(ValueError):  # no time is left
-            there = search.estimate(search.choices.arguments(best), config=padded.config).peak_bytes
+            there = search.estimate(
+                search.task.replace(config=padded.config), search.choices.arguments(best)
+            ).peak_bytes
             line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
         lines.append(f"{line}.")
     if task.family() != "vision" and task.length() % 8:

@@ -5,7 +5,6 @@ next.
 """
 
 import contextvars
-import copy
 import dataclasses
 import itertools
 import math
@@ -220,7 +219,6 @@ class RecipeSearch:
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
     at_once: int = field(default_factory=lambda: min(hardware.this_machine().cpu_cores or 1, _MOST_AT_ONCE))  # recipes
     _asked: "_Once" = field(default_factory=lambda: _Once())
-    _ahead: set[Candidate] = field(default_factory=set)  # what other threads look at, or have looked at
     _lines: dict[str, Line] = field(default_factory=dict)  # by task and arguments
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
@@ -237,7 +235,7 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        pool = ThreadPoolExecutor(self.at_once)
+        pool, ahead = ThreadPoolExecutor(self.at_once), set()  # what is looked at in its threads, or was
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
@@ -248,7 +246,9 @@ class RecipeSearch:
             if self.at_once > 1 and is_begun:  # the first one learns what all others need
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
-                    self._look_ahead(pool, each, fitting, found)
+                    if each not in ahead:
+                        pool.submit(contextvars.copy_context().run, self._beside()._largest, each, fitting, found)
+                        ahead.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
             except ValueError as error:
@@ -282,14 +282,10 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
-    def _look_ahead(self, pool: ThreadPoolExecutor, candidate: Candidate, *known: Any) -> None:
-        """Look at a recipe in another thread, once, with what is known by now: whoever asks the same later has it."""
-        if candidate not in self._ahead:
-            self._ahead.add(candidate)
-            afresh = {"estimates": {**self.estimates}, "_states": {**self._states}, "_lines": {**self._lines}}
-            afresh |= {"too_large": {}, "notes": [], "assumptions": {}, "on_estimate": lambda: None}
-            look = dataclasses.replace(self, **afresh)._largest
-            pool.submit(contextvars.copy_context().run, look, candidate, *map(copy.copy, known))
+    def _beside(self) -> "RecipeSearch":
+        """One that finds the same and notes it elsewhere: what it asks is answered for this one too."""
+        afresh = {"estimates": {}, "too_large": {}, "notes": [], "assumptions": {}, "_states": {**self._states}}
+        return dataclasses.replace(self, on_estimate=lambda: None, **afresh)
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
         """What a recipe takes by the number of layers, learnt once; None where all layers are followed at once."""
@@ -332,7 +328,7 @@ class RecipeSearch:
 
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
         if candidate not in self.estimates:
-            found = self.estimates[candidate] = self.estimate(self.choices.arguments(candidate))
+            found = self.estimates[candidate] = self.estimate(self.task, self.choices.arguments(candidate))
             ends = (found.memory.phase_breakdowns or {}).values()
             states = (sum(parts.get(name, 0) for name in SHARDED) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
@@ -343,11 +339,7 @@ class RecipeSearch:
         More than the limit just where the estimate says that it is too large for the card."""
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
-    def estimate(self, arguments: Mapping[str, Any], **changes: Any) -> MemoryEstimate:
-        """A new estimate for training arguments, of the task with these changes."""
-        return self._noted(self.task.replace(**changes), arguments)
-
-    def _noted(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
+    def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """An estimate that is counted, and whose assumptions are kept."""
         self.count += 1
         estimated = self._asked(self.predict, task, arguments)
@@ -364,7 +356,7 @@ class RecipeSearch:
 
         def needed(size: int) -> int:
             if size not in exact:
-                exact[size] = self.needed_by(self._noted(task_of(size), arguments))
+                exact[size] = self.needed_by(self.estimate(task_of(size), arguments))
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
