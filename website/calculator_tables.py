@@ -2,9 +2,8 @@
 
     python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
 
-Which models and recipes stands in `calculator.toml`. What is there already is kept as long as what is followed and the
-libraries are the same, so that it goes on where it was stopped. The tables are committed: one takes about a minute to
-make, and 5 kB.
+Which models and recipes stands in `calculator.toml`. What is there is kept while what is followed and the libraries are
+the same: it goes on where it was stopped. Tables are committed; one takes up to a minute to make, and 10 kB.
 """
 
 import argparse
@@ -24,7 +23,8 @@ sys.path.append(str(Path(__file__).parent))
 import event_tables
 from event_tables import LENGTH_UNIT, Events, Point, Unfit, events_of
 
-from perf_helpers import cards, recipes
+from perf_helpers import cards
+from perf_helpers import recipes as known
 from perf_helpers.estimate import prediction
 from perf_helpers.estimate.estimates import KNOWLEDGE, target
 from perf_helpers.lab import Task, hardware, optional_packages
@@ -39,22 +39,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = Path(__file__).with_name("calculator.toml")
 
 # What a visitor chooses between, and the training arguments of each.
-QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "method": {"full": {}, "lora": recipes.LORA.arguments},
-    "precision": {"fp32": {}, "bf16": recipes.BF16.arguments, "bf16-weights": recipes.BF16_WEIGHTS.arguments},
-    "optimizer": {
-        "adamw": recipes.ADAMW.arguments,
-        "adamw-8bit": recipes.ADAM_8BIT.arguments,
-        "adafactor": recipes.ADAFACTOR.arguments,
-        "sgd": recipes.SGD.arguments,
-    },
-    "checkpointing": {"off": {}, "on": recipes.CHECKPOINTING.arguments},
-    "accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)},
+_TECHNIQUES = {
+    "method": {"full": None, "lora": known.LORA, "qlora": known.QLORA},
+    "precision": {"fp32": None, "fp16": known.FP16, "bf16": known.BF16, "bf16-weights": known.BF16_WEIGHTS},
+    "optimizer": {"adamw": known.ADAMW, "adamw-8bit": known.ADAM_8BIT, "adafactor": known.ADAFACTOR, "sgd": known.SGD},
+    "checkpointing": {"off": None, "on": known.CHECKPOINTING},
 }
-# Attention in 16 bits takes one kernel on compute capability 9 and 10, another on 8 and 12; in fp32 the same on all,
-# for which 9.0 stands. bfloat16 on 7 has neither and is not on offer.
-KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0)}
-OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8"}
+QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    question: {name: technique.arguments if technique else {} for name, technique in options.items()}
+    for question, options in _TECHNIQUES.items()
+} | {"accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)}}
+# Attention in 16 bits takes one kernel on compute capability 9 and 10, another on 8 and 12, in fp16 a third on 7; in
+# fp32 the same on all, for which 9.0 stands.
+KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0), "7": (7, 5)}
+OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8", "7": "7"}
 
 # Fields of a configuration that change no byte of a training.
 _NO_BYTES = re.compile(
@@ -108,7 +106,7 @@ class Recipe(NamedTuple):
 def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
     for answers in itertools.product(*(given[name] for name in QUESTIONS)):
         for kernels in KERNELS:
-            if (kernels == "any") == (answers[1] == "fp32"):
+            if (kernels == "any") == (answers[1] == "fp32") and (kernels != "7" or answers[1] == "fp16"):
                 yield Recipe(*answers, kernels)
 
 
@@ -119,12 +117,12 @@ def room_of(task: Task) -> tuple[int, int]:
     return _MOST_TOKENS // longest, longest // LENGTH_UNIT
 
 
-def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str, Any]:
+def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[str, Any]:
     """The table of one recipe: a part for each range of micro-batches in which the events are the same. Of one sample
     some tensors need no copy, so it may have a part of its own.
 
     Args:
-        known: of the recipe done before, its events and table; it is replaced. What is the same with other kernels at
+        before: of the recipe done before, its events and table; it is replaced. What is the same with other kernels at
             two points takes their table.
 
     Raises:
@@ -134,7 +132,7 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
     last = min(longest, 4)
     first = (1, last - 1), (3, last - 1)
     traced = recipe.events(task, first)
-    for other, (events, table) in known.items():
+    for other, (events, table) in before.items():
         if other[:-1] == recipe[:-1] and all(events[point].is_like(traced[point]) for point in first):
             return table
     traced |= recipe.events(task, ((1, longest), (2, 1), (7, last), (most, longest)))
@@ -144,8 +142,8 @@ def table_of(task: Task, recipe: Recipe, known: dict[Recipe, tuple]) -> dict[str
         traced |= recipe.events(task, ((1, 1),))
         halves = {least: {point: traced[point] for point in traced if min(point[0], 2) == least} for least in (1, 2)}
         parts = [{"least": least} | event_tables.table(events) for least, events in halves.items()]
-    known.clear()
-    known[recipe] = traced, {"parts": parts}
+    before.clear()
+    before[recipe] = traced, {"parts": parts}
     return {"parts": parts}
 
 
@@ -172,13 +170,13 @@ def read(file: Path) -> dict[str, Any]:
 
 def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
     """Write the tables of a model, and tell of each."""
-    task, known = Task(model), {}
+    task, before = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
         if read(file).get("made_from") == made_from(model):
             continue
         try:
-            table = table_of(task, recipe, known)
+            table = table_of(task, recipe, before)
         except (Unfit, ValueError) as error:
             table = {"refused": str(error)}
         text = json.dumps({"made_from": made_from(model)} | table, separators=(",", ":"))
@@ -238,8 +236,8 @@ def formulas(task: Task) -> dict[str, dict[str, int]]:
     from accelerate.utils import calculate_maximum_sizes
 
     parameters, size = task.parameters(), calculate_maximum_sizes(task.build_model(device="meta"))[0]
-    half = size // 2
-    of_accelerate = {"fp32": (size, "float32"), "bf16": (size, "bfloat16"), "bf16-weights": (half, "float32")}
+    of_accelerate = {"fp32": (size, "float32"), "fp16": (size, "float16"), "bf16": (size, "bfloat16")}
+    of_accelerate["bf16-weights"] = size // 2, "float32"
     return {
         "18 B/parameter": dict.fromkeys(QUESTIONS["precision"], 18 * parameters),
         "accelerate estimate-memory": {

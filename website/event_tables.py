@@ -13,13 +13,12 @@ import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from perf_helpers.estimate import reduction_scratch
 from perf_helpers.estimate.allocator import BLOCK_BYTES
-from perf_helpers.estimate.allocator_replay import replayed
 from perf_helpers.estimate.trace_records import Label, Operation, Trace, nested
 from perf_helpers.records import CATEGORIES, Category, Phase
 
@@ -52,12 +51,13 @@ class Events:
     blocks: list[tuple[int, Label, Program | None]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)  # as `Log.events` has them
     marks: list[tuple[str, int]] = field(default_factory=list)
+    emptied: list[int] = field(default_factory=list)  # as `Log.emptied`
 
     @property
     def order(self) -> tuple:
         """What must be the same at each point."""
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
-        return self.events, self.marks, kinds
+        return self.events, self.marks, self.emptied, kinds
 
     def is_like(self, other: "Events") -> bool:
         """Whether the other is the same but for workspaces."""
@@ -72,10 +72,6 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
         Unfit: a program takes other blocks than it was seen to.
     """
     log, found = trace.log, Events()
-    if log.emptied:  # before the first step it mostly changes nothing
-        now, else_ = replayed(log), replayed(replace(log, emptied=()))
-        if now.reserved_peak != else_.reserved_peak or (now.allocated != else_.allocated).any():
-            raise Unfit("the cache is emptied")
     if any(label.stream for _, label in log.blocks):
         raise Unfit("there is a second stream")
     operations = _operations(trace)
@@ -107,6 +103,7 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
         found.blocks.append((size, label, program))
     lengths.append(len(found.events))
     found.marks = [(label, lengths[position]) for label, position in log.marks]
+    found.emptied = [lengths[position] for position in log.emptied]
     for instance, sizes in scratch.items():
         if sizes != _taken(made.get(instance), capability):
             raise Unfit(f"{made.get(instance)} takes {sizes}")
@@ -282,12 +279,13 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
         "tokens": tokens,
         "ranks": ranks,
         "marks": every[0].marks,
+        "emptied": every[0].emptied,
     }
 
 
 def _difference(one: Events, other: Events) -> str:
     """The first block in which they differ."""
-    for number, (here, there) in enumerate(zip(one.order[2], other.order[2], strict=False)):
+    for number, (here, there) in enumerate(zip(one.order[-1], other.order[-1], strict=False)):
         if here != there:
             return f"block {number}: {here} and {there}"
     return f"{len(one.blocks)} and {len(other.blocks)} blocks, or their order"

@@ -1,11 +1,15 @@
 """Tables of events: what is a sum of powers, and what is refused."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from test_events_js import answers
 
-from perf_helpers.estimate.trace_records import Label
+from perf_helpers import cards
+from perf_helpers.estimate.allocator_replay import replayed
+from perf_helpers.estimate.trace_records import Label, Log
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 from event_tables import Events, Unfit, fitted, powers, table
@@ -58,3 +62,21 @@ def test_points_whose_events_differ_make_no_table():
     named = {**{point: events(point, order) for point in POINTS}, (9, 1): events((9, 1), order, "step")}
     with pytest.raises(Unfit, match="block 1"):
         table(named)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
+def test_where_what_is_free_is_given_back_the_page_does_so():
+    """As while a model of 4 bits is loaded: the segment of its 16 bits is gone when the training wants room."""
+    size, kept = 30 * 2**20, 10 * 2**20
+    blocks = [(size, Label("a", "temporaries", "setup", "")), *[(kept, Label("b", "weights", "setup", ""))] * 2]
+    order, marks, card, found = [0, ~0, 1, 2], [("start", 3), ("step", 4)], cards.CARDS["t4"], {}
+    for emptied in ([], [2]):
+        log = Log(blocks, order, marks, tuple(emptied))
+        traced = {point: Events([(*each, None) for each in blocks], order, marks, emptied) for point in POINTS}
+        where = {"capability": card.capability, "capacity": card.memory_bytes, "context": 0}
+        where |= {"memory": card.memory_bytes, "limit": card.limit_bytes}
+        given = {"recipe": {"parts": [{"least": 1} | table(traced)]}, "card": where, "categories": 1}
+        (there,) = answers([("memory", given | {"sizes": {"batch": 1, "length": 128, "expandable": False}})])
+        found[bool(emptied)] = there["reservedBytes"]
+        assert there["reservedBytes"] == replayed(log).reserved_peak
+    assert found[True] != found[False]

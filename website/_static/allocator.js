@@ -301,8 +301,9 @@ export class CachingAllocator {
 
 /**
  * The births and deaths of a training laid out by the allocator.
- * @param {{sizes: ArrayLike<number>, events: ArrayLike<number>, start: number}} log bytes of each block; n is the birth
- *   of block n and ~n its death; how many events are before the first forward
+ * @param {{sizes: ArrayLike<number>, events: ArrayLike<number>, start: number, emptied: number[]}} log bytes of each
+ *   block; n is the birth of block n and ~n its death; how many events are before the first forward, and before each
+ *   time that what is free is given back
  * @param {{expandable?: boolean, capacity?: number}} options as of `CachingAllocator`
  * @returns {{allocated: Float64Array, reservedPeak: number, isTooLarge: boolean}} bytes in use before the first event
  *   and after each; the most that was reserved from the first forward on; whether it was too large for the capacity,
@@ -311,10 +312,12 @@ export class CachingAllocator {
 export function replay(log, { expandable = false, capacity = Infinity } = {}) {
   const allocator = new CachingAllocator({ expandable, capacity });
   const { sizes, events, start } = log;
+  const emptied = new Set(log.emptied);
   const allocated = new Float64Array(events.length + 1);
   try {
     for (let number = 0; number < events.length; number += 1) {
       if (number === start) allocator.resetPeaks();
+      if (emptied.has(number)) allocator.emptyCache();
       const event = events[number];
       if (event >= 0) allocator.allocate(event, sizes[event]);
       else allocator.free(~event);

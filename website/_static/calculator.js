@@ -21,7 +21,9 @@ const LABELS = {
 const WORDS = {
   full: "all weights learn",
   lora: "LoRA, rank 16",
+  qlora: "QLoRA: 4 bits, rank 16",
   fp32: "fp32",
+  fp16: "fp16 autocast, fp32 weights",
   bf16: "bf16 autocast, fp32 weights",
   "bf16-weights": "bf16 weights",
   adamw: "AdamW",
@@ -39,6 +41,7 @@ const FITS = { yes: "Fits", no: "Does not fit", edge: "It is unknown whether it 
 const SIGNS = { yes: "✓", no: "✗", edge: "?" };
 
 const part = (name) => document.getElementById(`calculator-${name}`);
+const byName = (one, other) => one.localeCompare(other, "en", { numeric: true });
 const sum = (sizes) => sizes.reduce((one, other) => one + other, 0);
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
@@ -61,8 +64,7 @@ class Calculator {
     this.index = index;
     this.categories = index.categories;
     this.cards = new Map(index.cards.map((card) => [card.key, card]));
-    const byName = (one, other) => one.name.localeCompare(other.name, "en", { numeric: true });
-    this.cardsByName = [...index.cards].sort(byName);
+    this.cardsByName = [...index.cards].sort((one, other) => byName(one.name, other.name));
     this.tables = new Map(); // promises of recipes' tables, by their addresses
     this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
     this.controls = {};
@@ -102,7 +104,8 @@ class Calculator {
   /** Set the controls to a choice, as the page's address carries it; what is not on offer becomes what is. */
   read(wanted) {
     const { models } = this.index;
-    this._offer("model", Object.keys(models).map((name) => [name, name]), wanted.get("model"));
+    const names = Object.keys(models).sort(byName);
+    this._offer("model", names.map((name) => [name, name]), wanted.get("model") ?? Object.keys(models)[0]);
     const model = models[this.controls.model.value];
     const keys = model.recipes.map((key) => key.split("."));
     QUESTIONS.forEach((name, place) => {
@@ -114,8 +117,7 @@ class Calculator {
     for (const [name, most, usual] of [["batch", model.most, 8], ["length", model.longest, 512]]) {
       const control = this.controls[name];
       control.max = most;
-      const given = Number(wanted.get(name)) || usual;
-      const unit = Number(control.step);
+      const [given, unit] = [Number(wanted.get(name)) || usual, Number(control.step)];
       control.value = Math.min(Math.max(Math.round(given / unit), 1) * unit, most);
     }
   }
@@ -315,10 +317,8 @@ class Calculator {
       const share = size / memory.neededBytes - 1;
       return `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(0)} %`;
     };
-    const rows = Object.entries(formulas).map(([name, said]) => {
-      const size = said[choice.precision];
-      return [name, bytesText(size), off(size)];
-    });
+    const sizes = Object.entries(formulas).map(([name, said]) => [name, said[choice.precision]]);
+    const rows = sizes.map(([name, size]) => [name, bytesText(size), off(size)]);
     const caption = "Formulas of the number of parameters, which know neither batch nor length.";
     const own = ["this page", bytesText(memory.neededBytes), ""];
     part("formulas").replaceChildren(tableOf(caption, ["who", "says", "against what is needed"], [own, ...rows]));

@@ -167,9 +167,9 @@ function orderOf(table) {
  * @param {number} length tokens, a multiple of `LENGTH_UNIT`
  * @param {[number, number]} capability the card's
  * @returns {{sizes: number[], labels: number[], shown: number, events: number[], marks: [string, number][],
- *   start: number}} of each block its bytes and the number of its label in the table; how many of them, the first,
+ *   start: number, emptied: number[]}} of each block its bytes and the number of its label in the table; how many of them, the first,
  *   tensors may show, for those behind lie inside operations; the events as `replay` takes them; how many are before
- *   each mark, and before the first forward
+ *   each mark, before the first forward, and where the allocator gives back what is free
  */
 export function logOf(table, batch, length, capability) {
   const gpu = gpuOf(capability);
@@ -211,5 +211,6 @@ export function logOf(table, batch, length, capability) {
   }
   const marks = table.marks.map(([label, position]) => [label, lengths[position]]);
   const [, start] = marks.find(([label]) => label === "start");
-  return { sizes, labels, shown: order.classes.length, events, marks, start };
+  const emptied = (table.emptied ?? []).map((position) => lengths[position]);
+  return { sizes, labels, shown: order.classes.length, events, marks, start, emptied };
 }
