@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -72,14 +73,15 @@ def parts_text(parts: Mapping[str, int]) -> str:
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
     """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
-    there are none, or few are allowed, all. Nothing of more than a hundred of which none is near."""
+    there are none, or few are allowed, all, in 500 characters. Nothing of more than a hundred of which none is near."""
 
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
 
     allowed = sorted(allowed, key=lambda word: (alike(word), len(word) <= len(given)), reverse=True)
     near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
-    every = f"Choose from {', '.join(sorted(allowed))}." if len(allowed) < (9 if near else 100) else ""
+    names = textwrap.shorten(", ".join(sorted(allowed)), 500, placeholder=" and more", break_on_hyphens=False)
+    every = f"Choose from {names}." if len(allowed) < (9 if near else 100) else ""
     return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
 
 

@@ -67,6 +67,8 @@ def test_parts_are_named_as_in_a_legend_and_without_those_that_are_empty():
 def test_an_unknown_word_is_answered_with_the_nearest_or_with_all():
     assert texts.nearest_text("optimm", ["optim", "bf16", *(f"x{i}" for i in range(9))]) == "Did you mean 'optim'?"
     assert texts.nearest_text("zzz", ["b", "a"]) == "Choose from a, b."
+    many = texts.nearest_text("zzz", [f"a-long-name-{n:02}" for n in range(99)])
+    assert many.startswith("Choose from a-long-name-00, ") and many.endswith(", and more.") and len(many) < 520
 
 
 @pytest.mark.parametrize(("memory", "size"), [("16GB", 16 * 10**9), ("16 GiB", 2**34), (5e6, 5_000_000)])
