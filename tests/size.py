@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 19_600, 96),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 19_598, 96),
     ("  lab", ["perf_helpers/lab/*.py"], 5_235, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 760, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 5_273, 23),

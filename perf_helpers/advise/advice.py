@@ -411,9 +411,7 @@ def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
         line = f"The vocabulary is no multiple of {multiple}: resize_token_embeddings with "
         line += f"pad_to_multiple_of={multiple} pads it to {padded.config['vocab_size']}"
         with contextlib.suppress(ValueError):  # no time is left
-            there = search.estimate(
-                search.task.replace(config=padded.config), search.choices.arguments(best)
-            ).peak_bytes
+            there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
             line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
         lines.append(f"{line}.")
     if task.family() != "vision" and task.length() % 8:

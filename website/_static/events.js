@@ -167,9 +167,9 @@ function orderOf(table) {
  * @param {number} length tokens, a multiple of `LENGTH_UNIT`
  * @param {[number, number]} capability the card's
  * @returns {{sizes: number[], labels: number[], shown: number, events: number[], marks: [string, number][],
- *   start: number, emptied: number[]}} of each block its bytes and the number of its label in the table; how many of them, the first,
- *   tensors may show, for those behind lie inside operations; the events as `replay` takes them; how many are before
- *   each mark, before the first forward, and where the allocator gives back what is free
+ *   start: number, emptied: number[]}} of each block its bytes and the number of its label in the table; how many of
+ *   them, the first, tensors may show, for those behind lie inside operations; the events as `replay` takes them; how
+ *   many are before each mark, before the first forward, and before each time that what is free is given back
  */
 export function logOf(table, batch, length, capability) {
   const gpu = gpuOf(capability);
