@@ -117,7 +117,10 @@ def _ruled(rule, name, *args, **kwargs):
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with private("torch._C._ExcludeDispatchKeyGuard")(below):
         args, kwargs = rule(name, args, kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+    while args:  # the last was cast first, and C++ destroys it last
+        args = args[1:]
+    return result
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:

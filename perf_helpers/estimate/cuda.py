@@ -123,16 +123,25 @@ def _attention(
         size = query.shape[-1]
         scale = size**-0.5 if scale is None else scale
         query, key, value = (_padded(tensor) for tensor in (query, key, value))
-        output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        output = _first(aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale))
         return output if output.shape[-1] == size else output[..., :size]
     keep_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     attn_mask = _additive(attn_mask, query.dtype)
     if kernel == "efficient" and attn_mask is not None:
         if any(stride % 8 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
-            attn_mask = _padded(attn_mask)[..., : attn_mask.shape[-1]]
+            length = attn_mask.shape[-1]
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - length % 8))[..., :length]  # 8 more where none lack
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-    return run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
+    return _first(run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale))
+
+
+def _first(results):
+    """The first of several results; the others go in their order, as C++ destroys them."""
+    first, results = results[0], results[1:]
+    while results:
+        results = results[1:]
+    return first
 
 
 def _additive(mask, dtype):

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from perf_helpers.estimate.trace_records import Operation, Spec
+from perf_helpers.lab.outcomes import Invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,19 @@ def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = No
     )
     tensor.__dict__.update(_state(mode))
     return tensor
+
+
+def grouped_product(first, second, offsets, bias=None, out_dtype=None) -> torch.Tensor:
+    """What `aten._grouped_mm` makes: torch knows it of fake tensors in bfloat16 alone. Rows begin at multiples of 16
+    bytes; raises Invalid where those of an operand do not, as the kernel does."""
+    if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
+        raise Invalid("products of groups take strides that are multiples of 16 bytes: choose sizes that are")
+    groups = [len(offsets)] if first.dim() == second.dim() == 2 else [first.shape[0]] * (first.dim() == second.dim())
+    rows, columns = first.shape[-2], second.shape[-1]
+    unit = 16 // (out_dtype or first.dtype).itemsize
+    step = -(-columns // unit) * unit
+    shape = [*groups, rows, columns]
+    return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
 @functools.lru_cache(maxsize=1)

@@ -31,7 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from perf_helpers.estimate.operation_cache import OperationCache, fake
+from perf_helpers.estimate.operation_cache import OperationCache, fake, grouped_product
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
@@ -125,7 +125,7 @@ class FakeTracker(Tracker):
         if any_fake and function is aten._local_scalar_dense.default:  # never computed; what is read is a loss or norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
-        if not any_fake and self._is_carried_out(function, args, tensors):
+        if not any_fake and self._is_carried_out(function, args, kwargs, tensors):
             return function(*args, **kwargs)
         if any_fake and function.namespace != "bitsandbytes":  # on which more bears than its arguments
             ask = functools.partial(self._fake_result, function, args, kwargs, operation)
@@ -195,7 +195,7 @@ class FakeTracker(Tracker):
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Told of an operation's tensors, and whether any is fake, before it is carried out."""
 
-    def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
+    def _is_carried_out(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
         right for whoever looks at them."""
         if tensors:
@@ -207,7 +207,8 @@ class FakeTracker(Tracker):
         if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function.overloadpacket in _REAL_IN_FORWARD:
-            return self.phase == Phase.FORWARD and np.prod(args[0], dtype=np.int64) <= _LARGE
+            is_data = self.phase == Phase.FORWARD or kwargs.get("dtype") in (torch.int64, torch.bool)
+            return is_data and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
@@ -225,11 +226,8 @@ class FakeTracker(Tracker):
 
     def as_kernels_do(self, function, args, kwargs):
         """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
-        if function is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            # Its shapes are known for bfloat16 only.
-            dtype = args[0].dtype
-            args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-            return function(*args, **kwargs).to(dtype)
+        if function is aten._grouped_mm.default:
+            return grouped_product(*args, **kwargs)
         result = function(*args, **kwargs)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:

@@ -103,6 +103,7 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
             "LD_PRELOAD": str(library / "librehearsal.so"),
             "IPYTHONDIR": folder,
             "CUDA_MODULE_LOADING": "LAZY",
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in clean processes
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
