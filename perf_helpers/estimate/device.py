@@ -188,6 +188,8 @@ class DeviceTracker(FakeTracker):
         is_4bit = self._autocast_of_4bit and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
             return result.to(self._autocast_of_4bit)
+        if function is torch.ops.aten.log_sigmoid_forward.default:  # of its input alone the backward is made
+            return result[0], result[1].new_empty(0)
         if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result

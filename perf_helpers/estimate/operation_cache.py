@@ -113,6 +113,17 @@ def grouped_product(first, second, offsets, bias=None, out_dtype=None) -> torch.
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
+def by_position(function, args: tuple) -> tuple[Callable, tuple]:
+    """The operation that chooses by positions where this one does by masks of known values, as kernels do."""
+    if function is torch.ops.aten.masked_select.default:
+        function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
+    indices = []
+    for index in args[1]:
+        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        indices += index.nonzero().unbind(1) if is_mask else [index]
+    return function, (args[0], indices, *args[2:])
+
+
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
     """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""

@@ -31,7 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from perf_helpers.estimate.operation_cache import OperationCache, fake, grouped_product
+from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
@@ -44,6 +44,9 @@ aten = torch.ops.aten
 # What these make is carried out, for others look at it: samplers at orders, the makers of masks at positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
+# They take masks, and how many elements these choose is known where the masks are real.
+_CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
+_CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
 _REPEATED = 32  # micro-batches of a step: beyond these, time is saved
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # that a thread takes once, and keeps
@@ -116,6 +119,8 @@ class FakeTracker(Tracker):
 
     def execute(self, function, args, kwargs):
         """What the operation returns: computed where nothing in it is fake, else fake tensors of the right shapes."""
+        if function in _CHOOSE and isinstance(args[0], FakeTensor):
+            function, args = by_position(function, args)
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)

@@ -17,6 +17,7 @@ import functools
 import json
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,8 +94,6 @@ class Values(TorchFunctionMode):
             return self._read(function, name, args, kwargs, given)
         if name in _SIZED_BY_VALUES and _is_sized_by_values(name, args, kwargs):
             return self._sized_by_values(function, args, kwargs, given)
-        if name in ("__getitem__", "__setitem__", "index_put_", "index_put"):
-            args = self._without_masks(name, args)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would look for them in the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         made = function(*args, **kwargs)
@@ -202,32 +201,20 @@ class Values(TorchFunctionMode):
         exact = [tensor for tensor in given if tensor.dtype in EXACT]
         if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
             if function.__name__ == "masked_select":
-                return args[0][self._positions(args[1])]
+                made = function(*args, **kwargs)  # it looks for positions, see `positions`
+                self._mark(False, made)
+                return made
             if function.__name__ == "repeat_interleave":
                 return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
         raise NeedsValues(WHY)
 
-    def _without_masks(self, name: str, args: tuple) -> tuple:
-        """The arguments of an indexing, with positions in place of masks: how many there are depends on values."""
-
-        def is_mask(index: Any) -> bool:
-            return isinstance(index, torch.Tensor) and index.is_cuda and index.dim() and index.dtype in MASKS
-
-        indices = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-        value = args[2] if len(args) > 2 else None
-        is_fill = name != "__getitem__" and (not isinstance(value, torch.Tensor) or value.numel() == 1)
-        if is_fill or not any(map(is_mask, indices)):
-            return args  # a fill needs no count
-        positions = [part for index in indices for part in (self._positions(index) if is_mask(index) else [index])]
-        return (args[0], tuple(positions), *args[2:])
-
-    def _positions(self, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Where a mask is true, as one tensor of indices for each of its dimensions."""
+    def positions(self, mask: torch.Tensor) -> torch.Tensor:
+        """What `aten.nonzero` makes on the device, which whatever chooses by a mask asks for, autograd too."""
         if not self.is_known(mask):
             raise NeedsValues(WHY)
         with _out_of_sight():
-            positions = _memory(mask).nonzero(as_tuple=True)
-        return tuple(self._arrive(each, mask.device) for each in positions)
+            positions = _memory(mask).nonzero()
+        return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         there = tensor.to(device)
@@ -361,6 +348,9 @@ def install() -> None:
             _memory(found).zero_()
         return found
 
+    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
+        mode.library.impl("nonzero", mode.positions, "CUDA")
     torch.Tensor.any = any_outlier
     torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
     torch.nn.init._no_grad_trunc_normal_ = fill
