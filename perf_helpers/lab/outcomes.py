@@ -30,7 +30,6 @@ class Outcome:
     value: Any = None  # what a function returned, as JSON holds it
     ranks: tuple["Outcome", ...] = ()  # of a training on several processes, by rank; this one is then rank 0's
     output: str = ""  # what was printed
-    errors: str = ""  # the end of what was written to the standard error
     traceback: str = ""  # of the exception that ended it
     machine: dict[str, Any] | None = None  # that it was performed on, of `hardware.Machine`; None: the lab's
     versions: dict[str, str | None] | None = None  # of packages there

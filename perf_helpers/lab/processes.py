@@ -131,7 +131,7 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
     output, errors = process.printed()
     if not outcome.ok:
         outcome = outcomes.explained(outcome, errors)
-    return outcome.replace(output=output, errors=errors[-4000:])
+    return outcome.replace(output=output)
 
 
 def _wait(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
