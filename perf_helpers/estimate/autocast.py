@@ -7,7 +7,6 @@ that CUDA keeps. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_
 
 import contextlib
 import functools
-import operator
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,12 +28,11 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
     """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
-    Raises RuntimeError as `private` does.
 
     Args:
         library: a library of "aten" that is open for implementations, and is closed after this context.
     """
-    registered = private("torch._C._dispatch_get_registrations_for_dispatch_key")
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
     own = [[name for name in registered(key) if name.startswith("aten::")] for key in ("AutocastCUDA", "AutocastCPU")]
     cuda, cpu = ({name.removeprefix("aten::") for name in names} for names in own)  # torchvision registers some too
     casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
@@ -115,7 +113,7 @@ def _ruled(rule, name, *args, **kwargs):
     """The operator with the arguments that its rule gives it. Inside of it autocast is off."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with private("torch._C._ExcludeDispatchKeyGuard")(below):
+    with torch._C._ExcludeDispatchKeyGuard(below):
         args, kwargs = rule(name, args, kwargs)
         result = function(*args, **kwargs)
     while args:  # the last was cast first, and C++ destroys it last
@@ -191,19 +189,6 @@ def _cuda_is_meant() -> Iterator[None]:
     answers = patch.multiple(torch, is_autocast_enabled=asked, get_autocast_dtype=asked_dtype)
     with answers, patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
         yield
-
-
-# ---- torch's private names and its operators
-
-
-def private(path: str) -> Any:
-    """A private name of torch, e.g. "torch.library._scoped_library". Raises RuntimeError where torch lacks it."""
-    try:
-        return operator.attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {path}, which the emulation of CUDA stands on: use torch 2.11 to 2.14"
-        ) from None
 
 
 def overload(name: str) -> torch._ops.OpOverload:

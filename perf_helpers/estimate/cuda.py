@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import autocast
-from perf_helpers.estimate.autocast import private
 from perf_helpers.estimate.kernels import HALF
 
 PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -39,11 +38,11 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
 
     The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
     counts the device's memory follows it with `device.DeviceTracker`. The attention kernels are those of a GPU of this
-    compute capability. Raises RuntimeError as `autocast.private` does.
+    compute capability.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
-        library = stack.enter_context(private("torch.library._scoped_library")("aten", "IMPL"))
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         replacements: dict[str, Callable] = {
             "scaled_dot_product_attention": functools.partial(_attention, compute_capability),
             "dropout": _dropout,
@@ -54,15 +53,12 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterat
             library.impl(name, replacement, "AutogradCPU")
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
-        with contextlib.suppress(ImportError, AttributeError):  # else a program's own arguments refuse bf16 and tf32
-            stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
-            has_tf32 = functools.partial(operator.ge, compute_capability, (8, 0))
-            stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", has_tf32))
+        # Else a program's own arguments refuse bf16 and tf32.
+        stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
+        has_tf32 = functools.partial(operator.ge, compute_capability, (8, 0))
+        stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", has_tf32))
         if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
-            with contextlib.suppress(ImportError, AttributeError):
-                from transformers.integrations import moe
-
-                stack.enter_context(patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False))
+            stack.enter_context(patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_, **__: False))
         yield
 
 
@@ -100,7 +96,7 @@ def _foreach_allowed() -> Iterator[None]:
     from torch.utils import _foreach_utils
 
     name = "_get_foreach_kernels_supported_devices"
-    devices = private(f"torch.utils._foreach_utils.{name}")
+    devices = getattr(_foreach_utils, name)
     with patch.object(optimizer, name, lambda: [*devices(), "cpu"]), contextlib.ExitStack() as stack:
         for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -172,9 +172,11 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 def _explained(experiment: Experiment, device: prediction.Device, probe: Any, tell: prediction.Tell):
     """The estimate, bytes by tensor at its peak, and warnings. To be called by `prediction.with_known`."""
+    from perf_helpers.estimate import trace
     from perf_helpers.lab.tracker import WEIGHTS
 
-    (followed,) = prediction.follow_all([experiment], device, probe, tell, _witnessed)
+    with patch.object(trace, "follow", functools.partial(_witnessed, trace.follow)):  # forks have it, too
+        (followed,) = prediction.follow_all([experiment], device, probe, tell)
     made, (blocks, ends, warnings) = prediction.estimated(experiment, followed, device), followed.trace.told
     log, on_cuda, live = followed.trace.log, device.kind == "cuda", Counter()
     if on_cuda:
@@ -191,7 +193,7 @@ def _explained(experiment: Experiment, device: prediction.Device, probe: Any, te
     return made, Counter({tensor: size for tensor, size in live.items() if size}), warnings
 
 
-def _witnessed(experiment: Experiment, tracker: Any):
+def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
     """`trace.follow`, and what a witness tells: (module, line) of each block, ends of operations, warnings."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -206,7 +208,7 @@ def _witnessed(experiment: Experiment, tracker: Any):
         stack.enter_context(patch.object(tracker, "execute", witness.see))
         stack.enter_context(patch.object(adapters, "prepared", witness.prepare))
         try:
-            found = trace.follow(experiment, tracker)
+            found = follow(experiment, tracker)
         except RuntimeError as error:
             if "does not require grad" in str(error) and experiment.arguments.get("gradient_checkpointing"):
                 raise Invalid(f"nothing trains: {_IDLE}") from None

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from perf_helpers import recipes
 from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import peak_fit
 from perf_helpers.estimate.estimates import KNOWLEDGE, estimate, target
-from perf_helpers.estimate.peak_fit import STATES, TOTAL, Point, Surface, terms
+from perf_helpers.estimate.peak_fit import INPUTS, STATES, TOTAL, Point, Surface
 from perf_helpers.estimate.prediction import enough_samples
 from perf_helpers.lab import hardware
 from perf_helpers.lab.arguments import Arguments
@@ -48,9 +48,7 @@ WEIGHTS = {  # of inference
 NEW_TOKENS = (0, 2, 16, 64, 256, 1024)  # of an answer; 0: one forward pass
 BEAMS = (1, 2, 4, 8)
 
-_SCHEMA = 9  # of the file; to be raised where the estimate says something else than it did
-_PASSES, _UPDATE = "passes", "update"  # what a surface is of: a whole training, or an optimizer's update alone
-_INPUTS = TENSOR_CATEGORIES.index(Category.INPUTS)
+_SCHEMA = 10  # of the file; to be raised where the estimate says something else than it did
 _OF_ENCODERS = (
     "an encoder-decoder's answers do not lengthen its prompt, and nothing is fitted to them. Ask for a point: "
     "estimate(task, training=False, max_new_tokens=...)"
@@ -81,19 +79,13 @@ class Choice:
         """What decides how forward and backward go: with any accumulation as with one of two, but for the inputs."""
         return self.precision, self.checkpointing, self.accumulation > 1, self.attention
 
-    def at(self, micro_batch: int, seq_len: int | None) -> tuple:
-        """The recipe at a point, as a key."""
-        return *self.kind, self.accumulation, self.optimizer, micro_batch, seq_len
-
-    def surfaces(self) -> dict[tuple, "Choice"]:
-        """The surfaces that answer the recipe: {key: recipe that is traced for it}. One is of its passes, with the
-        usual optimizer; another has one of its update, traced with the simplest recipe that makes the same update."""
-        plain = Choice(self.precision, self.checkpointing, min(self.accumulation, 2), ADAMW.name, self.attention)
-        if self.optimizer == ADAMW.name:
-            return {(_PASSES, *self.kind): plain}
+    def traced(self) -> list["Choice"]:
+        """The recipes whose traces answer this one: for its passes with the usual optimizer; for the update of another
+        the simplest that makes it, which is traced at one point, for it is the same everywhere."""
+        plain = replace(self, accumulation=min(self.accumulation, 2), optimizer=ADAMW.name)
         in_bf16 = self.precision == BF16_WEIGHTS.name
-        simplest = Choice(BF16_WEIGHTS.name if in_bf16 else "fp32", False, 1, self.optimizer, self.attention)
-        return {(_PASSES, *self.kind): plain, (_UPDATE, self.optimizer, in_bf16): simplest}
+        simplest = Choice(BF16_WEIGHTS.name if in_bf16 else "fp32", optimizer=self.optimizer)
+        return [plain] if self.optimizer == ADAMW.name else [plain, simplest]
 
     def near(self, device: str) -> list["Choice"]:
         """Every choice on offer, each way of training once, those nearest first: 10 for each control that has to be
@@ -129,15 +121,10 @@ class Inference:
         writing = {"max_new_tokens": self.new_tokens} | beams if self.new_tokens else {}
         return arguments | WEIGHTS[self.weights] | writing
 
-    def at(self, micro_batch: int, seq_len: int | None) -> tuple:
-        """The way at a point, as a key."""
-        return "inference", *astuple(self), micro_batch, seq_len
-
-    def surfaces(self) -> dict[tuple, "Inference"]:
-        """The one surface that answers it, {key: what is traced for it}: with two new tokens, for the last of many is
-        written as the second after a longer prompt."""
-        plain = replace(self, new_tokens=min(self.new_tokens, 2), beams=self.beams if self.new_tokens else 1)
-        return {(_PASSES, "inference", *astuple(plain)): plain}
+    def traced(self) -> list["Inference"]:
+        """The one way whose traces answer it: with two new tokens, for the last of many is written as the second after
+        a longer prompt."""
+        return [replace(self, new_tokens=min(self.new_tokens, 2), beams=self.beams if self.new_tokens else 1)]
 
     def near(self, device: str) -> list["Inference"]:
         """Itself: another way of inference is traced when it is asked for."""
@@ -187,14 +174,14 @@ class Surfaces:
     ):
         self.device = device
         self.task = task.replace(seq_len=None)
-        self.refused: dict[tuple, str] = {}  # why a surface could not be made, by its key
+        self.refused: dict[Way, str] = {}  # why a way could not be traced
         self.lengths: tuple[int, ...] = ()  # on offer, known after `prepare`; () for images
         self._room: int | None = None  # positions that the model has, likewise; None: as many as one likes
         self._options = {"device": device}
         if device == "cuda":
             self._options["compute_capability"] = compute_capability
-        self._surfaces: dict[tuple, Surface] = {}  # by the keys of `Choice.surfaces`
-        self._exact: dict[tuple, Answer] = {}  # by `Choice.at`
+        self._surfaces: dict[str, Surface] = {}  # by what was traced, as `repr` has it
+        self._exact: dict[str, Answer] = {}  # by (way, micro-batch, length), likewise
         versions = {name: hardware.versions().get(name) for name in ("torch", "transformers", "bitsandbytes")}
         identity = json.dumps([_SCHEMA, self.task.identity(), self._options, versions], sort_keys=True, default=list)
         self._file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json" if folder else None
@@ -217,31 +204,26 @@ class Surfaces:
 
     def answer(self, choice: Way, micro_batch: int, seq_len: int | None) -> Answer | None:
         """The peak at a point; None where nothing is known of the recipe yet. No process is started."""
-        exact = self._exact.get(choice.at(micro_batch, seq_len))
+        exact = self._exact.get(repr((choice, micro_batch, seq_len)))
         if exact or self._missing(choice) or self.refusal(choice, seq_len):
             return exact
-        passes, *updates = (self._surfaces[key] for key in choice.surfaces())
-        columns, at_end = _at(passes, micro_batch, seq_len)
+        passes, *updates = (self._surfaces[repr(way)] for way in choice.traced())
+        columns, where, is_update = passes.at(micro_batch, seq_len), passes.where, np.array(passes.updates)
         if choice.new_tokens:  # the last one comes after all that are before it
-            last, _ = _at(passes, micro_batch, seq_len + choice.new_tokens - 2)
-            columns[passes.updates] = last[passes.updates]
-        where = list(zip(passes.phases, passes.operations, strict=True))
+            columns[is_update] = passes.at(micro_batch, seq_len + choice.new_tokens - 2)[is_update]
         for update in updates:  # another optimizer: its states while the passes run, and its update after them
-            kept = np.flatnonzero(np.logical_not(passes.updates))
-            own, its_end = _at(update, micro_batch, seq_len)
-            has_states = columns[kept, STATES] > passes.states / 2  # not so in the first step
-            columns[kept[has_states], TOTAL] += update.states - columns[kept[has_states], STATES]
-            columns[kept[has_states], STATES] = update.states
-            # What lives when the backward ends differs between this recipe and the one the update was traced with.
-            moved = at_end - its_end
-            moved[STATES] = 0
-            moved[TOTAL] = moved[:TOTAL].sum()
-            columns = np.concatenate([columns[kept], own + moved])
-            where = [*(where[number] for number in kept), *zip(update.phases, update.operations, strict=True)]
+            own, inputs = update.at(micro_batch, seq_len)[update.updates], columns[is_update, INPUTS].max()
+            own[:, TOTAL] += inputs - own[:, INPUTS]
+            own[:, INPUTS] = inputs
+            columns = columns[~is_update]
+            more = np.where(columns[:, STATES] > passes.states / 2, update.states - passes.states, 0)  # 0: first step
+            columns[:, [STATES, TOTAL]] += more[:, None]
+            columns = np.concatenate([columns, own])
+            where = [*itertools.compress(where, ~is_update), *itertools.compress(update.where, update.updates)]
         if choice.accumulation > 2:  # the Trainer fetches the batches of one update together
             sample = self.task.replace(seq_len=seq_len).arrays(1).values()
             more = (choice.accumulation - 2) * micro_batch * sum(array.nbytes for array in sample)
-            columns[:, [_INPUTS, TOTAL]] += more
+            columns[:, [INPUTS, TOTAL]] += more
         peak = int(columns[:, TOTAL].argmax())
         sizes = zip(TENSOR_CATEGORIES, columns[peak, :TOTAL], strict=True)
         live = {category: max(0, round(size)) for category, size in sizes}
@@ -257,29 +239,29 @@ class Surfaces:
         """Why the recipe cannot be answered, there or anywhere; or None."""
         if self._room and (seq_len or 0) + choice.new_tokens > self._room:
             return f"{self.task.model} has positions for {self._room} tokens, not for {seq_len} + {choice.new_tokens}"
-        return next((self.refused[key] for key in choice.surfaces() if key in self.refused), None)
+        return next((self.refused[way] for way in choice.traced() if way in self.refused), None)
 
-    def _missing(self, choice: Way) -> list[tuple]:
-        return [key for key in choice.surfaces() if key not in self._surfaces]
+    def _missing(self, choice: Way) -> list[Way]:
+        return [way for way in choice.traced() if repr(way) not in self._surfaces]
 
     # ---- learning
 
     def learn(self, choice: Way) -> None:
         """Trace what is missing to answer every point of the recipe. Takes seconds; refusals are kept in `refused`."""
-        for key in self._missing(choice):
-            points = self._points(min(choice.new_tokens, 2))[: None if key[0] == _PASSES else 1]
+        for way in self._missing(choice):
+            points = self._points(way.new_tokens)[: None if way == choice.traced()[0] else 1]
             try:
                 if choice.new_tokens and self.task.build_config().is_encoder_decoder:
                     raise ValueError(_OF_ENCODERS)
-                self._surfaces[key] = self._fitted(choice.surfaces()[key], points)
+                self._surfaces[repr(way)] = self._fitted(way, points)
             except ValueError as error:
-                self.refused[key] = str(error)
+                self.refused[way] = str(error)
                 break
         self._save()
 
     def trace(self, choice: Way, micro_batch: int, seq_len: int | None) -> Answer:
         """The exact answer at a point, traced if it has not been; raises ValueError where it cannot be followed."""
-        key = choice.at(micro_batch, seq_len)
+        key = repr((choice, micro_batch, seq_len))
         if key not in self._exact:
             asked = choice.experiment(self.task.replace(seq_len=seq_len), micro_batch)
             said = estimate(asked.task, training=asked.training, **self._options, **choice.arguments(micro_batch))
@@ -304,7 +286,8 @@ class Surfaces:
         offered = list(itertools.product(MICRO_BATCHES, self.lengths or (None,)))
         job = peak_fit.fit, experiments, target(**self._options), points, offered
         surface, memories = KNOWLEDGE.ask(*job, model=self.task.model, timeout=_SECONDS)
-        self._exact |= {choice.at(*point): Answer.traced(each) for point, each in zip(points, memories, strict=True)}
+        for point, memory in zip(points, memories, strict=True):
+            self._exact[repr((choice, *point))] = Answer.traced(memory)
         return surface
 
     # ---- the file
@@ -313,8 +296,8 @@ class Surfaces:
         if self._file is None:
             return
         content = {
-            "surfaces": [[list(key), asdict(surface)] for key, surface in self._surfaces.items()],
-            "exact": [[list(key), asdict(answer)] for key, answer in self._exact.items()],
+            "surfaces": {way: asdict(surface) for way, surface in self._surfaces.items()},
+            "exact": {point: asdict(answer) for point, answer in self._exact.items()},
         }
         try:
             write_whole(self._file, json.dumps(content))
@@ -324,8 +307,8 @@ class Surfaces:
     def _load(self) -> None:
         try:
             content = json.loads(self._file.read_text(encoding="utf-8")) if self._file else {}
-            self._surfaces = {tuple(key): Surface(**surface) for key, surface in content.get("surfaces", [])}
-            self._exact = {tuple(key): Answer(**answer) for key, answer in content.get("exact", [])}
+            self._surfaces = {way: Surface(**surface) for way, surface in content.get("surfaces", {}).items()}
+            self._exact = {point: Answer(**answer) for point, answer in content.get("exact", {}).items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             self._surfaces, self._exact = {}, {}  # absent, damaged or of an older version
 
@@ -338,14 +321,3 @@ def precisions(device: str) -> list[str]:
 def nearest(values: Sequence[int], wanted: int) -> int:
     """The value on offer that is nearest by ratio."""
     return min(values, key=lambda value: abs(math.log(value / wanted)))
-
-
-def _at(surface: Surface, micro_batch: int, seq_len: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """A surface at one point, in bytes: the columns of its operations, with what they hide in their totals; and what
-    lives when the backward has ended."""
-    here = terms(micro_batch, seq_len) if len(surface.coefficients) > 1 else np.ones(1)  # an update has one term only
-    columns = np.tensordot(here, surface.coefficients, axes=1)
-    ratios = [(size / micro_batch, length / seq_len if seq_len else 1) for size, length in surface.points]
-    hidden = np.asarray(surface.hidden)[:, np.abs(np.log(ratios)).sum(axis=1).argmin()]  # at the nearest one on offer
-    columns[:, TOTAL] = np.maximum(columns[:, TOTAL], columns[:, :TOTAL].sum(axis=1) + hidden)
-    return columns, here @ np.asarray(surface.after_backward)

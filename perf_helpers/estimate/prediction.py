@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from perf_helpers.estimate.operator_workspaces import Probe
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
-Follow = Callable[[Experiment, Any], Trace]  # (experiment, tracker), as `trace.follow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +206,9 @@ class Followed:
     assumptions: tuple[str, ...]
 
 
-def follow_all(
-    experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell, follow: Follow | None = None
-) -> list[Followed]:
-    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does.
-    `follow`: see `trace_of`."""
-    settings = {"device": device, "facts": probe.known, "follow": follow}
+def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[Followed]:
+    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
+    settings = {"device": device, "facts": probe.known}
     traces = _traces([_plain(each, device) for each in experiments], settings, tell)
     return [_followed(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
@@ -269,25 +265,22 @@ def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     return trace_of(experiment, **_fork), _news(_fork["facts"], before)
 
 
-def trace_of(
-    experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None, follow: Follow | None = None
-) -> Trace:
+def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
     """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: those of
-    `with_known`; `follow`: in the place of `trace.follow`, to look at the training meanwhile."""
+    `with_known`."""
     from perf_helpers.estimate import trace
     from perf_helpers.estimate.operation_cache import OperationCache
 
-    follow = follow or trace.follow
     cache = OperationCache(facts, device.kind)
     if device.kind == "cpu":
-        return follow(experiment, trace.FakeTracker(cache))
+        return trace.follow(experiment, trace.FakeTracker(cache))
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker
 
     tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
     paged = str(experiment.arguments.get("optim", "")).startswith("paged")
     with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        return follow(experiment, tracker)
+        return trace.follow(experiment, tracker)
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

@@ -173,4 +173,4 @@ class Trace:
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
     log: Log | None = None  # of births and deaths, where a device's memory is followed
-    told: Any = None  # what a follower of one's own adds, see `prediction.trace_of`
+    told: Any = None  # what a witness adds, see `explanation`

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from perf_helpers.estimate import peak_fit
+from perf_helpers.estimate.operator_workspaces import Hidden
 from perf_helpers.estimate.trace_records import Operation, Spec, Trace
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.records import TENSOR_CATEGORIES, Phase
@@ -63,7 +64,13 @@ def test_an_operation_at_another_point_has_the_lengths_that_it_would_have_there(
 
     points, wanted = [(size, length) for size in (2, 16) for length in (32, 128, 512)], [(4, 64), (256, 8192)]
     traced_at, wanted_at = (np.stack([peak_fit.terms(*point) for point in each]) for each in (points, wanted))
-    there = peak_fit._at_points([at(*point) for point in points], traced_at, wanted_at)
-    assert there == [at(*point) for point in wanted]
+    hides = {at(size, length): Hidden(64, "measured") for size, length in points}
     uneven = [at(size, length + (length == 128)) for size, length in points]
-    assert peak_fit._at_points(uneven, traced_at, wanted_at)[0] is None, "a length that would be no whole number"
+    hides |= dict.fromkeys(uneven, Hidden(64, "measured"))
+    bytes_there = np.array([[at(*point).bytes] for point in wanted])
+    there = peak_fit._may_be_peak(
+        [(at(*point), other) for point, other in zip(points, uneven, strict=True)],
+        *(traced_at, wanted_at, np.repeat(bytes_there, 2, axis=1), np.repeat(bytes_there, 2, axis=1), hides),
+    )
+    assert [there[number, 0] for number in range(2)] == [at(*point) for point in wanted]
+    assert (0, 1) not in there, "a length that would be no whole number"
