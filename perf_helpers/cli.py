@@ -58,7 +58,7 @@ def course(
 ) -> int:
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
     every verdict is the expected one. Else 1, and 2 where it could not run."""
-    from perf_helpers.compare.night import run_night
+    from perf_helpers.compare.compare import run_night
     from perf_helpers.course.results import failures, problems, to_send
 
     options = {"lessons": lessons or (), "profile": profile, "strict": strict, "timeout_per_lesson": timeout}
@@ -139,9 +139,9 @@ def sweep(
 @app.command()
 def report(directory: Path) -> None:
     """Make the pages of a course run again from its results.json and executed notebooks."""
-    from perf_helpers.compare import night
+    from perf_helpers.course.report import report as make
 
-    answer([str(night.report(directory))])
+    answer([str(make(directory))])
 
 
 def _axes(text: str) -> list[str]:

@@ -16,8 +16,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from toys import PNG
 
 from perf_helpers import Lab, exercises, plots, widgets
-from perf_helpers.compare import compare, history, night
-from perf_helpers.course import claims
+from perf_helpers.compare import compare, history
+from perf_helpers.course import claims, report
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run
 
@@ -142,7 +142,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PERF_HELPERS_HOME", str(made / "home"))
         nbformat.write(lesson(patch), made / "course" / "09_8bit_adam.ipynb")
-    night.report(made / "course")
+    report.report(made / "course")
     (made / "changes.html").write_text(compare.compare(made / "old", made / "course").to_html())
     history.write(made, made / "history.html")
     assert {str(path.relative_to(made)) for path in made.rglob("*.html")} == {*PAGES}

@@ -11,8 +11,8 @@ import toys
 
 from perf_helpers import Lab, plots
 from perf_helpers.advise.advice import Shown
-from perf_helpers.compare import compare, history, night
-from perf_helpers.course import claims
+from perf_helpers.compare import compare, history
+from perf_helpers.course import claims, report
 from perf_helpers.plots import Table
 from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run
 from perf_helpers.sweep.sweep import Sweep
@@ -124,7 +124,7 @@ def pages(request, tmp_path):
         for place, data in (("old", old), ("new", new)):
             (folder / place).mkdir()
             (folder / place / "results.json").write_text(json.dumps(data))
-        night.report(folder / "new")
+        report.report(folder / "new")
         history.write(folder, folder / "history.html")
         (folder / "compare.html").write_text(compare.compare(old, new).to_html())
         made[kind] = [folder / "new" / "index.html", folder / "history.html", folder / "compare.html"]
@@ -160,5 +160,5 @@ def test_results_whose_lesson_is_called_like_a_path_are_refused(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "results.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"a lesson is called '\.\./out'"):
-        night.report(tmp_path / "in")
+        report.report(tmp_path / "in")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

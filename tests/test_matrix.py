@@ -405,11 +405,11 @@ def test_what_the_libraries_may_not_have_done_is_told_on_the_page_and_not_in_a_l
 def test_a_lesson_says_since_when(monkeypatch):
     told = "torch 2.12.0: refuted (1.2); before, with torch 2.11.0: holds (0.5)"
     monkeypatch.setattr(claims, "recorded_since", lambda: {MEMORY: told})
-    claims.reset()
+    claims.DECIDED.clear()
     decision = claims.check(MEMORY, 0.5)
     assert dict(decision.rows())["since"] == told and told in repr(decision) and told in decision._repr_html_()
     assert "since" not in dict(claims.check("accumulation-cost", 0.9, predicted=(0.8, 1.0)).rows())
-    claims.reset()
+    claims.DECIDED.clear()
 
 
 def test_a_cause_that_was_found_stands_below_what_it_explains(run, made, page, monkeypatch):

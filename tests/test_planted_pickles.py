@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf_helpers.compare import compare, history, night
-from perf_helpers.course import results
+from perf_helpers.compare import compare, history
+from perf_helpers.course import report, results
 from perf_helpers.estimate.allocator_replay import place
 from perf_helpers.estimate.peak_model import Surfaces
 from perf_helpers.lab.adapters import settings_of
@@ -59,8 +59,8 @@ def planted(tmp_path):
         lambda folder: compare.compare(folder, folder),
         lambda folder: compare.compare(folder / "snapshot.pickle", folder / "optimizer.pt"),
         lambda folder: history.read(folder),
-        lambda folder: night.report(folder),
-        lambda folder: night.run_night(folder / "out", folder, ("memory",), False, lessons=["00"]),
+        lambda folder: report.report(folder),
+        lambda folder: compare.run_night(folder / "out", folder, ("memory",), False, lessons=["00"]),
         lambda folder: results.recorded(folder.parent),
         lambda folder: Plan.read(folder / "plan.toml"),
         lambda folder: settings_of("peft", folder),

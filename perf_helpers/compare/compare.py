@@ -7,6 +7,7 @@ together, have moved where they differ by more than FAR times the noise of both 
 code differed at other times (results/README.md, "Nights").
 """
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -18,13 +19,13 @@ from typing import Any, TypedDict
 
 from perf_helpers.compare import step_times
 from perf_helpers.course import report
+from perf_helpers.course.course import run_course
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import load_results, measured_text
-from perf_helpers.records import Memory, Run
+from perf_helpers.course.results import AXES, load_results, measured_text
+from perf_helpers.records import Memory, Run, write_whole
 from perf_helpers.texts import bytes_text, name_text, seconds_text, template
 from perf_helpers.unknown import is_measured
 
-AXES = ("memory", "verdict", "speed")  # what a change can be worse in
 ROUNDING = 0.001  # relative: less is a library's changed rounding, not a change of what is held
 FALSE_ALARMS = 0.01  # of comparisons of the same code, by the intervals' word; what was seen stands in the results
 LEAST = {"one": 1.15, "all": 1.08}  # the factor of a step that counts at least, of one recipe and of all together
@@ -77,27 +78,42 @@ class Changes:
         told = [f"{words[change['worse']]} {change['text']}" for change in ordered]
         return "\n".join([*lines, *(told or ["nothing changed"])])
 
-    def to_html(self, part: str = "page") -> str:
-        """A page of its own, or the "section" that the course's page has of its baseline."""
-        return getattr(template("compare/changes.html.j2").module, part)(self).strip() + "\n"
-
-    def cases(self, fail_on: Iterable[str]) -> list[report.Case]:
-        """For CI: one test case for each axis that is compared, and one a change."""
-        cases, worse = [], self.worse(fail_on)
-        for axis in AXES:
-            on_it = [change for change in self.changes if change["axis"] == axis]
-            failed = [change for change in on_it if change in worse]
-            text = f"{len(on_it)} changed, {len(failed)} for the worse"
-            cases.append(("compare", axis, 0, "failure" if failed else None, text))
-            cases += [
-                (f"compare.{axis}", change["id"], 0, "failure" if change in worse else None, change["text"])
-                for change in on_it
-            ]
-        return cases
+    def to_html(self) -> str:
+        """A page of its own; the course's page has a section of its baseline."""
+        return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """These cases as a file."""
-        return report.junit(self.new, self.cases(fail_on))
+        """For CI, as a file."""
+        return report.junit(self.new, report.change_cases(self.changes, fail_on))
+
+
+def run_night(
+    out: str | Path = "build/course",
+    baseline: str | Path | None = None,
+    fail_on: Sequence[str] = AXES,
+    speeds: bool = True,
+    **options,
+) -> tuple[dict[str, Any], list[Change]]:
+    """Run the course and hold it against an earlier run; return its results, and what is worse.
+
+    Args:
+        out, options: as `run_course` takes them.
+        baseline: the earlier run, as results.json or its folder.
+        fail_on: in what the night must not be worse, of `AXES`.
+        speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
+
+    Raises:
+        ValueError: a damaged baseline; or as `run_course`.
+    """
+    old = load_results(baseline) if baseline else None
+    data = run_course(out=out, **options)
+    data["paces"] = step_times.tonight(data["profile"]) if speeds else None
+    changes = compare(old, data) if old else None
+    data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
+    write_whole(Path(out) / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
+    if changes:
+        report.report(out)
+    return data, changes.worse(fail_on) if changes else []
 
 
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
@@ -120,22 +136,26 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     if other_profile:
         sizes = f"the profiles differ ({old.get('profile')}, {new.get('profile')}): so do the sizes measured"
         warnings.append(f"{sizes}; no bytes and no seconds are compared")
-    both = _names(old) & _names(new)
-    if not both and (_names(old) or _names(new)):
+    then, now = ({lesson["name"]: lesson for lesson in data["lessons"]} for data in (old, new))
+    both = [name for name in now if name in then]
+    if not both and (then or now):
         raise ValueError("no lesson ran in both: there is nothing to compare")
     comparable = not (other_hardware or other_profile)
-    rewritten = _rewritten(old, new)
+    # Of what their functions do, `Run.experiment` does not tell; of an old night the code is not known.
+    codes = {name: (then[name].get("code"), now[name].get("code")) for name in both}
+    rewritten = [name for name, (before, after) in codes.items() if before and after and before != after]
     pairs = [*_pairs(old["runs"], new["runs"], both)] if comparable else []
     pairs = [pair for pair in pairs if pair[2].kind != "function" or pair[0].partition("/")[0] not in rewritten]
     claims = [[claim for claim in data["claims"] if claim["lesson"] in both] for data in (old, new)]
     speeds, speed_notes = compare_steps(old.get("paces"), new.get("paces")) if comparable else ([], [])
-    changes = [*_lessons(old, new), *_claims(*claims, comparable), *_runs(pairs), *_memory(pairs), *speeds]
+    lessons = [(then[name], now[name]) for name in both]
+    changes = [*_lessons(lessons), *_claims(*claims, comparable), *_runs(pairs), *_memory(pairs), *speeds]
     return Changes(
         old=f"{old['date']} · {old['machine'].get('name')}",
         new=f"{new['date']} · {new['machine'].get('name')}",
         warnings=warnings,
         differences=differences(old["machine"], new["machine"]) + differences(old["versions"], new["versions"]),
-        notes=[*_notes(old, new, both, pairs, rewritten), *speed_notes],
+        notes=[*_notes(then, now, pairs, rewritten), *speed_notes],
         changes=changes,
     )
 
@@ -149,12 +169,11 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
     return abs(new - old) > far * math.hypot(*deviations)
 
 
-def _lessons(old: dict, new: dict) -> Iterator[Change]:
-    """Lessons that run no more, or run again."""
-    before = {lesson["name"]: lesson["status"] for lesson in old["lessons"]}
-    for lesson in new["lessons"]:
-        name, now, was = lesson["name"], lesson["status"], before.get(lesson["name"])
-        if was and was != now:
+def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
+    """Lessons that run no more, or run again, of (then, now) of each."""
+    for then, lesson in lessons:
+        name, now, was = lesson["name"], lesson["status"], then["status"]
+        if was != now:
             why = f" ({lesson['message']})" if lesson.get("message") else ""
             yield _change("lesson", "verdict", name, name, was, now, now != "ok" if "ok" in (was, now) else None, why)
 
@@ -213,7 +232,7 @@ def _moved(before: dict, after: dict, number: int) -> bool:
     return is_beyond_noise(a, intervals[0], b, intervals[1], number)
 
 
-def _pairs(old: list[dict], new: list[dict], lessons: set[str]) -> Iterator[tuple[str, Run, Run]]:
+def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
     """(lesson/name, then, now) of each run that both have in these lessons."""
     before = dict(keyed(old))
     for id, row in keyed(new):
@@ -228,13 +247,6 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
         id = f"{run['lesson']}/{run['name']}"
         seen[id] += 1
         yield id + (f" ({seen[id]})" if seen[id] > 1 else ""), run
-
-
-def _rewritten(old: dict, new: dict) -> set[str]:
-    """Lessons whose code is another one now: of what their functions do, `Run.experiment` does not tell."""
-    before = {lesson["name"]: lesson.get("code") for lesson in old["lessons"]}
-    now = {lesson["name"]: lesson.get("code") for lesson in new["lessons"]}
-    return {name for name, code in now.items() if code and before.get(name) and before[name] != code}
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
@@ -338,15 +350,11 @@ def _change(kind, axis, id, lesson, old, new, worse, why: str = "", what: str | 
     return Change(kind=kind, axis=axis, id=id, lesson=lesson, old=old, new=new, worse=worse, text=text)
 
 
-def _names(data: dict) -> set[str]:
-    return {lesson["name"] for lesson in data["lessons"]}
-
-
-def _notes(old: dict, new: dict, both: set[str], pairs: list[tuple[str, Run, Run]], rewritten: set[str]) -> list[str]:
-    """What was held against each other, and what could not be."""
-    lines = [f"{len(both)} lessons ran in both, with {len(pairs)} runs of one name"]
-    for data, other, when in ((old, new, "then"), (new, old, "now")):
-        if only := sorted(_names(data) - _names(other)):
+def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
+    """What was held against each other, and what could not be, of lessons by name."""
+    lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of one name"]
+    for lessons, others, when in ((old, new, "then"), (new, old, "now")):
+        if only := sorted(lessons.keys() - others.keys()):
             lines.append(f"ran only {when}, not compared: {', '.join(only)}")
     if rewritten:
         lines.append(f"of other code now, their functions are not compared: {', '.join(sorted(rewritten))}")

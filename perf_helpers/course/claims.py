@@ -13,21 +13,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perf_helpers.course import learner_log
 from perf_helpers.course.ledger import Claim, Verdict, decide, load, recorded_since
 from perf_helpers.course.results import expectation_text, interval_text, unexpected
-from perf_helpers.lab import hardware
+from perf_helpers.lab import Lab, hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, now, write_whole
 from perf_helpers.texts import nearest_text, number_text, template
 from perf_helpers.unknown import Unknown
 
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
-
-__all__ = ["Decision", "NotReproduced", "Scoreboard", "check", "decide", "decisions", "finish", "load", "reset"]
+__all__ = ["DECIDED", "Decision", "NotReproduced", "Scoreboard", "check", "decide", "finish", "load"]
 
 # A verdict is never told by colour alone: its sign and its words go with it.
 SIGNS = {
@@ -164,7 +160,7 @@ class NotReproduced(Exception):
 # The decisions of this kernel by claim, in the order of their first checks. A check does not say which lesson it
 # belongs to: the next `finish` files its decision under that lesson. So a notebook that is run twice replaces its
 # decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
-_decided: dict[str, Decision] = {}
+DECIDED: dict[str, Decision] = {}
 
 
 def check(
@@ -224,21 +220,11 @@ def check(
         rehearsed=machine.rehearsed,
         excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
     )
-    _decided[id] = decision
+    DECIDED[id] = decision
     return decision
 
 
-def decisions() -> list[Decision]:
-    """The decisions of this kernel, in the order in which their claims were first checked."""
-    return [*_decided.values()]
-
-
-def reset() -> None:
-    """Forget every decision, as a fresh kernel would."""
-    _decided.clear()
-
-
-def finish(lab: "Lab") -> None:
+def finish(lab: Lab) -> None:
     """Close a lesson: show its scoreboard, write `<lab.out>/<lab.lesson>.json` if asked for, judge it if strict.
 
     Judged is by the lab's profile: a lesson may run a smaller one than its machine could hold.
@@ -258,7 +244,7 @@ def finish(lab: "Lab") -> None:
         if id not in _decided_in(name):  # the statement needed values, and the claim was left out with it
             check(id, missing="a rehearsal: its cell needs values")
     decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
-    _decided.update(decided)
+    DECIDED.update(decided)
     made, date = [*decided.values()], now()
     rows = [decision.to_dict() for decision in made]
     problems = unexpected(rows)
@@ -283,7 +269,7 @@ def finish(lab: "Lab") -> None:
 
 def _decided_in(lesson: str) -> dict[str, Decision]:
     """The decisions filed under a lesson, and those that no lesson closed with yet."""
-    return {id: decision for id, decision in _decided.items() if decision.lesson in (None, lesson)}
+    return {id: decision for id, decision in DECIDED.items() if decision.lesson in (None, lesson)}
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:

@@ -5,12 +5,12 @@ Notable: they are made from results.json and the executed notebooks alone, so th
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.course.results import failures, load_results, measured_text, to_send
+from perf_helpers.course.results import AXES, failures, load_results, measured_text, to_send
 from perf_helpers.records import write_whole
 from perf_helpers.texts import template
 
@@ -21,26 +21,23 @@ Case = tuple[str, str, float, str | None, str]
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def report(directory: str | Path, comparison: str = "", cases: Sequence[Case] = ()) -> Path:
-    """Make index.html, junit.xml and the lessons' pages from a folder's results.json and executed notebooks.
-
-    Returns the path of index.html.
-
-    Args:
-        comparison: what else index.html has, as HTML.
-        cases: what else junit.xml has.
+def report(directory: str | Path) -> Path:
+    """Make index.html, junit.xml and the lessons' pages from a folder's results.json and executed notebooks; with what
+    changed since its baseline, where it has one. Returns the path of index.html.
 
     Raises:
         ValueError: no results.json in the folder, or a damaged one.
     """
     directory = Path(directory)
     data = load_results(directory)
-    write_whole(directory / "junit.xml", junit(data["date"], [*_cases(data), *cases]))
+    baseline = data.get("baseline")
+    changed = change_cases(baseline["changes"], data.get("fail_on", AXES)) if baseline else []
+    write_whole(directory / "junit.xml", junit(data["date"], _cases(data) + changed))
     data["lessons"] = [lesson | _lesson_page(directory, lesson["name"]) for lesson in data["lessons"]]
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
     for shown in (4, 2, 1, 0):  # pictures of each lesson; the executed lesson has them all
-        page = template("course/report.html.j2").render(data | facts | {"comparison": comparison, "shown": shown})
+        page = template("course/report.html.j2").render(data | facts | {"shown": shown})
         if len(page.encode()) <= MOST_BYTES:
             break
     write_whole(directory / "index.html", page)
@@ -82,6 +79,19 @@ def _cases(data: dict[str, Any]) -> list[Case]:
         outcome = "skipped" if claim["verdict"] == Verdict.NOT_TESTABLE else None
         text = f"{claim['verdict']}: {measured_text(claim)} ({claim.get('quantity')}). {claim.get('reason') or ''}"
         cases.append((claim["lesson"], claim["id"], 0, outcome if claim["as_expected"] else "failure", text))
+    return cases
+
+
+def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> list[Case]:
+    """One for each of `AXES`, and one for each change on it (a `compare.Change`); what is worse fails on some axes."""
+    cases = []
+    for axis in AXES:
+        on_it = [change for change in changes if change["axis"] == axis]
+        outcomes = ["failure" if change["worse"] and axis in fail_on else None for change in on_it]
+        text = f"{len(on_it)} changed, {outcomes.count('failure')} for the worse"
+        cases.append(("compare", axis, 0, "failure" if any(outcomes) else None, text))
+        pairs = zip(on_it, outcomes, strict=True)
+        cases += [(f"compare.{axis}", change["id"], 0, outcome, change["text"]) for change, outcome in pairs]
     return cases
 
 

@@ -14,6 +14,7 @@ from perf_helpers.course.ledger import Verdict, decide, load
 from perf_helpers.texts import number_text, shown
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
+AXES = ("memory", "verdict", "speed")  # in what a night can be worse than its baseline
 NEEDED = {  # of each lesson and of each claim, at least
     "lessons": ("name", "status", "seconds", "message"),
     "claims": ("id", "lesson", "verdict", "as_expected", "value"),

@@ -233,7 +233,6 @@ def challenge(
     baseline: Run,
     limit_bytes: float | None = None,
     at_least_speed: float | None = None,
-    fixed: Mapping[str, Any] | None = None,
 ) -> Feedback:
     """Train with the learner's own recipe, in a clean process, and hold it against a measured target.
 
@@ -247,12 +246,10 @@ def challenge(
         at_least_speed: samples per second, as a share of the baseline's. By `lab.compare`; a recipe fails it only if
             it is too slow beyond the noise, i.e. the whole interval lies below. Where a target is unknown, because it
             comes from a measurement that failed, no recipe is judged.
-        fixed: arguments that the answer may not change, with their values; they are added to it.
 
     Raises:
-        ValueError: the challenge itself makes no sense: no target, an unknown fixed argument, a baseline that failed.
+        ValueError: the challenge itself makes no sense: no target, a baseline that failed.
     """
-    fixed = Arguments.of(fixed or {})
     targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
     if limit_bytes is None and at_least_speed is None:
         raise ValueError(f"challenge {key!r} has no target: give limit_bytes, at_least_speed or both")
@@ -268,30 +265,27 @@ def challenge(
         target = [f"a peak of at most {bytes_text(limit_bytes)}"] if limit_bytes else []
         target += [f"at least {at_least_speed:g} x the speed of {baseline.name}"] if at_least_speed else []
         feedback = not_attempted(f"the target is {' and '.join(target)}; replace None by a dict of training arguments")
-    elif problem := _recipe_problem(answer, baseline, fixed):
+    elif problem := _recipe_problem(answer, baseline):
         feedback = wrong(problem)
     else:
-        recipe = Arguments(answer).current | fixed.current
+        recipe = Arguments(answer).current
         feedback = _measured_feedback(lab, key, recipe, baseline, limit_bytes, at_least_speed)
     _keep(lab, "exercise", key, status=feedback.status)
     return feedback
 
 
-def _recipe_problem(answer: Any, baseline: Run, fixed: Arguments) -> str | None:
+def _recipe_problem(answer: Any, baseline: Run) -> str | None:
     """Why a recipe is not even tried, or None."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is no dict of training arguments, such as {{'per_device_train_batch_size': 1}}"
     try:
-        answer = Arguments.of(answer).current
-        batch = Arguments(answer | fixed.current).samples_per_step(baseline.processes)
+        arguments = Arguments.of(answer)
+        batch = arguments.samples_per_step(baseline.processes)
     except ValueError as error:
         return str(error)
     for name in ("max_steps", "num_train_epochs"):
-        if name in answer:
+        if name in arguments.current:
             return f"`{name}` says how long to train, and every recipe trains as long: leave it out"
-    for name, value in fixed.current.items():
-        if answer.get(name, value) != value:
-            return f"`{name}` must stay {value!r}, and the answer makes it {answer[name]!r}"
     needed = Arguments(baseline.arguments).samples_per_step(baseline.processes)
     if batch != needed:
         return f"the effective batch must stay {needed}, and the answer makes it {batch}"

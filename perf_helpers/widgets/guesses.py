@@ -15,12 +15,10 @@ from perf_helpers.widgets.frame import ROW, place
 from perf_helpers.widgets.svg import round_step
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
-_ASKED: dict[tuple[str, str], tuple[str, float | None]] = {}  # by lesson and key: what `predict` had as unit, estimate
+_UNITS: dict[tuple[str, str], str] = {}  # of what `predict` asked for, by lesson and key
 
 
-def predict(
-    lab: Lab, key: str, question: str, unit: str, low: float, high: float, estimate: float | None = None
-) -> None:
+def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: float) -> None:
     """Ask for a guess before an experiment: a slider and a number field, bound together, and a button that commits it.
 
     The guess is kept in the journal, and stands here again when the cell is run again. Without a front end: the
@@ -31,7 +29,6 @@ def predict(
         question: plain text; words between backticks are code.
         unit: the one a person would use, e.g. "MB", "%", "x".
         low, high: what can be guessed, in that unit.
-        estimate: the figure of `perf_helpers.estimate.estimates`, in that unit; shown by `revealed`, not before.
 
     Raises:
         ValueError: `low` is not below `high`.
@@ -62,7 +59,7 @@ def predict(
     about = f"data-guess={quoteattr(key)} data-unit={quoteattr(unit)} data-low={low} data-high={high}"  # for the site
     static = f"<div {about}>{head}{state.value}</div>"
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
-    _ASKED[lab.lesson, key] = unit, estimate
+    _UNITS[lab.lesson, key] = unit
 
 
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
@@ -73,15 +70,14 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Args:
         key: as given to `predict`.
         measured: in the unit given to `predict`; None where nothing could be measured.
-        estimate: as for `predict`, where it is known only now; None or unknown: none is shown.
+        estimate: the figure of `perf_helpers.estimate.estimates`, in that unit; None or unknown: none is shown.
 
     Raises:
         ValueError: this kernel has not asked for a guess under that key.
     """
-    if (lab.lesson, key) not in _ASKED:
+    if (lab.lesson, key) not in _UNITS:
         raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
-    unit, estimate_before = _ASKED[lab.lesson, key]
-    estimate = estimate_before if estimate is None else estimate
+    unit = _UNITS[lab.lesson, key]
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)
     if not is_measured(measured) or not math.isfinite(measured):

@@ -16,21 +16,18 @@ from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
 
 
-def recipes(lab: Lab, *more: Run) -> None:
+def recipes(lab: Lab) -> None:
     """Every run and estimate so far as memory against throughput, with the arguments of the one selected, to paste.
 
     What has no speed, or no memory, stands apart from that axis. Throughputs of different days are never in one
     picture: the earlier runs of this machine are offered by day.
-
-    Args:
-        more: runs to offer beside those of the lab.
 
     Raises:
         ValueError: nothing is measured so far.
     """
     import ipywidgets
 
-    groups = _groups(lab, more)
+    groups = _groups(lab)
     if not groups:
         raise ValueError("no run so far has its memory or its speed measured: train something first")
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
@@ -91,14 +88,14 @@ class Recipe(svg.Point):
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 
-def _groups(lab: Lab, more: Sequence[Run]) -> dict[str, list[Recipe]]:
+def _groups(lab: Lab) -> dict[str, list[Recipe]]:
     """What may stand in one picture, of one task and one session or day, by its label; this lab's task first.
 
     In a group the smallest recipe comes first, those without a measured memory last; of two with one name and kind the
     later one counts. What has neither a memory nor a speed is left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
-    here = [run for run in (*lab.runs, *more) if run.ok]
+    here = [run for run in lab.runs if run.ok]
     here += [estimate for estimate in estimates_so_far() if estimate.device == machine.kind]
     earlier = [run for run in lab.store.read() if run.ok and run.id not in session]
     sources = [("this notebook", source) for source in here]

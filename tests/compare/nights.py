@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toys import write_lesson
 
-from perf_helpers.compare.night import run_night
+from perf_helpers.compare.compare import run_night
 from perf_helpers.course import course
 
 NAME = "05_night"

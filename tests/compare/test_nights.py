@@ -10,7 +10,7 @@ from test_compare_steps import paces, times
 from toys import decision, finish, results, write_lesson
 
 from perf_helpers import cli
-from perf_helpers.compare import night
+from perf_helpers.compare import compare as comparison
 from perf_helpers.compare.compare import compare
 from perf_helpers.course import course
 
@@ -140,7 +140,7 @@ def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
 ):
     """Somebody who is not testing gets 0 where every lesson ran, and the lines to send."""
     data = results(*claims, lessons=lessons)
-    monkeypatch.setattr(night, "run_course", lambda *_, **__: data)
+    monkeypatch.setattr(comparison, "run_course", lambda *_, **__: data)
     done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)
     differs = any(not claim["as_expected"] for claim in claims)
     assert done == code and ("send us these lines" in errors) == differs

@@ -22,9 +22,9 @@ def machine(monkeypatch):
         return (True, "") if feature in machine.features else (False, f"needs {feature}")
 
     monkeypatch.setattr(hardware, "supports", supports)
-    claims.reset()
+    claims.DECIDED.clear()
     yield machine
-    claims.reset()
+    claims.DECIDED.clear()
 
 
 @pytest.fixture(scope="session")

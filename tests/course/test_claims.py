@@ -88,7 +88,7 @@ class TestCheck:
     def test_what_is_no_measurement_is_refused_and_leaves_no_decision(self, machine, value):
         with pytest.raises(ValueError, match=r"'accumulation-memory'.*missing="):
             claims.check("accumulation-memory", value)
-        assert claims.decisions() == []
+        assert not claims.DECIDED
 
     def test_a_misspelt_id_gets_the_nearest_one(self, machine):
         with pytest.raises(ValueError, match="'accumulation-memory'"):
@@ -98,12 +98,12 @@ class TestCheck:
         claims.check("accumulation-memory", 0.5)
         claims.check("checkpointing-cost", 0.8)
         claims.check("accumulation-memory", 1.5)
-        assert [(d.id, d.value) for d in claims.decisions()] == [
+        assert [(d.id, d.value) for d in claims.DECIDED.values()] == [
             ("accumulation-memory", 1.5),
             ("checkpointing-cost", 0.8),
         ]
-        claims.reset()
-        assert claims.decisions() == []
+        claims.DECIDED.clear()
+        assert not claims.DECIDED
 
     @pytest.mark.parametrize(
         "value", [Ratio.unknown("timed out"), Unknown("timed out"), Ratio.unknown("timed out") / 2]
@@ -151,7 +151,7 @@ class TestCheck:
     def test_a_prediction_is_asked_for_where_the_ledger_has_one_and_nowhere_else(self, machine, id, predicted, words):
         with pytest.raises(ValueError, match=f"'{id}'.*{words}"):
             claims.check(id, 0.8, predicted=predicted)
-        assert claims.decisions() == []
+        assert not claims.DECIDED
 
     def test_what_is_unknown_does_not_hide_what_the_machine_lacks(self, machine):
         decision = claims.check("tf32-faster", Ratio.unknown("timed out"))
@@ -255,7 +255,7 @@ class TestFinish:
             "profile": "cpu",
             "machine": {"name": "Some CPU"},
             "versions": {"torch": "2.13.0"},
-            "claims": [decision.to_dict() for decision in claims.decisions()],
+            "claims": [decision.to_dict() for decision in claims.DECIDED.values()],
             "complete": True,
         }
         first = content["claims"][0]
@@ -324,7 +324,7 @@ class TestFinish:
         claims.finish(a_lab(tmp_path, lesson="13_accelerate", strict=True))
         second = json.loads((tmp_path / "out/13_accelerate.json").read_text())
         assert [claim["id"] for claim in second["claims"]] == ["accelerate-same"]
-        assert [d.id for d in claims.decisions()] == [
+        assert [d.id for d in claims.DECIDED.values()] == [
             "workers-help",
             "workers-not-beyond",
             "pinned-memory",
@@ -335,7 +335,7 @@ class TestFinish:
         claims.finish(a_lab(tmp_path))
         claims.check("workers-help", Ratio(3.0, 2.5, 3.6))
         values = [("workers-help", 3.0), ("workers-not-beyond", 0.9), ("pinned-memory", None)]
-        assert [(d.id, d.value) for d in claims.decisions()] == values
+        assert [(d.id, d.value) for d in claims.DECIDED.values()] == values
         claims.finish(a_lab(tmp_path, strict=True))
         again = json.loads((tmp_path / "out/12_dataloader.json").read_text())
         assert [(claim["id"], claim["value"]) for claim in again["claims"]] == values
@@ -445,7 +445,7 @@ def test_nothing_measured_is_never_a_zero(machine):
 def test_the_scoreboard_in_html_escapes_and_has_a_row_a_claim(machine):
     claims.check("workers-help", Ratio(2.0, 1.5, 2.6))
     claims.check("pinned-memory")
-    board = claims.Scoreboard("A <b>", tuple(claims.decisions()), ("x & y",))
+    board = claims.Scoreboard("A <b>", tuple(claims.DECIDED.values()), ("x & y",))
     html = board._repr_html_()
     assert html.count("<tr>") == 3 and "A &lt;b&gt;" in html and "x &amp; y" in html
     assert "no claim was checked" in claims.Scoreboard("A", (), ())._repr_html_()

@@ -49,9 +49,9 @@ def test_a_range_of_nothing_is_refused(lab, low, high):
 
 
 def test_a_committed_guess_is_scored_and_drawn_beside_the_estimate_and_the_measurement(lab, shown):
-    ask(lab, estimate=70)
+    ask(lab)
     commit(shown, 40)
-    feedback = widgets.revealed(lab, "peak", 60.0)
+    feedback = widgets.revealed(lab, "peak", 60.0, estimate=70)
     assert feedback.status == "guess"
     assert "you said 40 %, measured 60 %: 33% off. The estimate said 70 %: 17% off" in feedback.text
     assert pictured(feedback) == "your guess 40 %; the estimate 70 %; measured 60 %"
@@ -78,9 +78,9 @@ def test_the_picture_is_readable(lab, shown, monkeypatch):
 
     figures, make = [], matplotlib.figure.Figure
     monkeypatch.setattr("matplotlib.figure.Figure", lambda **options: figures.append(make(**options)) or figures[-1])
-    ask(lab, unit="MB", low=0, high=90000, estimate=70000)
+    ask(lab, unit="MB", low=0, high=90000)
     commit(shown, 40000)
-    widgets.revealed(lab, "peak", 61234.5)
+    widgets.revealed(lab, "peak", 61234.5, estimate=70000)
     (figure,) = figures
     texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
     assert {"your guess", "the estimate", "measured", "MB", " 61,234 MB"} <= {text.get_text() for text in texts}
