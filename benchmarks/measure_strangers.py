@@ -140,13 +140,7 @@ def line(row: dict) -> str:
 
 
 OPTIONS = {"count": 1000, "seed": 3, "minutes": 60, "shrink": -1}
-def name_of(number: int, row: dict) -> str:
-    return str(row["number"])
-
-
-STRANGERS = Measurement(
-    __doc__, "strangers.json", cases, measure, conclude, OPTIONS, name_of=name_of, line=line, rehearsed=True
-)
+STRANGERS = Measurement(__doc__, "strangers.json", cases, measure, conclude, OPTIONS, line=line, rehearsed=True)
 
 
 def main() -> int:

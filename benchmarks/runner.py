@@ -48,7 +48,7 @@ class Measurement:
         conclude: what the record says of all rows, in the order of the cases.
         options: {name: default}, for `--name`; a default of False makes a switch, a list takes several words.
         rows: the name of the rows in the record, "" where it has none.
-        name_of: the name of a recorded row, by its number and itself.
+        name_of: the name of a recorded row, by its place and itself; default: its "number", else its place.
         line: a row for whoever waits; default: all of it.
         rehearsed: whether the versions are those of the environment that rehearses.
         packages: further ones whose versions are recorded.
@@ -61,7 +61,7 @@ class Measurement:
     conclude: Callable[[list[dict], argparse.Namespace], dict]
     options: Named = field(default_factory=dict)
     rows: str = "rows"
-    name_of: Callable[[int, dict], str] = lambda number, row: str(number)
+    name_of: Callable[[int, dict], str] = lambda number, row: str(row.get("number", number))
     line: Callable[[dict], str] = json.dumps
     rehearsed: bool = False
     packages: tuple[str, ...] = ()

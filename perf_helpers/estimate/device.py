@@ -21,6 +21,7 @@ from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, WORKSPACES, FakeTracker, to_of
+from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
@@ -74,8 +75,9 @@ class DeviceTracker(FakeTracker):
         stack = contextlib.ExitStack()
         stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
         stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
-        for kind in (_MapDatasetFetcher, _IterableDatasetFetcher):  # what a collator makes lies on the host, whatever device its tensors name
+        for kind in (_MapDatasetFetcher, _IterableDatasetFetcher):  # what a collator makes lies on the host
             stack.enter_context(patch.object(kind, "fetch", self._on_the_host(kind.fetch)))
+        stack.enter_context(patch.object(torch.autograd.Function, "apply", _no_triton(torch.autograd.Function.apply)))
         stack.enter_context(patch.multiple(memory, is_cuda_available=lambda: True, is_mps_available=lambda **_: False))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
@@ -252,6 +254,17 @@ class DeviceTracker(FakeTracker):
         block = Block(size, Category.INSIDE_OPERATIONS, operation)
         self.log.append((block, +1))
         return block
+
+
+def _no_triton(plain):
+    """`torch.autograd.Function.apply`, but for the kernels of TRL, which are written in Triton where a GPU is."""
+
+    def apply(kind, *args, **kwargs):
+        if kind.__module__.startswith("trl.kernels."):
+            raise Invalid(f"{kind.__name__} of TRL is another on a GPU, by Triton: rehearse the training instead")
+        return plain.__func__(kind, *args, **kwargs)
+
+    return classmethod(apply)
 
 
 def _sent_once(plain):

@@ -56,10 +56,10 @@ _BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization|paged|lion|a
 # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
 # server's, nor the ranks that a clean process forks (torch's launcher looks).
 _NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# Where nobody sets them. A thread of OpenMP that waits spins for milliseconds: on a machine with other work to do a step
-# took 10 to 20 times as long (9.4 s instead of 0.4 s). glibc gives each thread an arena of its own: the third of equal
-# trainings in threads took 13 % more CPU time. Python walks sets of names in an order drawn for each process, and
-# models of transformers do so (ModernBERT, Gemma 3): what their trainings reserve would be drawn with it.
+# Where nobody sets them. A thread of OpenMP that waits spins for milliseconds: on a machine with other work to do a
+# step took 10 to 20 times as long (9.4 s instead of 0.4 s). glibc gives each thread an arena of its own: the third of
+# equal trainings in threads took 13 % more CPU time. Python walks sets of names in an order drawn for each process,
+# and models of transformers do so (ModernBERT, Gemma 3): what their trainings reserve would be drawn with it.
 _DEFAULTS = {"GOMP_SPINCOUNT": "3000", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
 
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
