@@ -14,7 +14,6 @@ from accelerate.utils import memory
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
@@ -59,7 +58,7 @@ class DeviceTracker(FakeTracker):
         self._is_function = is_function
         self._kernels = kernels.Kernels(capability, self.lies_on_device)
         self.is_there = is_function  # whether anything was sent to the device
-        self._is_elsewhere = False  # whether what is made just now lies elsewhere: on the host, or paged by the driver
+        self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
@@ -75,8 +74,6 @@ class DeviceTracker(FakeTracker):
         stack = contextlib.ExitStack()
         stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
         stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
-        for kind in (_MapDatasetFetcher, _IterableDatasetFetcher):  # what a collator makes lies on the host
-            stack.enter_context(patch.object(kind, "fetch", self._on_the_host(kind.fetch)))
         stack.enter_context(patch.object(torch.autograd.Function, "apply", _no_triton(torch.autograd.Function.apply)))
         stack.enter_context(patch.multiple(memory, is_cuda_available=lambda: True, is_mps_available=lambda **_: False))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
@@ -95,13 +92,6 @@ class DeviceTracker(FakeTracker):
             stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
         stack.enter_context(_Placing(self))
         return stack
-
-    def _on_the_host(self, plain):
-        def fetch(*args):
-            with patch.object(self, "_is_elsewhere", True):
-                return plain(*args)
-
-        return fetch
 
     def _matmul_4bit(self, plain):
         def matmul_4bit(*args, **kwargs):
@@ -154,7 +144,8 @@ class DeviceTracker(FakeTracker):
         return storage is not None and storage._cdata in self._blocks
 
     def _begin(self, tensors, any_fake):
-        self._on_device = self.is_there and not self._is_elsewhere and self._runs_there(tensors, any_fake)
+        is_elsewhere = self._is_elsewhere or self.collates
+        self._on_device = self.is_there and not is_elsewhere and self._runs_there(tensors, any_fake)
         if self._on_device and any_fake:
             for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():

@@ -1,6 +1,7 @@
 """What operations make of fake tensors, kept: to ask torch takes most of the time of following a training."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.trace_records import Operation, Spec
+from perf_helpers.estimate.trace_records import Operation, Spec, nested
 from perf_helpers.lab.outcomes import Invalid
 
 
@@ -128,3 +129,44 @@ def by_position(function, args: tuple) -> tuple[Callable, tuple]:
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
     """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
+
+
+def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
+    """The one value that all elements of a result have, or None where it is not known.
+
+    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element,
+    where there is `any_known` value.
+    """
+    name = operation.name
+    if name in _OF_FINITE:
+        of_finite, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
+        if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
+            return of_finite
+    if not any_known or operation.takes_list:
+        return None
+    values = [getattr(leaf, "uniform", None) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # A sum of zeros is zero, any other depends on how many there are.
+    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
+        return None
+    leaves = [
+        torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = nested(leaves, operation.structure)
+    with torch._C._DisableTorchDispatch():
+        return operation.function(*args, **kwargs).flatten()[0].item()
+
+
+# Comparisons of a tensor with itself or with infinity, and what they say of one that is finite.
+_OF_FINITE = {
+    "aten.isnan.default": False,
+    "aten.eq.Tensor": True,
+    "aten.ne.Tensor": False,
+    "aten.eq.Scalar": False,
+    "aten.ne.Scalar": True,
+}
+# Operations whose result is uniform where their operands are.
+_OF_VALUES = tuple(
+    f"aten.{name}."
+    for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
+)

@@ -29,10 +29,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data._utils import fetch
 
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product
-from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest, nested
+from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
+from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -61,6 +62,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
         stack.enter_context(_fake_parameters())
+        stack.enter_context(tracker.collating())
         if not tracker.places_modules:
             stack.enter_context(patch.object(torch.nn.Module, "to", to_of(tracker)))
         # Lists of fake tensors are handled as lists of tensors are.
@@ -104,9 +106,10 @@ class FakeTracker(Tracker):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
+        self.collates = False  # whether a data loader gathers a batch: its data are real, and on the host
         self.emptied: list[int] = []  # lengths of the log at which an allocator was told to give back what is free
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
-        self._any_uniform = False  # whether any fake tensor has a value that is known, see `_uniform_value`
+        self._any_uniform = False  # whether any fake tensor has a value that is known, see `uniform_value`
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,7 +133,7 @@ class FakeTracker(Tracker):
         if any_fake and function is aten._local_scalar_dense.default:  # never computed; what is read is a loss or norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
-        if not any_fake and self._is_carried_out(function, args, kwargs, tensors):
+        if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
         if any_fake and function.namespace != "bitsandbytes":  # on which more bears than its arguments
             ask = functools.partial(self._fake_result, function, args, kwargs, operation)
@@ -143,7 +146,7 @@ class FakeTracker(Tracker):
             for tensor in tensors:
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
-            value = _uniform_value(operation, leaves, self._any_uniform)
+            value = uniform_value(operation, leaves, self._any_uniform)
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
@@ -193,6 +196,22 @@ class FakeTracker(Tracker):
         self.phase = Phase.AFTER_BACKWARD
         return made[0]
 
+    @contextlib.contextmanager
+    def collating(self) -> Iterator[None]:
+        """Notices when a data loader gathers a batch."""
+
+        def noticed(plain):
+            def gather(*args):
+                with patch.object(self, "collates", True):
+                    return plain(*args)
+
+            return gather
+
+        with contextlib.ExitStack() as stack:
+            for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+                stack.enter_context(patch.object(kind, "fetch", noticed(kind.fetch)))
+            yield
+
     def cache_emptied(self) -> None:
         if any(sign < 0 for _, sign in self.log):  # else nothing is free: each Trainer empties it before the first step
             self.emptied.append(len(self.log))
@@ -200,7 +219,7 @@ class FakeTracker(Tracker):
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Told of an operation's tensors, and whether any is fake, before it is carried out."""
 
-    def _is_carried_out(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
+    def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
         right for whoever looks at them."""
         if tensors:
@@ -212,8 +231,7 @@ class FakeTracker(Tracker):
         if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function.overloadpacket in _REAL_IN_FORWARD:
-            is_data = self.phase == Phase.FORWARD or kwargs.get("dtype") in (torch.int64, torch.bool)
-            return is_data and np.prod(args[0], dtype=np.int64) <= _LARGE
+            return (self.phase == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
@@ -266,47 +284,6 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     )
     takes_list = any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) for arg in args)
     return Operation(name_of(function), kept, structure, takes_list)
-
-
-def _uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
-    """The one value that all elements of a result have, or None where it is not known.
-
-    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element,
-    where there is `any_known` value.
-    """
-    name = operation.name
-    if name in _OF_FINITE:
-        of_finite, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
-        if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
-            return of_finite
-    if not any_known or operation.takes_list:
-        return None
-    values = [getattr(leaf, "uniform", None) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    # A sum of zeros is zero, any other depends on how many there are.
-    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
-        return None
-    leaves = [
-        torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = nested(leaves, operation.structure)
-    with torch._C._DisableTorchDispatch():
-        return operation.function(*args, **kwargs).flatten()[0].item()
-
-
-# Comparisons of a tensor with itself or with infinity, and what they say of one that is finite.
-_OF_FINITE = {
-    "aten.isnan.default": False,
-    "aten.eq.Tensor": True,
-    "aten.ne.Tensor": False,
-    "aten.eq.Scalar": False,
-    "aten.ne.Scalar": True,
-}
-# Operations whose result is uniform where their operands are.
-_OF_VALUES = tuple(
-    f"aten.{name}."
-    for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
-)
 
 
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument

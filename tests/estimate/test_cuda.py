@@ -92,6 +92,28 @@ def test_a_boolean_mask_becomes_an_additive_one_padded_to_8_columns():
     assert saved(output)["attn_bias"] == 2 * 100 * 104 * 2
 
 
+def test_a_bias_of_one_head_is_copied_into_8_columns_more():
+    # As T5 makes it of one head: in steps of 1 in that of heads too, which torch does not take for aligned.
+    bias = torch.ones(96, 96, 1).permute(2, 0, 1)[None]
+    assert bias.stride(1) == bias.stride(3) == 1
+    output = attend(F32, bias, heads=(1, 1), length=96)
+    assert kernel(output) == "efficient"
+    assert saved(output)["attn_bias"] == 96 * (96 + 8) * 4
+
+
+def test_of_several_results_the_others_go_in_their_order():
+    gone = []
+
+    def results():
+        made = tuple(torch.empty(number) for number in range(4))
+        for each in made:
+            weakref.finalize(each, gone.append, len(each))
+        return made
+
+    first = cuda._first(results())
+    assert len(first) == 0 and gone == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

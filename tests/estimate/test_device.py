@@ -13,6 +13,7 @@ from perf_helpers.estimate import cuda, prediction
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import Task, processes
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Category, Phase
 
@@ -174,3 +175,70 @@ def test_micro_batches_that_are_not_followed_ask_for_what_those_like_them_did(op
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.
     few, all_ = (processes.call(changes, each, options, timeout=300) for each in (False, True))
     assert few == all_
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.tensor([number] * 4)
+
+
+def padded(samples):
+    """As TRL's collators: on the device that its samples name."""
+    whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
+    for row, sample in zip(whole, samples, strict=True):
+        row[: len(sample)] = sample
+    return whole
+
+
+def test_what_a_collator_makes_lies_on_the_host_until_it_is_sent():
+    tracker = DeviceTracker((8, 0), is_function=True)
+    with tracker, tracker.emulated(), tracker.collating():
+        tracker.is_there = True
+        batch = next(iter(torch.utils.data.DataLoader(Numbers(), 2, collate_fn=padded)))
+        assert sizes(tracker) == []
+        sent = batch.to(torch.device("cpu"))
+        assert sizes(tracker) == [96] and sent.tolist() == [[0] * 4 + [-100] * 2, [1] * 4 + [-100] * 2]
+
+
+def test_the_logarithm_of_a_sigmoid_keeps_its_input_alone():
+    tracker = DeviceTracker((8, 0), is_function=True)
+    with cuda.emulated((8, 0)), tracker, tracker.emulated():
+        tracker.is_there = True
+        torch.nn.functional.logsigmoid(torch.randn(100, 3).requires_grad_())
+    assert sizes(tracker).count(1200) == 2, "its input and its result; on a CPU a buffer too"
+
+
+class OfTRL(torch.autograd.Function):
+    __module__ = "trl.kernels.chunked_logprob"
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Own(OfTRL):
+    __module__ = "mine"
+
+
+def test_kernels_of_triton_are_not_followed_in_another_way(tracker):
+    with tracker, tracker.emulated():
+        assert Own.apply(torch.ones(3)).shape == (3,)
+        with pytest.raises(Invalid, match="OfTRL of TRL is another on a GPU, by Triton: rehearse"):
+            OfTRL.apply(torch.ones(3))
+    assert OfTRL.apply(torch.ones(3)).tolist() == [2, 2, 2], "outside nothing is refused"
+
+
+def test_what_autocast_cast_last_goes_first():
+    tracker = DeviceTracker((8, 0), is_function=True)
+    with cuda.emulated((8, 0)), tracker, tracker.emulated(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        tracker.is_there = True
+        torch.mm(torch.randn(2, 300), torch.randn(300, 5))
+    casts = [size for size in sizes(tracker) if abs(size) in (1200, 3000)]
+    assert casts == [3000, 1200, -1200, -3000]

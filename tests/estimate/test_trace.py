@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.operation_cache import OperationCache
+from perf_helpers.estimate.operation_cache import OperationCache, grouped_product
 from perf_helpers.estimate.trace import FakeTracker, follow, recorded
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
@@ -184,3 +184,73 @@ def test_views_of_what_was_never_followed_and_shared_results_are_not_kept():
         torch.ops.aten.set_.source_Tensor(x, y)
         x.unsqueeze_(0)
     assert tracker.cache.known == {}
+
+
+GROUPED = {
+    "rows of groups": lambda dtype, inner, outer: (ones(10, inner, dtype), ones(3, outer, inner, dtype).mT, ENDS),
+    "columns of groups": lambda dtype, inner, outer: (ones(10, inner, dtype).t(), ones(10, outer, dtype), ENDS),
+    "a product for each": lambda dtype, inner, outer: (
+        ones(3, 10, inner, dtype),
+        ones(3, outer, inner, dtype).mT,
+        None,
+    ),
+}
+ENDS = torch.tensor([3, 6, 10], dtype=torch.int32)
+
+
+def ones(*shape_and_dtype):
+    *shape, dtype = shape_and_dtype
+    return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", [(24, 37), (20, 40), (22, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_a_grouped_product_is_laid_out_as_torchs_own_and_refused_where_that_is(kind, dtype, sizes):
+    first, second, ends = GROUPED[kind](dtype, *sizes)
+    mode = FakeTensorMode()
+    given = mode.from_tensor(first), mode.from_tensor(second), ends
+    try:
+        expected = torch._grouped_mm(first, second, offs=ends)
+    except RuntimeError as error:
+        assert "multiple of 16 bytes" in str(error)
+        with pytest.raises(Invalid, match="multiples of 16 bytes"):
+            grouped_product(*given)
+        return
+    made = grouped_product(*given)
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+
+
+def chosen(choose, mask):
+    """The shape of what a fake tensor of 4 x 6 x 5 numbers gives, and of its gradient."""
+    with FakeTracker():
+        numbers = fake(4, 6, 5).requires_grad_()
+        result = choose(numbers, mask)
+        result.sum().backward()
+    return [*result.shape], [*numbers.grad.shape]
+
+
+@pytest.mark.parametrize("true", [0, 1, 7])
+def test_how_many_a_mask_chooses_is_known_where_its_values_are(true):
+    mask = torch.arange(24).view(4, 6) < true
+    assert chosen(lambda numbers, mask: numbers[mask], mask) == ([true, 5], [4, 6, 5])
+    assert chosen(lambda numbers, mask: numbers.masked_select(mask[..., None]), mask) == ([5 * true], [4, 6, 5])
+    whole = torch.ones(4, 6, 5, dtype=torch.bool)
+    assert chosen(lambda numbers, mask: numbers.masked_scatter(mask, numbers * 2), whole) == ([4, 6, 5], [4, 6, 5])
+
+
+def test_how_many_a_mask_chooses_is_not_guessed(tracker):
+    with pytest.raises(Invalid, match="depends on the values"):
+        numbers = fake(4, 6)
+        numbers[numbers > 0]
+
+
+def test_what_a_collator_fills_is_there_and_weights_are_not(tracker):
+    def padded(samples):
+        return torch.full((2, 3), 7), torch.zeros(4, dtype=torch.bool), torch.ones(2)
+
+    with tracker.collating():
+        batch = next(iter(torch.utils.data.DataLoader(range(8), 2, collate_fn=padded)))
+    assert not any(isinstance(each, FakeTensor) for each in batch)
+    assert isinstance(torch.zeros(4, 4), FakeTensor)

@@ -239,6 +239,41 @@ def test_a_size_that_no_value_decides_is_no_question(here):
     assert here(sizes) == [[2, 12], [2, 4], [2, 4], [3, 4], [1, 4], [8]]
 
 
+def chosen_by_masks():
+    import torch
+
+    mask = torch.tensor([[True, False, True], [False, False, True]]).cuda()
+    rows = torch.randn(2, 3, 4, device="cuda", requires_grad=True)
+    flat = torch.randn(2, 3, device="cuda", requires_grad=True)
+    rows[mask].sum().backward()
+    before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+    kept = rows[mask]  # for its backward the mask is kept, and not where it is true
+    grown = torch.cuda.memory_stats()["allocated_bytes.all.current"] - before
+    flat.masked_scatter(mask, torch.randn(3, device="cuda", requires_grad=True)).sum().backward()
+    whole = torch.arange(6, device="cuda").view(2, 3)
+    found = whole[mask].tolist(), mask.nonzero().tolist(), torch.argwhere(mask).tolist()
+    whole[mask] = torch.tensor([7, 8, 9], device="cuda")
+    return [*kept.shape], grown, found, whole.tolist()
+
+
+def test_what_a_mask_of_known_values_chooses_is_known_in_autograd_too(here):
+    shape, grown, (numbers, *places), overwritten = here(chosen_by_masks)
+    assert shape == [3, 4] and grown == 512
+    assert numbers == [0, 2, 5] and places == 2 * [[[0, 0], [0, 2], [1, 2]]]
+    assert overwritten == [[7, 1, 8], [3, 4, 9]]
+
+
+def chosen_by_unknown():
+    import torch
+
+    return torch.randn(4, device="cuda", requires_grad=True)[torch.randn(4, device="cuda") > 0].shape
+
+
+def test_what_an_unknown_mask_chooses_is_no_guess(here):
+    with pytest.raises(NeedsValues):
+        here(chosen_by_unknown)
+
+
 def choices_of_one_expert():
     import torch
 
