@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
@@ -84,10 +84,12 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        leaves, structure = tree_flatten(arguments)
-        # The last argument first: so a C++ compiler evaluates the arguments of a call.
-        cast = [self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf for leaf in reversed(leaves)]
-        return tree_unflatten(cast[::-1], structure)
+        """The last argument first: so a C++ compiler evaluates the arguments of a call. The tensors of a list in their
+        order."""
+        cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
+        args, kwargs = arguments
+        options = {name: cast(value) for name, value in reversed(kwargs.items())}
+        return tuple([cast(value) for value in reversed(args)][::-1]), options
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import memory
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels, quantized_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
@@ -127,6 +127,10 @@ class DeviceTracker(FakeTracker):
         self.is_there = True
         for child in module.children():
             self.sent_module(child)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor._is_view() and not self.lies_on_device(tensor):
+                with _disable_current_modes():  # the copy on the device is no part of anything
+                    module._buffers[name] = tensor.clone()
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is not None:
                 self.sent(tensor, Category.WEIGHTS)

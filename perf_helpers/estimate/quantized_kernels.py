@@ -30,6 +30,8 @@ def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> t
         case "int8_vectorwise_quant":  # sizes are compared where outliers are looked for
             looks = kwargs.get("threshold", args[1] if len(args) > 1 else 0.0) > 0
             return [], [made[1], made[0], *([tensor.nbytes, tensor.numel()] if looks else [])], False
+        case "int8_vectorwise_dequant":  # times the scales first, then times 1 / 127
+            return [], [made[0].nbytes, *made], False
         case "int8_scaled_mm" | "int8_mixed_scaled_mm":  # in 32 bits, in fp16, and in the type that is wanted
             result = made[0]
             half = [] if result.dtype is torch.float16 else [2 * result.numel()]

@@ -312,7 +312,8 @@ def _fake_parameters() -> Iterator[None]:
         """DoRA copies a layer to read it; bitsandbytes would make the copy of an empty tensor that is not fake."""
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
-        return type(weight).__mro__[1](weight.data.clone(), quant_state=copy.deepcopy(weight.quant_state), **kept)
+        state = copy.deepcopy(weight.quant_state)  # first, as there
+        return type(weight).__mro__[1](weight.data.clone(), quant_state=state, **kept)
 
     with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
         if bitsandbytes := sys.modules.get("bitsandbytes"):

@@ -39,6 +39,17 @@ def test_a_module_goes_to_the_device_child_by_child_and_a_shared_weight_once(tra
     assert {block.category for block, _ in tracker.log} == {Category.WEIGHTS}
 
 
+def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker):
+    with tracker, tracker.emulated():
+        module = torch.nn.Module()
+        for name, part in zip(("rows", "columns"), torch.arange(10).view(2, 5), strict=True):
+            module.register_buffer(name, part, persistent=False)
+        module.to(torch.device("cpu"))
+        module.to(torch.device("cpu"))
+        assert sizes(tracker) == [40, 40]
+        assert module.rows.tolist() == [0, 1, 2, 3, 4] and module.columns.tolist() == [5, 6, 7, 8, 9]
+
+
 def test_a_tensor_counts_from_when_it_is_sent(tracker):
     with tracker, tracker.emulated():
         tracker.is_there = True
@@ -242,3 +253,15 @@ def test_what_autocast_cast_last_goes_first():
         torch.mm(torch.randn(2, 300), torch.randn(300, 5))
     casts = [size for size in sizes(tracker) if abs(size) in (1200, 3000)]
     assert casts == [3000, 1200, -1200, -3000]
+
+
+def test_autocast_casts_arguments_from_the_last_on_and_the_tensors_of_a_list_in_their_order():
+    tracker = DeviceTracker((8, 0), is_function=True)
+    with cuda.emulated((8, 0)), tracker, tracker.emulated(), torch.autocast("cpu", torch.bfloat16):
+        tracker.is_there = True
+        rows, columns = torch.randn(2, 300, requires_grad=True), torch.randn(300, 5, requires_grad=True)
+        torch.einsum("ij,jk->ik", rows, columns)
+        torch.mm(rows * 1, columns * 1)
+    assert [size for size in sizes(tracker) if size in (1200, 3000)][:2] == [1200, 3000]
+    products = [size for size in sizes(tracker) if size in (1200, 3000)][2:]
+    assert products[-2:] == [3000, 1200]
