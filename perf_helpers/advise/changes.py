@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from perf_helpers.advise.search import SHARDED, Candidate, RecipeSearch
+from perf_helpers.advise.search import Candidate, RecipeSearch
+from perf_helpers.estimate.depth import STATES
 from perf_helpers.texts import bytes_text
 
 _STEP = 8  # tokens: lengths are tried in multiples of it
@@ -52,7 +53,7 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
         "the layer that is gathered for its turn is not counted."
     )
     limit, samples = search.limit, search.choices.samples
-    shared = [sum(parts.get(name, 0) for name in SHARDED) for parts in breakdowns]
+    shared = [sum(parts.get(name, 0) for name in STATES) for parts in breakdowns]
     both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
     undivided = max(rest for _, rest in both)
     if undivided >= limit:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from perf_helpers import recipes as known
 from perf_helpers.advise.search import Candidate, RecipeSearch, largest_that_fits
-from perf_helpers.estimate.depth import layers_of
+from perf_helpers.estimate.depth import layers_of, parameters
 from perf_helpers.lab.task import PRESETS, Task, positions
 from perf_helpers.texts import bytes_text
 
@@ -26,11 +26,13 @@ def largest(search: RecipeSearch, what: str) -> Found:
 
 
 def _model(search: RecipeSearch) -> Found:
-    rungs = _alike(search.task)
-    candidate, names = _leanest(search), [rung.model for rung in rungs]
-    first = names.index(search.task.model) + 1 if search.task.model in names else (len(rungs) + 1) // 2
+    rungs, sizes = zip(*_alike(search.task), strict=True)
+    candidate = _leanest(search)
+    # What the task needs for each of its parameters says where to look first.
+    (size,), needed = parameters([search.task]), search.told(candidate)
+    first = sum(needed / size * each <= search.limit for each in sizes)
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
-    told = f"Looked at: {', '.join(names)}."
+    told = f"Looked at: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
         told += _of_the_next(search, candidate, rungs[found])
     return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), told
@@ -45,10 +47,8 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
     told = f" {task.model} needs about {bytes_text(needed)}"
     if not fewer:
         return f"{told}."
-    parameters = task.replace(config={"num_hidden_layers": fewer}).parameters()
-    return (
-        f"{told}; with {fewer} of its {layers} layers, {parameters / 1e9:.1f} billion parameters, it would about fit."
-    )
+    (size,) = parameters([task.replace(config={"num_hidden_layers": fewer})])
+    return f"{told}; with {fewer} of its {layers} layers, {size / 1e9:.1f} billion parameters, it would about fit."
 
 
 def _sequence(search: RecipeSearch) -> Found:
@@ -63,20 +63,15 @@ def _sequence(search: RecipeSearch) -> Found:
     return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), told
 
 
-def _alike(task: Task) -> Sequence[Task]:
-    """The presets of its kind that have as many positions as it has tokens, the smallest first."""
+def _alike(task: Task) -> Sequence[tuple[Task, int]]:
+    """The presets of its kind with positions for its tokens, and their numbers of parameters, the smallest first."""
     kind = task.build_config().model_type
-    named = [
-        dataclasses.replace(task, model=name, config={}) for name, it in PRESETS.items() if it["model_type"] == kind
-    ]
+    named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()
-    sized = []
-    for each in named:
-        if (positions(each.build_config()) or length) >= length:
-            sized.append((each.parameters(), each.model, each))
-    if not sized:
+    named = [each for each in named if (positions(each.build_config()) or length) >= length]
+    if not named:
         raise ValueError(f"largest='model': no preset is like {task.model}, with {length} tokens")
-    return [each for _, _, each in sorted(sized, key=lambda row: row[:2])]
+    return sorted(zip(named, parameters(named), strict=True), key=lambda row: (row[1], row[0].model))
 
 
 def _leanest(search: RecipeSearch) -> Candidate:

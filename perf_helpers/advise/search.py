@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from perf_helpers import recipes as known
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH, Evidence, Factor, respelt
 from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.estimate.depth import Line, layers_of
+from perf_helpers.estimate.depth import STATES, Line, layers_of
 from perf_helpers.lab import hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.processes import seconds_left
@@ -28,7 +28,6 @@ from perf_helpers.texts import nearest_text
 
 _PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
-SHARDED = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimizer_states")
 _SURE = 0.99  # part of what shallow models tell of a deep one that it has alive at least; else all layers are followed
 _MOST_AT_ONCE = 4  # recipes that are looked at; each takes a core and, for a large model, 1 to 2 GB
 
@@ -330,7 +329,7 @@ class RecipeSearch:
         if candidate not in self.estimates:
             found = self.estimates[candidate] = self.estimate(self.task, self.choices.arguments(candidate))
             ends = (found.memory.phase_breakdowns or {}).values()
-            states = (sum(parts.get(name, 0) for name in SHARDED) for parts in ends)
+            states = (sum(parts.get(name, 0) for name in STATES) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
         return self.estimates[candidate]
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _SHALLOW = (2, 4)  # layers
 _DEEP = 24  # up to so many all are followed at once
 
-_OF_STATES = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS, Category.GRADIENTS)
-_OF_STATES += (Category.OPTIMIZER_STATES,)
-_STATES = [number for number, category in enumerate(TENSOR_CATEGORIES) if category in _OF_STATES]
+STATES = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS, Category.GRADIENTS)
+STATES += (Category.OPTIMIZER_STATES,)
+_STATES = [number for number, category in enumerate(TENSOR_CATEGORIES) if category in STATES]
 
 Places = dict[tuple[str, str, str], int]  # the most bytes alive, by phase, operation and module
 
@@ -40,6 +40,15 @@ def layers_of(task: Task) -> int | None:
     config = task.build_config()
     layers = getattr(config, "num_hidden_layers", 0) or 0
     return layers if layers > _DEEP and not config.is_encoder_decoder else None
+
+
+def parameters(tasks: Sequence[Task]) -> list[int]:
+    """The number of parameters of each, counted where torch is imported. Raises ValueError as `estimate` does."""
+    return KNOWLEDGE.ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
+
+
+def _parameters(tasks: list[Task], probe: "Probe", tell: Tell) -> list[int]:
+    return [task.parameters() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)

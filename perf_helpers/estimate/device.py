@@ -62,8 +62,6 @@ class DeviceTracker(FakeTracker):
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
-        self._autocast_of_4bit: torch.dtype | None = None  # in which a product of 4 bits is done just now
-        self._on_host: set[int] = set()  # of its results, those that lie on the host
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # that were current when something was made, by number
         self._workspaces: set[tuple[bool, str]] = set()  # of autograd's thread (True) and of the one that called it
@@ -96,7 +94,7 @@ class DeviceTracker(FakeTracker):
     def _matmul_4bit(self, plain):
         def matmul_4bit(*args, **kwargs):
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            with patch.object(self, "_autocast_of_4bit", dtype):
+            with patch.object(self.cache, "within", dtype):
                 return plain(*args, **kwargs)
 
         return matmul_4bit
@@ -182,9 +180,9 @@ class DeviceTracker(FakeTracker):
         if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
         result = super().as_kernels_do(function, args, kwargs)
-        is_4bit = self._autocast_of_4bit and function.namespace == "bitsandbytes"
+        is_4bit = self.cache.within and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
-            return result.to(self._autocast_of_4bit)
+            return result.to(self.cache.within)
         if function is torch.ops.aten.log_sigmoid_forward.default:  # of its input alone the backward is made
             return result[0], result[1].new_empty(0)
         if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
@@ -202,11 +200,7 @@ class DeviceTracker(FakeTracker):
         return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
     def _see(self, tensor, function, args, kwargs):
-        if function.overloadpacket.__name__.endswith("_"):
-            return  # in place; of a real tensor that meets a fake one a fake one is returned
-        is_there = isinstance(tensor, FakeTensor) or not self._is_function or self._given_there or self.is_told
-        if self._on_device and is_there and id(tensor) not in self._on_host:
-            super()._see(tensor, function, args, kwargs)
+        pass  # `_allocate` did, in the order of the kernel
 
     def tag(self, tensor, category, keep=()):
         self.is_there |= category == Category.WEIGHTS  # a model that computes is on the device, however it came there
@@ -221,10 +215,13 @@ class DeviceTracker(FakeTracker):
     def _allocate(self, function, args, kwargs, result) -> None:
         """What the operation asks the allocator for, in its order."""
         held: list[Block] = []
-        self._on_host = set(map(id, kernels.on_host(function, result)))
+        on_host = [*map(id, kernels.on_host(function, result))]
+        in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
+        any_there = not self._is_function or self._given_there or self.is_told
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
-                self._see(step, function, args, kwargs)
+                if not in_place and (any_there or isinstance(step, FakeTensor)) and id(step) not in on_host:
+                    super()._see(step, function, args, kwargs)
             elif isinstance(step, kernels.Free):
                 self.log.append((held.pop(step.index), -1))
             else:

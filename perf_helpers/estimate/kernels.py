@@ -48,7 +48,7 @@ class Kernels:
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
         """What the operation asks for, in order. `function` is what autograd leaves on CPU tensors: grid_sampler_2d of
         `grid_sample`, say; where a GPU takes another operation, `cuda.py` decides."""
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)

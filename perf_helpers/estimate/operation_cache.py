@@ -37,17 +37,17 @@ class OperationCache:
     def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
         self.known = {} if known is None else known
         self._device = device
+        self.within: torch.dtype | None = None  # autocast's, which bears on products of 4 bits beside their arguments
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """What the operation makes of fake tensors, with `ask` where it is not known yet. `tensors`: all its arguments
-        that are one."""
+        """What the operation makes of fake tensors, by `ask` where it is not known. `tensors`: those that it has."""
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        key = self._device, *operation.signature, operation.structure, offset  # all that the result depends on
-        if key not in self.known:
+        key = self._device, *operation.signature, operation.structure, offset, self.within  # what it depends on
+        made = self.known.get(key, self)  # asked once, for its hash takes time
+        if made is self:
             result = ask()
             self._keep(key, function, args, result, tensors)
             return result
-        made = self.known[key]
         if made is None:
             return args[0] if function._schema.returns else None
         if type(made) in (tuple, list):

@@ -16,7 +16,7 @@ import itertools
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import patch
 
 import numpy as np
@@ -38,6 +38,7 @@ from perf_helpers.lab import forkserver
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
+from perf_helpers.lab.watcher import Block
 from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
 
 aten = torch.ops.aten
@@ -118,7 +119,7 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
             return args[0].fake_device
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        return self.watch(function, types, args, kwargs)  # no step more: this runs at each operation
 
     def execute(self, function, args, kwargs):
         """What the operation returns: computed where nothing in it is fake, else fake tensors of the right shapes."""
@@ -135,11 +136,8 @@ class FakeTracker(Tracker):
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
-        if any_fake and function.namespace != "bitsandbytes":  # on which more bears than its arguments
-            ask = functools.partial(self._fake_result, function, args, kwargs, operation)
-            result = self.cache.result(operation, function, args, tensors, self.fake, ask)
-        else:
-            result = self._fake_result(function, args, kwargs, operation)
+        ask = functools.partial(self._fake_result, function, args, kwargs, operation)
+        result = self.cache.result(operation, function, args, tensors, self.fake, ask) if any_fake else ask()
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
@@ -183,7 +181,7 @@ class FakeTracker(Tracker):
         for block, sign in entries:
             if id(block) not in workspaces:
                 if id(block) not in twins:
-                    twins[id(block)] = dataclasses.replace(block)
+                    twins[id(block)] = Block(block.bytes, block.category, block.operation, block.stream)
                 self.log.append((twins[id(block)], sign))
             places.append(len(self.log))
         self.begun += [(places[length - start], operation) for length, operation in self.begun[first:last]]
@@ -264,7 +262,7 @@ class FakeTracker(Tracker):
 
     def _storage(self, tensor):
         try:
-            tensor = local(tensor)
+            tensor = tensor if isinstance(tensor, FakeTensor) else local(tensor)
             if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
                 return None  # a shape that somebody keeps
             return tensor.untyped_storage()
@@ -274,16 +272,16 @@ class FakeTracker(Tracker):
 
 def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     """The operation as it is kept. Written for speed: this runs at each one."""
-    kept = tuple(
-        Spec(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    kept = [
+        Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
         if isinstance(leaf, torch.Tensor)
         else leaf
         if isinstance(leaf, _PLAIN)
         else None
         for leaf in leaves
-    )
+    ]
     takes_list = any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) for arg in args)
-    return Operation(name_of(function), kept, structure, takes_list)
+    return Operation(name_of(function), tuple(kept), structure, takes_list)
 
 
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
@@ -372,8 +370,8 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     """What the tracker saw from the first forward on, as arrays."""
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
-    for number, (block, sign) in enumerate(tracker.log, 1):
-        changes[number, column[block.category]] = sign * block.bytes
+    columns = [column[block.category] for block, _ in tracker.log]
+    changes[np.arange(1, len(changes)), columns] = [sign * block.bytes for block, sign in tracker.log]
     live = changes.cumsum(axis=0)  # row n: after n entries of the log
     total, live = live.sum(axis=1), live[:, : len(TENSOR_CATEGORIES)]
     births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
@@ -383,7 +381,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     return Trace(
-        operations=_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True)),
+        operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],
@@ -402,28 +400,28 @@ def recorded(tracker: FakeTracker) -> Log:
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # of the blocks
-    labels: dict[Label, Label] = {}  # one object for all that are equal, so that few are sent between processes
+    labels: dict[tuple, Label] = {}  # one object for all that are equal, so that few are sent between processes
     blocks, events, length = [], [], max((position for _, position in marks), default=0)
     for position, (block, sign) in enumerate(entries):
         if sign < 0:
             events.append(~numbers[id(block)])
             continue
         _, phase, _, module = tracker.operations[min(makers[position], len(tracker.operations) - 1)]
-        label = Label(block.operation, block.category, phase, module, block.stream)
+        label = block.operation, block.category, phase, module, block.stream
         numbers[id(block)] = len(blocks)
         events.append(len(blocks))
-        blocks.append((block.bytes, labels.setdefault(label, label)))
+        blocks.append((block.bytes, labels.get(label) or labels.setdefault(label, Label(*label))))
         length = max(length, len(events))
     return Log(blocks, events[:length], marks, tuple(tracker.emptied))
 
 
-def _shared(operations: Iterator[tuple[Operation, int]]) -> list[Operation]:
+def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
     """Operations with the bytes that they made, one object for all that are equal: a trace has few kinds of them."""
     known: dict[tuple, Operation] = {}
-    shared = []
+    again: dict[tuple[int, int], Operation] = {}  # of repeated micro-batches: to hash a whole operation takes time
     for operation, made_bytes in operations:
-        key = *operation.signature, made_bytes
-        if key not in known:
-            known[key] = dataclasses.replace(operation, made_bytes=made_bytes)
-        shared.append(known[key])
-    return shared
+        which = id(operation), made_bytes
+        if which not in again:
+            key = *operation.signature, made_bytes
+            again[which] = known.setdefault(key, dataclasses.replace(operation, made_bytes=made_bytes))
+        yield again[which]

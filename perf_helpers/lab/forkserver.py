@@ -44,10 +44,10 @@ PRELOAD = (
     "datasets",
     "transformers.trainer",
     "transformers.models.bert.modeling_bert",
-    "perf_helpers.lab.worker",
     "perf_helpers.lab.memory_meter",
     "perf_helpers.lab.time_meter",
-    "perf_helpers.estimate.trace",
+    "perf_helpers.estimate.cuda",
+    "perf_helpers.estimate.device",
     "perf_helpers.estimate.prediction",
 )
 # It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all

@@ -68,12 +68,12 @@ class Tracker(Watcher, TorchDispatchMode):
         self._given: set[int] | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.watch(function, types, args, kwargs)
+
+    def watch(self, function, types, args, kwargs):
+        """Carry out an operation and follow what it makes."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: what it does with them is what is followed
-        return self.watch(function, args, kwargs)
-
-    def watch(self, function, args, kwargs):
-        """Carry out an operation and follow what it makes."""
         self._see_number()
         if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
