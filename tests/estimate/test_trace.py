@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from perf_helpers.estimate.operation_cache import OperationCache, grouped_product
 from perf_helpers.estimate.trace import FakeTracker, follow, recorded
+from perf_helpers.estimate.trace_records import Operation, Spec
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
@@ -254,3 +255,18 @@ def test_what_a_collator_fills_is_there_and_weights_are_not(tracker):
         batch = next(iter(torch.utils.data.DataLoader(range(8), 2, collate_fn=padded)))
     assert not any(isinstance(each, FakeTensor) for each in batch)
     assert isinstance(torch.zeros(4, 4), FakeTensor)
+
+
+def test_under_autocast_a_product_of_4_bits_is_another_question():
+    mode, cache = FakeTensorMode(), OperationCache(device="cuda")
+    operation = Operation(
+        "bitsandbytes.gemm_4bit.default", (Spec((2, 4), (4, 1), torch.float32),), (1, (), (-1,)), False
+    )
+    function, made = torch.ops.aten.relu.default, []
+    with mode:
+        tensor = torch.empty(2, 4)
+        for cache.within in (None, torch.bfloat16, None, torch.bfloat16):
+            ask = lambda: tensor.to(cache.within or torch.float32, copy=True)  # noqa: E731
+            made.append(cache.result(operation, function, (tensor,), [tensor], mode, ask))
+    assert [each.dtype for each in made] == [torch.float32, torch.bfloat16] * 2
+    assert len(cache.known) == 2
