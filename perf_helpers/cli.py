@@ -1,6 +1,8 @@
 """perf-helpers: the command line. Results go to standard output, everything else to standard error."""
 
 import dataclasses
+import functools
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -126,10 +128,7 @@ def sweep(
     """
     from perf_helpers import sweep as module
 
-    def tell(line: str) -> None:
-        typer.echo(line, err=True)
-
-    plan = module.Plan.read(file)
+    tell, plan = functools.partial(typer.echo, err=True), module.Plan.read(file)
     with module.connected(scheduler, workers, wait, tell) as executor:
         found = module.run(Lab(out=out, executor=executor), plan, tell=tell)
     answer(found.to_dict() if json_output else [repr(found)])
@@ -163,10 +162,11 @@ def main() -> None:
     """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
-    if any(word.startswith("--peft") for word in sys.argv):
+    if any(word.startswith("--peft") or "lora" in word.lower() for word in sys.argv):
         optional_packages.offer("peft")
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
-        SERVER.start()  # it takes seconds: what a command does before it needs one is done meanwhile
+        # It takes seconds, in which a command does what it can; advice looks at optimizers of 8 bits.
+        SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
     try:
         code = app(standalone_mode=False) or 0
     except (typer.Abort, KeyboardInterrupt):  # older typers raise; a newer one makes the code of it
@@ -183,6 +183,7 @@ def main() -> None:
         code = 2
     if code == _INTERRUPTED:
         print("perf-helpers: interrupted", file=sys.stderr)
+    gc.freeze()  # else the interpreter looks for garbage among all that was imported, before it ends
     sys.exit(code)
 
 

@@ -77,11 +77,7 @@ QLORA = Technique(
     "QLoRA",
     LORA.arguments
     | {
-        "quantization_config": {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-        },
+        "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         "prepare_model_for_kbit_training": True,
     },
     "capacity, precision and time: LoRA on weights kept in 4 bits, which each product unpacks first",

@@ -16,13 +16,7 @@ from perf_helpers.advise.changes import Change, helpful_changes
 from perf_helpers.advise.largest import LARGEST
 from perf_helpers.advise.largest import largest as largest_of
 from perf_helpers.advise.measured_speedups import Evidence
-from perf_helpers.advise.search import (
-    Candidate,
-    Choices,
-    Ranking,
-    RecipeSearch,
-    native_precisions,
-)
+from perf_helpers.advise.search import Candidate, Choices, Once, Ranking, RecipeSearch, native_precisions
 from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
 from perf_helpers.cards import card as card_like
 from perf_helpers.estimate import depth, estimate
@@ -254,17 +248,15 @@ def advise(
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     evidence = Evidence(machine, kind, capability, task, runs)
     ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
-    predict = functools.partial(estimate, device=kind, processes=processes)
-    line = functools.partial(
-        depth.line, device=kind, processes=processes, compute_capability=capability if kind == "cuda" else None
-    )
-    if kind == "cuda":
-        predict = functools.partial(predict, compute_capability=capability, device_memory=max(room - context, 0))
-    with progress.bar("advising", unit="estimate") as bar, within(timeout):
+    whose = {"device": kind, "processes": processes, "compute_capability": capability if kind == "cuda" else None}
+    allowed = max(room - context, 0) if kind == "cuda" else None
+    predict = functools.partial(estimate, device_memory=allowed, **whose)
+    line = functools.partial(depth.line, **whose)
+    with progress.bar("advising", bar_format="{desc}: {n} looks, {elapsed}{postfix}") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, bar.update, line)
+        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, Once(bar.update), line)
         if largest is None:
-            fitting = search.find(most)
+            fitting = search.find(most, lambda name: bar.set_postfix_str(f"so far {name}"))
             smallest = None if fitting else search.smallest()
         else:
             search, leanest, does_fit, told = largest_of(search, largest)

@@ -39,11 +39,10 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
         return None
     lengths = range(_STEP, task.length(), _STEP)
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
+    text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
     if not length:
         text = f"no length would do: this is for {_STEP} tokens"
-        return Change("fewer tokens", text, False, needed)
-    text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
-    return Change("fewer tokens", text, True, needed)
+    return Change("fewer tokens", text, bool(length), needed)
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from perf_helpers import recipes as known
-from perf_helpers.advise.search import Candidate, RecipeSearch, largest_that_fits
+from perf_helpers.advise.search import Candidate, RecipeSearch, ahead, largest_that_fits
 from perf_helpers.estimate.depth import layers_of, parameters
 from perf_helpers.lab.task import PRESETS, Task, positions
 from perf_helpers.texts import bytes_text
@@ -26,11 +27,15 @@ def largest(search: RecipeSearch, what: str) -> Found:
 
 
 def _model(search: RecipeSearch) -> Found:
-    rungs, sizes = zip(*_alike(search.task), strict=True)
-    candidate = _leanest(search)
+    alike = _alike(search.task)
+    with ThreadPoolExecutor(1) as pool:
+        counted = ahead(pool, parameters, [search.task, *alike])
+        candidate = _leanest(search)
+        size, *sizes = counted.result()
+    sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # What the task needs for each of its parameters says where to look first.
-    (size,), needed = parameters([search.task]), search.told(candidate)
-    first = sum(needed / size * each <= search.limit for each in sizes)
+    first = sum(search.told(candidate) / size * each <= search.limit for each in sizes)
+    search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     told = f"Looked at: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
@@ -63,15 +68,15 @@ def _sequence(search: RecipeSearch) -> Found:
     return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), told
 
 
-def _alike(task: Task) -> Sequence[tuple[Task, int]]:
-    """The presets of its kind with positions for its tokens, and their numbers of parameters, the smallest first."""
+def _alike(task: Task) -> Sequence[Task]:
+    """The presets of its kind with positions for its tokens."""
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()
     named = [each for each in named if (positions(each.build_config()) or length) >= length]
     if not named:
         raise ValueError(f"largest='model': no preset is like {task.model}, with {length} tokens")
-    return sorted(zip(named, parameters(named), strict=True), key=lambda row: (row[1], row[0].model))
+    return named
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
@@ -82,10 +87,10 @@ def _leanest(search: RecipeSearch) -> Candidate:
     if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
+    search.looks_at((search.task, each) for each in left)
     return min(left, key=search.told) if len(left) > 1 else left[0]
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
     """The same search for another task."""
-    afresh = {name: {} for name in ("estimates", "too_large", "_states")}
-    return dataclasses.replace(search, task=task, of_the_leanest=True, **afresh)
+    return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

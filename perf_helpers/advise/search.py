@@ -208,7 +208,7 @@ class RecipeSearch:
     context: int  # bytes of them that the CUDA context takes; 0 on a CPU
     choices: Choices
     ranking: Ranking
-    on_estimate: Callable[[], Any]  # called after each estimate
+    ask: "Once"  # by which all looks are taken
     line: Callable[..., Line]  # of a task with training arguments, by its number of layers
     of_the_leanest: bool = False  # recipe alone: no other was looked at
     count: int = 0  # estimates asked for so far
@@ -217,13 +217,11 @@ class RecipeSearch:
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
     at_once: int = field(default_factory=lambda: min(hardware.this_machine().cpu_cores or 1, _MOST_AT_ONCE))  # recipes
-    _asked: "_Once" = field(default_factory=lambda: _Once())
-    _lines: dict[str, Line] = field(default_factory=dict)  # by task and arguments
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
-    def find(self, most: int) -> list[Candidate]:
-        """The best recipes that fit, at most `most`, the best first.
+    def find(self, most: int, on_fit: Callable[[str], Any]) -> list[Candidate]:
+        """The best recipes that fit, at most `most`, the best first. `on_fit` is told the name of the best so far.
 
         Techniques are looked at in the order in which they would rank if all fitted, except those that only add costs.
 
@@ -234,20 +232,19 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        pool, ahead = ThreadPoolExecutor(self.at_once), set()  # what is looked at in its threads, or was
+        pool, begun = ThreadPoolExecutor(self.at_once), set()  # what is looked at in its threads, or was
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
-            is_begun = self.estimates or self._lines
-            if is_begun and not seconds_left():
+            if self.ask.answers and not seconds_left():
                 self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
                 break
-            if self.at_once > 1 and is_begun:  # the first one learns what all others need
+            if self.at_once > 1 and self.ask.answers:  # the first one learns what all others need
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
-                    if each not in ahead:
-                        pool.submit(contextvars.copy_context().run, self._beside()._largest, each, fitting, found)
-                        ahead.add(each)
+                    if each not in begun:
+                        ahead(pool, self._beside()._largest, each, fitting, found)
+                        begun.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
             except ValueError as error:
@@ -258,6 +255,7 @@ class RecipeSearch:
                 if size:  # else another optimizer's states may leave more room
                     found[candidate.without_optimizer] = size
                     fitting.append(candidate._replace(micro_batch=size))
+                    on_fit(self.choices.name(min(fitting, key=self.ranking.key)))
         pool.shutdown(wait=False, cancel_futures=True)
         if not (self.estimates or self.too_large):
             raise failures[0]
@@ -272,6 +270,12 @@ class RecipeSearch:
                 del self.too_large[least]
         return least
 
+    def looks_at(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
+        """What recipes take by the number of layers is learnt of several at once: whoever asks has it by then."""
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for task, candidate in pairs:
+                ahead(pool, self._beside().line_of, task, candidate)
+
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
         states = self._known_states(candidate)
@@ -283,18 +287,12 @@ class RecipeSearch:
 
     def _beside(self) -> "RecipeSearch":
         """One that finds the same and notes it elsewhere: what it asks is answered for this one too."""
-        afresh = {"estimates": {}, "too_large": {}, "notes": [], "assumptions": {}, "_states": {**self._states}}
-        return dataclasses.replace(self, on_estimate=lambda: None, **afresh)
+        afresh = {"estimates": {}, "too_large": {}, "notes": [], "assumptions": {}}
+        return dataclasses.replace(self, _states={**self._states}, **afresh)
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """What a recipe takes by the number of layers, learnt once; None where all layers are followed at once."""
-        arguments = self.choices.arguments(candidate)
-        if layers_of(task) is None:
-            return None
-        if (key := repr((task, arguments))) not in self._lines:
-            self._lines[key] = self._asked(self.line, task, arguments)
-            self.on_estimate()
-        return self._lines[key]
+        """What a recipe takes by the number of layers; None where all layers are followed at once."""
+        return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
         """About how many bytes a deep model has alive, and reserves at the most, with the context; else None."""
@@ -341,9 +339,8 @@ class RecipeSearch:
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """An estimate that is counted, and whose assumptions are kept."""
         self.count += 1
-        estimated = self._asked(self.predict, task, arguments)
+        estimated = self.ask(self.predict, task, arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
-        self.on_estimate()
         return estimated
 
     def furthest(
@@ -398,20 +395,27 @@ class RecipeSearch:
         return sizes[-1] if sizes else 0
 
 
-class _Once:
-    """Asks each question once, whichever thread is first; the others wait for its answer."""
+def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
+    """What is begun in a pool's thread, within the time that there is here."""
+    return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
-    def __init__(self):
-        self._lock, self._answers = threading.Lock(), {}
+
+class Once:
+    """Asks each question once, whichever thread is first; the others wait for its answer. `tell` is called after each
+    that was answered."""
+
+    def __init__(self, tell: Callable[[], Any]):
+        self._lock, self.answers, self._tell = threading.Lock(), {}, tell
 
     def __call__(self, ask: Callable[..., Any], task: Task, arguments: Mapping[str, Any]) -> Any:
         key = ask, repr((task, arguments))
         with self._lock:
-            is_first = key not in self._answers
-            answer = self._answers.setdefault(key, Future())
+            is_first = key not in self.answers
+            answer = self.answers.setdefault(key, Future())
         if is_first:
             try:
                 answer.set_result(ask(task, **arguments))
+                self._tell()
             except BaseException as error:
                 answer.set_exception(error)
         return answer.result()

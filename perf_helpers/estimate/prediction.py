@@ -1,8 +1,8 @@
 """What happens in the clean process: experiments are followed on fake tensors, and their peak memory is predicted.
 
-The way of one experiment: it is put into the form in which it can be followed; its trace is made in a fork of this
-process (`trace`); what no tensor shows is added, bytes inside operations on a CPU (`operator_workspaces`), segments and
-workspaces on CUDA (`allocator_replay`); the highest total is the peak.
+The way of one experiment: it is put into the form in which it can be followed; its trace is made (`trace`); what no
+tensor shows is added, bytes inside operations on a CPU (`operator_workspaces`), segments and workspaces on CUDA
+(`allocator_replay`); the highest total is the peak.
 
 Importing this module is quick: torch and what stands on it are imported by the functions, in the clean process.
 """
@@ -207,10 +207,26 @@ class Followed:
 
 
 def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[Followed]:
-    """Follow experiments on fake tensors, as many at once as there are cores; raises Invalid as `predict` does."""
-    settings = {"device": device, "facts": probe.known}
-    traces = _traces([_plain(each, device) for each in experiments], settings, tell)
+    """Follow experiments on fake tensors, of many as many at once as there are cores. 80 of 100 per cent of the work
+    are done when all have their traces. Raises Invalid as `predict` does."""
+    plain, settings = [_plain(each, device) for each in experiments], {"device": device, "facts": probe.known}
+    traces, follow = [], map
+    with contextlib.ExitStack() as stack:
+        if len(plain) > _FEW or device.kind == "cpu":  # whose operations run in this process' forks, see `Probe`
+            fork, count = multiprocessing.get_context("fork"), min(len(plain), os.cpu_count() or 1)
+            # A fork has these from the start: they need not travel.
+            follow = stack.enter_context(ProcessPoolExecutor(count, fork, _with.update, [settings])).map
+        else:
+            _with.update(settings)
+        for number, (trace, news) in enumerate(follow(_follow, plain), 1):
+            traces.append(trace)
+            probe.known.update(news)
+            tell(80 * number // len(plain))
     return [_followed(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
+
+
+_FEW = 2  # experiments that are followed in this process: a fork, and a trace's way back, take as long
+_with: dict[str, Any] = {}  # what a process that follows does so with, from one experiment to the next
 
 
 def _plain(experiment: Experiment, device: Device) -> Experiment:
@@ -238,31 +254,14 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
     return 4 * arguments.samples_per_step(processes)
 
 
-def _traces(experiments: Sequence[Experiment], settings: dict[str, Any], tell: Tell) -> list[Trace]:
-    """The traces of experiments, made in forks of this process. What is learnt there is added to the facts. 80 of 100
-    per cent of the work are done then."""
-    traces = []
-    fork, count = multiprocessing.get_context("fork"), min(len(experiments), os.cpu_count() or 1)
-    # A fork has these from the start: they need not travel.
-    with ProcessPoolExecutor(count, fork, _fork.update, [settings]) as pool:
-        for number, (trace, news) in enumerate(pool.map(_follow_in_fork, experiments), 1):
-            traces.append(trace)
-            settings["facts"].update(news)
-            tell(80 * number // len(experiments))
-    return traces
-
-
-_fork: dict[str, Any] = {}  # filled in forks only: what one follows with, from one experiment to the next
-
-
-def _follow_in_fork(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
+def _follow(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     """The trace of an experiment, and what was learnt of operations."""
     import torch
 
     torch.set_num_threads(1)
     gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # going through all that is kept takes a quarter of the time
-    before = set(_fork["facts"])
-    return trace_of(experiment, **_fork), _news(_fork["facts"], before)
+    before = set(_with["facts"])
+    return trace_of(experiment, **_with), _news(_with["facts"], before)
 
 
 def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:

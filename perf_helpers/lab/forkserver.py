@@ -84,35 +84,33 @@ class ForkServer:
         self._offered: list[Path] = []  # what was offered by then
         self._forked: set[int] = set()  # by the server of now
 
-    def start(self) -> None:
-        """Start it, if there is none, without waiting for it. One that was started before a package was offered has
-        libraries that did not find it: it is replaced, and its forks go on."""
+    def start(self, with_bitsandbytes: bool = False) -> None:
+        """Start it, if there is none, without waiting for it; if wanted, its second job has bitsandbytes. One that
+        was started before a package was offered has libraries that lack it: it is replaced, its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
             lives = is_ours and self._process.poll() is None
-            if HAS_FORK and not (lives and self._offered == optional_packages.OFFERED):
-                if is_ours and not (lives and self._forked):
-                    self._end()
-                self._begin()
-
-    def _begin(self) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}\n"
-        code += f"from perf_helpers.lab.forkserver import serve; serve({theirs.fileno()})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            env=_DEFAULTS | os.environ | _NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._control, self._owner, self._forked = ours, os.getpid(), set()
-        self._offered = [*optional_packages.OFFERED]
-        self._end = functools.partial(_end, self._process, ours, self._owner, self._forked)
-        atexit.register(self._end)
+            if not HAS_FORK or (lives and self._offered == optional_packages.OFFERED):
+                return
+            if is_ours and not (lives and self._forked):
+                self._end()
+            ours, theirs = multiprocessing.Pipe()
+            code = f"import sys; sys.path[:] = {sys.path!r}\n"
+            code += f"from perf_helpers.lab.forkserver import serve; serve({theirs.fileno()}, {with_bitsandbytes})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                env=_DEFAULTS | os.environ | _NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+            self._control, self._owner, self._forked = ours, os.getpid(), set()
+            self._offered = [*optional_packages.OFFERED]
+            self._end = functools.partial(_end, self._process, ours, self._owner, self._forked)
+            atexit.register(self._end)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
         """Process id of a fresh fork that holds the descriptors (connection, output, errors), has a folder, and what a
@@ -290,9 +288,10 @@ def remove(folder: str) -> None:
 # ----------------------------------------------------------------------------------------------------- the server
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, with_bitsandbytes: bool) -> None:
     """The fork server's loop: forks when asked to, and collects those that ended. The end of its connection ends and
     removes everything."""
+    gc.disable()  # until all is imported, see `_preload`
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
@@ -318,6 +317,8 @@ def serve(descriptor: int) -> None:
                         os.close(inherited)
                     children[pid] = folder
                     control.send(pid)
+                    if with_bitsandbytes and not has_gpus:
+                        _preload(["bitsandbytes"])
                 case "wait", pid:
                     children.pop(pid, None)
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

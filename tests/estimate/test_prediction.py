@@ -101,6 +101,6 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice():
 
 
 def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
-    monkeypatch.setattr(prediction, "_traces", lambda *_: pytest.fail("something was followed"))
+    monkeypatch.setattr(prediction, "_follow", lambda *_: pytest.fail("something was followed"))
     with pytest.raises(Invalid, match="transformers has no class 'no_such_class'"):
         follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)
