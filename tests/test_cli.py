@@ -185,6 +185,18 @@ def test_doctor_tells_people_and_programs():
     assert findings and all(text in re.sub(r"[\d.]+", "#", told.stdout) for text in findings)
 
 
+@pytest.mark.parametrize(("words", "is_offered"), [(["--may", "QLoRA"], True), (["--may=lora"], True), ([], False)])
+def test_a_server_that_is_to_have_peft_is_offered_it_before_it_starts(words, is_offered, monkeypatch):
+    """It would be replaced by one that has, and its imports take seconds."""
+    told = []
+    monkeypatch.setattr(cli.optional_packages, "offer", told.append)
+    monkeypatch.setattr(cli.SERVER, "start", lambda **how: told.append(how))
+    monkeypatch.setattr(sys, "argv", ["perf-helpers", "advise", "--model", "no such model", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert told == ["peft"] * is_offered + [{"with_bitsandbytes": True}]
+
+
 def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt

@@ -36,6 +36,8 @@ def one_rank_of(ranks: int) -> Iterator[None]:
             yield
     finally:
         torch.distributed.destroy_process_group()
+        if deepspeed := sys.modules.get("deepspeed"):  # which keeps the group, and the next training has another
+            deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):

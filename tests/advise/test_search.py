@@ -1,9 +1,11 @@
 """The search: what is chosen among, the largest size that fits, by few looks, and what would help where none does."""
 
+import contextlib
 import math
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,6 +50,15 @@ def test_many_cores_look_ahead_and_find_the_same(ask, followed, monkeypatch, mem
     monkeypatch.setattr(hardware, "this_machine", lambda: hardware.Machine("", "cpu", cpu_cores=4))
     assert ask(memory=memory * MB) == alone
     assert len(threads) > 1
+
+
+def test_the_best_recipe_so_far_is_told_while_others_are_looked_at(ask, followed, monkeypatch):
+    bar = Mock()
+    monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
+    names = [recipe.name for recipe in ask(memory=400 * MB).recipes]
+    told = [call.args[0] for call in bar.set_postfix_str.call_args_list]
+    assert len(told) == len(names) > 1 and told[-1] == f"so far {names[0]}"
+    assert bar.update.call_count == len(followed)
 
 
 def looked_for(sizes, limit, first):

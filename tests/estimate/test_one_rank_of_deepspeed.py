@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from perf_helpers import Task
-from perf_helpers.estimate import estimate
+from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import Lab, optional_packages
 
 TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 5})
@@ -51,6 +51,14 @@ def test_a_rank_takes_on_a_cpu_what_is_measured(offered, tmp_path, stage, recipe
 
 
 @needs_deepspeed
+def test_the_second_training_in_a_process_is_followed_as_if_it_were_alone(offered):
+    recipe = zero(3) | {"processes": 2, "device": "cuda", "compute_capability": (8, 0), "max_steps": 2}
+    shallow = depth.line(TASK, **recipe)  # of two layers, then of four
+    alone = estimate(TASK.replace(config={"num_hidden_layers": 4}), **recipe)
+    assert shallow.reserved[1] == alone.memory.reserved_bytes
+
+
+@needs_deepspeed
 def test_one_process_needs_no_launcher(offered, tmp_path):
     recipe = zero(2) | {"processes": 1}
     lab = Lab("cpu", out=tmp_path, lesson="tests")
@@ -80,7 +88,7 @@ def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):
 WITHOUT = """
 import sys
 from perf_helpers import Task
-from perf_helpers.estimate import estimate
+from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import Lab
 
 recipe = {"processes": 2, "deepspeed": {"zero_optimization": {"stage": 1}}}

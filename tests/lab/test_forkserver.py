@@ -54,6 +54,26 @@ def test_the_server_imports_only_what_a_job_names():
     assert done.stdout.split("\n")[:2] == ["[False, True]", "[True, True]"]
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_bitsandbytes_is_imported_beside_the_first_job_where_the_second_will_need_it(lab, wanted):
+    if lab.machine.gpus:
+        pytest.skip("bitsandbytes asks for GPUs when it is imported: no server does")
+    code = textwrap.dedent(
+        f"""
+        from perf_helpers.lab import processes
+        from perf_helpers.lab.forkserver import SERVER
+        def look(names, tell):
+            import gc, sys
+            return ["".join(names) in sys.modules, gc.isenabled()]
+        SERVER.start(with_bitsandbytes={wanted})
+        for _ in range(2):
+            print(processes.call(look, ["bitsand", "bytes"], timeout=300))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[False, True]", f"[{wanted}, True]"]
+
+
 def test_functions_travel_with_what_they_close_over(lab):
     factor = 7
 
