@@ -20,6 +20,8 @@ COMMANDS = {
     "estimate --model bert-large --seq-len 512 --device cuda": 0,
     "estimate --model llama-3-8b --seq-len 512 --device cuda": 0,
     "measure --model bert-tiny --steps 2": 0,
+    "advise --model llama-3-8b --card h100 --effective-batch 16": 0,
+    "advise --model llama-3-8b --seq-len 2048 --card rtx-4090 --effective-batch 1 --may qlora --largest model": 0,
 }
 # Estimates by one process server, the first one for another model: it waits for the server.
 SECOND = """
@@ -50,9 +52,7 @@ def cases(options) -> dict:
 
 def measure(rounds, options):
     for name in rounds:
-        taken = {}
-        for command, code in COMMANDS.items():
-            taken[command], _ = seconds_of(["-m", "perf_helpers.cli", *command.split()], code)
+        taken = {each: seconds_of(f"-m perf_helpers.cli {each}".split(), code)[0] for each, code in COMMANDS.items()}
         _, *later = map(float, seconds_of(["-c", SECOND])[1].split())
         yield name, taken | dict(zip(RUNNING, later, strict=True))
 
