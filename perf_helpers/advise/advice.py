@@ -249,14 +249,13 @@ def advise(
     evidence = Evidence(machine, kind, capability, task, runs)
     ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
     whose = {"device": kind, "processes": processes, "compute_capability": capability if kind == "cuda" else None}
-    allowed = max(room - context, 0) if kind == "cuda" else None
-    predict = functools.partial(estimate, device_memory=allowed, **whose)
+    predict = functools.partial(estimate, device_memory=max(room - context, 0) if kind == "cuda" else None, **whose)
     line = functools.partial(depth.line, **whose)
-    with progress.bar("advising", bar_format="{desc}: {n} looks, {elapsed}{postfix}") as bar, within(timeout):
+    with progress.bar("advising", bar_format="{desc}: look {n}, {elapsed}{postfix}") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, Once(bar.update), line)
+        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, Once(bar), line)
         if largest is None:
-            fitting = search.find(most, lambda name: bar.set_postfix_str(f"so far {name}"))
+            fitting = search.find(most)
             smallest = None if fitting else search.smallest()
         else:
             search, leanest, does_fit, told = largest_of(search, largest)

@@ -220,8 +220,8 @@ class RecipeSearch:
     # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)
 
-    def find(self, most: int, on_fit: Callable[[str], Any]) -> list[Candidate]:
-        """The best recipes that fit, at most `most`, the best first. `on_fit` is told the name of the best so far.
+    def find(self, most: int) -> list[Candidate]:
+        """The best recipes that fit, at most `most`, the best first.
 
         Techniques are looked at in the order in which they would rank if all fitted, except those that only add costs.
 
@@ -255,7 +255,7 @@ class RecipeSearch:
                 if size:  # else another optimizer's states may leave more room
                     found[candidate.without_optimizer] = size
                     fitting.append(candidate._replace(micro_batch=size))
-                    on_fit(self.choices.name(min(fitting, key=self.ranking.key)))
+                    self.ask.bar.set_postfix_str(f"so far {self.choices.name(min(fitting, key=self.ranking.key))}")
         pool.shutdown(wait=False, cancel_futures=True)
         if not (self.estimates or self.too_large):
             raise failures[0]
@@ -287,8 +287,7 @@ class RecipeSearch:
 
     def _beside(self) -> "RecipeSearch":
         """One that finds the same and notes it elsewhere: what it asks is answered for this one too."""
-        afresh = {"estimates": {}, "too_large": {}, "notes": [], "assumptions": {}}
-        return dataclasses.replace(self, _states={**self._states}, **afresh)
+        return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
         """What a recipe takes by the number of layers; None where all layers are followed at once."""
@@ -365,6 +364,10 @@ class RecipeSearch:
         above = largest_that_fits(sizes, lambda size: _SURE * about(size)[0] <= self.limit, first)
         sizes = [size for size in sizes if size <= (above or sizes[0])]
         below = above and largest_that_fits(sizes, lambda size: about(size)[1] <= self.limit, above)
+        if below:
+            likely = task_of(below)
+            length = f" with {likely.seq_len:,} tokens" if likely.seq_len else ""
+            self.ask.bar.set_postfix_str(f"so far {likely.model}{length}")
         found = above and largest_that_fits([size for size in sizes if size >= below], does, below)
         if not found and (smaller := [size for size in sizes if size < below]):
             found = largest_that_fits(smaller, does, smaller[-1])
@@ -401,11 +404,10 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 
 
 class Once:
-    """Asks each question once, whichever thread is first; the others wait for its answer. `tell` is called after each
-    that was answered."""
+    """Asks each question once, whichever thread is first; the others wait. A bar of tqdm shows how many were asked."""
 
-    def __init__(self, tell: Callable[[], Any]):
-        self._lock, self.answers, self._tell = threading.Lock(), {}, tell
+    def __init__(self, bar):
+        self._lock, self.answers, self.bar = threading.Lock(), {}, bar
 
     def __call__(self, ask: Callable[..., Any], task: Task, arguments: Mapping[str, Any]) -> Any:
         key = ask, repr((task, arguments))
@@ -415,9 +417,9 @@ class Once:
         if is_first:
             try:
                 answer.set_result(ask(task, **arguments))
-                self._tell()
             except BaseException as error:
                 answer.set_exception(error)
+            self.bar.update()
         return answer.result()
 
 

@@ -1,12 +1,14 @@
 """The largest model of a kind and the longest sequence that fit, held against every answer of a formula; and adapters,
 which are offered to who allows them."""
 
+import contextlib
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 
 from perf_helpers import Task, hardware, optional_packages
-from perf_helpers.advise import advise, largest, measured_speedups, search
+from perf_helpers.advise import advice, advise, largest, measured_speedups, search
 from perf_helpers.estimate import MemoryEstimate, depth
 from perf_helpers.records import Memory
 
@@ -82,6 +84,15 @@ def test_the_largest_model_is_the_last_that_fits(ask, memory):
     assert advice.recipes[0].needed_bytes == needed(advice.task, **advice.recipes[0].arguments) <= memory * GB
     following = LLAMAS[len(fitting) : len(fitting) + 1]
     assert all(f"{name} needs about" in "".join(advice.notes) for name in following)
+
+
+def test_what_shallow_models_tell_is_told_before_all_layers_are_followed(ask, told, monkeypatch):
+    seen, estimate = [], advice.estimate
+    monkeypatch.setattr(advice, "estimate", lambda *task, **asked: seen.append("estimate") or estimate(*task, **asked))
+    bar = Mock(set_postfix_str=seen.append)
+    monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
+    found = ask(Task("llama-3-8b", seq_len=2048), memory=24 * GB, may=["QLoRA"], largest="model").task.model
+    assert seen[0] == (f"so far {found} with 2,048 tokens" if told == 1 else seen[0]) and "estimate" in seen[1:]
 
 
 @pytest.mark.parametrize("memory", [16, 24, 31, 80])
