@@ -31,10 +31,10 @@ def _model(search: RecipeSearch) -> Found:
     with ThreadPoolExecutor(1) as pool:
         counted = ahead(pool, parameters, [search.task, *alike])
         candidate = _leanest(search)
-        size, *sizes = counted.result()
+        (size, *sizes), needed = counted.result(), search.told(candidate)
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # What the task needs for each of its parameters says where to look first.
-    first = sum(search.told(candidate) / size * each <= search.limit for each in sizes)
+    first = sum(needed / size * each <= search.limit for each in sizes)
     search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     told = f"Looked at: {', '.join(rung.model for rung in rungs)}."

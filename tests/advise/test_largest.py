@@ -92,7 +92,12 @@ def test_what_shallow_models_tell_is_told_before_all_layers_are_followed(ask, to
     bar = Mock(set_postfix_str=seen.append)
     monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
     found = ask(Task("llama-3-8b", seq_len=2048), memory=24 * GB, may=["QLoRA"], largest="model").task.model
-    assert seen[0] == (f"so far {found} with 2,048 tokens" if told == 1 else seen[0]) and "estimate" in seen[1:]
+    likely = seen[0].removeprefix("so far ").removesuffix(" with 2,048 tokens")
+    beyond = LLAMAS.index(likely) - LLAMAS.index(
+        found
+    )  # a larger one may seem to fit where shallow ones tell too little
+    assert beyond == 0 if told == 1 else beyond >= 0
+    assert "estimate" in seen[1:]
 
 
 @pytest.mark.parametrize("memory", [16, 24, 31, 80])

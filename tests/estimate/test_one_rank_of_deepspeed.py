@@ -88,7 +88,7 @@ def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):
 WITHOUT = """
 import sys
 from perf_helpers import Task
-from perf_helpers.estimate import depth, estimate
+from perf_helpers.estimate import estimate
 from perf_helpers.lab import Lab
 
 recipe = {"processes": 2, "deepspeed": {"zero_optimization": {"stage": 1}}}
