@@ -27,15 +27,16 @@ def largest(search: RecipeSearch, what: str) -> Found:
 
 
 def _model(search: RecipeSearch) -> Found:
-    alike = _alike(search.task)
-    with ThreadPoolExecutor(1) as pool:
-        counted = ahead(pool, parameters, [search.task, *alike])
-        candidate = _leanest(search)
-        (size, *sizes), needed = counted.result(), search.told(candidate)
+    alike, pool = _alike(search.task), ThreadPoolExecutor(1)
+    counted = ahead(pool, parameters, [search.task, *alike])
+    candidate = _leanest(search)
+    (size, *sizes), needed = counted.result(), search.told(candidate)
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # What the task needs for each of its parameters says where to look first.
     first = sum(needed / size * each <= search.limit for each in sizes)
-    search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
+    if first and search.at_once > 1:  # most often it is the answer: followed while shallow ones are looked at
+        ahead(pool, search.beside().estimate, rungs[first - 1], search.choices.arguments(candidate))
+    pool.shutdown(wait=False)
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     told = f"Looked at: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):

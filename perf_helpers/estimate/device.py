@@ -15,12 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from perf_helpers.estimate import kernels, quantized_kernels
+from perf_helpers.estimate import kernels, quantized_kernels, trl_kernels
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, WORKSPACES, FakeTracker, to_of
-from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
@@ -72,7 +71,8 @@ class DeviceTracker(FakeTracker):
         stack = contextlib.ExitStack()
         stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
         stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
-        stack.enter_context(patch.object(torch.autograd.Function, "apply", _no_triton(torch.autograd.Function.apply)))
+        if self._is_function:
+            stack.enter_context(trl_kernels.emulated())
         stack.enter_context(patch.multiple(memory, is_cuda_available=lambda: True, is_mps_available=lambda **_: False))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
@@ -246,17 +246,6 @@ class DeviceTracker(FakeTracker):
         block = Block(size, Category.INSIDE_OPERATIONS, operation)
         self.log.append((block, +1))
         return block
-
-
-def _no_triton(plain):
-    """`torch.autograd.Function.apply`, but for the kernels of TRL, which are written in Triton where a GPU is."""
-
-    def apply(kind, *args, **kwargs):
-        if kind.__module__.startswith("trl.kernels."):
-            raise Invalid(f"{kind.__name__} of TRL is another on a GPU, by Triton: rehearse the training instead")
-        return plain.__func__(kind, *args, **kwargs)
-
-    return classmethod(apply)
 
 
 def _sent_once(plain):

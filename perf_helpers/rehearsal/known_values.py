@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from perf_helpers.unknown import NeedsValues, Unknown
@@ -63,17 +64,29 @@ class Values(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        # Whether the values in a storage are known, while it lives. Where nothing is noted the host's are, and the
-        # device's are not.
+        # Storages of which something is noted, while they live, by their address. No other is asked for: its Python
+        # object would be a second reference, and autograd adds to a gradient in place where it holds the only one.
+        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        # Whether the values in a storage are known. Where nothing is noted the host's are, and the device's are not.
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
         self._norms: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # storages of norms
         self._sent: dict[str, int] = {}  # group -> broadcasts so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        return self._known.get(tensor.untyped_storage(), not tensor.is_cuda)
+        storage = self._noted(tensor)
+        return not tensor.is_cuda if storage is None else self._known.get(storage, not tensor.is_cuda)
 
     def _mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        self._known.update((tensor.untyped_storage(), known) for tensor in tensors)
+        self._known.update((self._remember(tensor), known) for tensor in tensors if self.is_known(tensor) != known)
+
+    def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Its storage, if something is noted of it; another one may have lain there before it was resized."""
+        storage = self._storages.get(_address(tensor))
+        return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
+
+    def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        storage = self._storages[_address(tensor)] = tensor.untyped_storage()
+        return storage
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -100,7 +113,7 @@ class Values(TorchFunctionMode):
         if name == "broadcast" and function.__module__.startswith("torch.distributed"):
             self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
-            self._note(function, name, args, kwargs, given, made)
+            self._note_results(function, name, args, kwargs, given, made)
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
@@ -111,13 +124,13 @@ class Values(TorchFunctionMode):
             if known and _compute(function, args, kwargs, [tensor]):
                 self._mark(True, tensor)
 
-    def _note(self, function, name, args, kwargs, given, made) -> None:
+    def _note_results(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
         results = _tensors(made)
         if not results and name != "__setitem__":
             return
-        old = {tensor.untyped_storage() for tensor in given}
-        fresh = [tensor for tensor in results if tensor.untyped_storage() not in old]
+        old = {*map(_address, given)}
+        fresh = [tensor for tensor in results if _address(tensor) not in old]
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
@@ -127,14 +140,15 @@ class Values(TorchFunctionMode):
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
-            self._norms.update(tensor.untyped_storage() for tensor in fresh)
+            self._norms.update(self._remember(tensor) for tensor in fresh if tensor.numel() <= LARGEST_SENT)
         elif in_place and given and not (name == "masked_fill_" and self._is_all_false(args[1])):
-            self._norms.discard(given[0].untyped_storage())
+            if (storage := self._noted(given[0])) is not None:
+                self._norms.discard(storage)
         if not fresh and not in_place:
             return  # views
-        whole = name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
-        sources = [] if name in _FACTORIES else given[1:] if whole else given
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
+        whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
+        sources = [] if name in _FACTORIES else given[1:] if whole else given
         computable = small and all(map(self.is_known, sources))
         if computable and _compute(function, args, kwargs, fresh):
             return self._mark(True, *fresh, *given[:whole])
@@ -171,7 +185,7 @@ class Values(TorchFunctionMode):
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SENT or tensor.is_complex():
             return False
-        if tensor.untyped_storage() in self._norms:
+        if (storage := self._noted(tensor)) is not None and storage in self._norms:
             return True
         with _out_of_sight():
             return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
@@ -231,6 +245,13 @@ class Values(TorchFunctionMode):
 def _tensors(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results that have memory behind them: no fake, meta, sparse or functorch ones."""
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
+    if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
+        return tensor.untyped_storage()._cdata  # it has no memory of its own
+    return there - tensor.storage_offset() * tensor.element_size()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -263,6 +263,30 @@ def test_what_a_mask_of_known_values_chooses_is_known_in_autograd_too(here):
     assert overwritten == [[7, 1, 8], [3, 4, 9]]
 
 
+def gradients_of_two_uses():
+    import torch
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.sum() * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.expand(1 << 20) * 2
+
+    weight = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    total = Doubled.apply(weight) + Doubled.apply(weight)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total.backward()
+    return (torch.cuda.max_memory_allocated() - before) // weight.nbytes
+
+
+def test_gradients_that_python_made_are_added_in_place_as_on_a_card(here):
+    assert here(gradients_of_two_uses) == 2, "a second reference to a gradient's storage costs a third tensor"
+
+
 def chosen_by_unknown():
     import torch
 

@@ -1,0 +1,54 @@
+"""TRL's loss as on a GPU, where kernels written in Triton fold tiles of logits: they ask for no memory, so nothing is
+launched (TRL 1.16: kernels/chunked_logprob.py). The products around them are torch's own, and are followed."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from perf_helpers.estimate.kernels import HALF
+from perf_helpers.lab.outcomes import Invalid
+
+
+class _Kernel:
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+@contextlib.contextmanager
+def emulated():
+    """Inside this context TRL, where it is installed, takes the way that it takes on a GPU; a loss whose kernels are not
+    emulated raises Invalid."""
+    try:
+        from trl.trainer import utils
+    except ImportError:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; it is asked only where there is Triton
+            there = {"is_triton_available": lambda: True, "_fused_logprob_entropy": _Kernel()}
+            stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **there))
+        if hasattr(utils, "_use_triton"):  # from 1.16 on
+            stack.enter_context(_folded_without_memory(utils))
+        yield
+
+
+def _refuse(*args):
+    raise Invalid("this loss of TRL's is another on a GPU, by Triton: rehearse the training instead")
+
+
+@contextlib.contextmanager
+def _folded_without_memory(utils):
+    from trl.kernels import chunked_logprob as kernels
+
+    plain, launched = kernels._addmm_fp32, _Kernel()
+
+    def added(acc, one, other):  # on a CPU it makes copies in fp32
+        halves = one.dtype in HALF
+        torch.addmm(acc, one, other, out_dtype=torch.float32, out=acc) if halves else plain(acc, one, other)
+
+    replaced = {"_forward_kernel": launched, "_backward_kernel": launched, "_addmm_fp32": added}
+    replaced |= {"triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)), "_use_triton": lambda device: True}
+    with patch.multiple(kernels, create=True, **replaced), patch.object(utils, "_use_triton", lambda device: True):
+        yield
