@@ -84,6 +84,9 @@ class Values(TorchFunctionMode):
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
+    def _is_norm(self, tensor: torch.Tensor) -> bool:
+        return self._noted(tensor) is not None and tensor.untyped_storage() in self._norms
+
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = self._storages[_address(tensor)] = tensor.untyped_storage()
         return storage
@@ -141,9 +144,9 @@ class Values(TorchFunctionMode):
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
             self._norms.update(self._remember(tensor) for tensor in fresh if tensor.numel() <= LARGEST_SENT)
-        elif in_place and given and not (name == "masked_fill_" and self._is_all_false(args[1])):
-            if (storage := self._noted(given[0])) is not None:
-                self._norms.discard(storage)
+        elif in_place and given and self._is_norm(given[0]):
+            stays = name == "masked_fill_" and self._is_all_false(args[1])
+            self._norms.difference_update([] if stays else [given[0].untyped_storage()])
         if not fresh and not in_place:
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
@@ -185,7 +188,7 @@ class Values(TorchFunctionMode):
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SENT or tensor.is_complex():
             return False
-        if (storage := self._noted(tensor)) is not None and storage in self._norms:
+        if self._is_norm(tensor):
             return True
         with _out_of_sight():
             return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())

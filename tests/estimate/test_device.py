@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import sys
+import types
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import kernel_cases
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from perf_helpers.estimate import cuda, prediction
 from perf_helpers.estimate.device import DeviceTracker
@@ -222,28 +225,44 @@ def test_the_logarithm_of_a_sigmoid_keeps_its_input_alone():
     assert sizes(tracker).count(1200) == 2, "its input and its result; on a CPU a buffer too"
 
 
-class OfTRL(torch.autograd.Function):
-    __module__ = "trl.kernels.chunked_logprob"
+@pytest.fixture
+def trl(monkeypatch):
+    """The part of TRL 1.16 in which its loss differs between a GPU and a CPU without Triton."""
+    kernels, utils = (types.ModuleType(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
+    utils._use_triton = kernels._use_triton = lambda device: device.type == "cuda"
+    utils._supports_trl_loss_kernel = lambda logits: logits.is_cuda
+    kernels._addmm_fp32 = lambda acc, one, other: acc.addmm_(one.float(), other.float())
+    kernels._forward_kernel = kernels._backward_kernel = lambda tile: tile.float().exp()
+    parts = {"trl": types.ModuleType("trl"), kernels.__name__: kernels, utils.__name__: utils}
+    parts |= {name: SimpleNamespace(chunked_logprob=kernels, utils=utils) for name in ("trl.kernels", "trl.trainer")}
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, name, part)
+    return kernels, utils
 
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor * 2
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+def test_trls_loss_takes_the_way_of_a_gpu_and_its_kernels_no_memory(trl):
+    kernels, utils = trl
+    tracker, device, fake = DeviceTracker((8, 0), is_function=True), torch.device("cpu"), FakeTensorMode()
+    with fake:  # the product of two kinds of numbers is a GPU's
+        tile, weight, total = torch.ones(6, 4).bfloat16(), torch.ones(4, 8).bfloat16(), torch.zeros(6, 8)
+    with cuda.emulated((8, 0)), fake, tracker, tracker.emulated():
+        assert kernels._use_triton(device) and utils._use_triton(device)
+        kernels._backward_kernel[(6, kernels.triton.cdiv(4, 1024))](tile)
+        kernels._addmm_fp32(total, tile, weight)
+        asked = sizes(tracker)
+        kernels._addmm_fp32(total, tile.float(), weight.float())
+    assert tracker._kernels.workspace_bytes in asked, "a product"
+    assert not {96, 128} & {*asked} and {96, 128} <= {*sizes(tracker)}, "no copies in fp32, and no other tile"
+    assert not utils._use_triton(device) and kernels._forward_kernel(torch.ones(6, 4)).shape == (6, 4)
 
 
-class Own(OfTRL):
-    __module__ = "mine"
-
-
-def test_kernels_of_triton_are_not_followed_in_another_way(tracker):
-    with tracker, tracker.emulated():
-        assert Own.apply(torch.ones(3)).shape == (3,)
-        with pytest.raises(Invalid, match="OfTRL of TRL is another on a GPU, by Triton: rehearse"):
-            OfTRL.apply(torch.ones(3))
-    assert OfTRL.apply(torch.ones(3)).tolist() == [2, 2, 2], "outside nothing is refused"
+def test_a_loss_of_trls_whose_kernels_are_not_emulated_is_refused(trl):
+    _, utils = trl
+    tracker = DeviceTracker((8, 0), is_function=True)
+    with tracker.emulated(), pytest.raises(Invalid, match="another on a GPU, by Triton: rehearse"):
+        assert utils.is_triton_available() and utils._fused_logprob_entropy is not None
+        utils._supports_trl_loss_kernel(torch.ones(3))
+    assert not utils._supports_trl_loss_kernel(torch.ones(3)), "outside nothing is refused"
 
 
 def test_what_autocast_cast_last_goes_first():
