@@ -123,6 +123,9 @@ def llama(**sizes):
     return LlamaForCausalLM(LlamaConfig(**made | sizes))
 
 
+warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # an old name, which peft asks for
+
+
 def with_peft(model, rank=4):
     how = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, how)
