@@ -88,8 +88,12 @@ def _leanest(search: RecipeSearch) -> Candidate:
     if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
-    search.looks_at((search.task, each) for each in left)
-    return min(left, key=search.told) if len(left) > 1 else left[0]
+    if len(left) == 1:
+        return left[0]
+    with ThreadPoolExecutor(search.at_once) as pool:
+        for each in left:
+            ahead(pool, search.beside().line_of, search.task, each)
+    return min(left, key=search.told)
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:

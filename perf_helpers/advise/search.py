@@ -270,12 +270,6 @@ class RecipeSearch:
                 del self.too_large[least]
         return least
 
-    def looks_at(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """What recipes take by the number of layers is learnt of several at once: whoever asks has it by then."""
-        with ThreadPoolExecutor(self.at_once) as pool:
-            for task, candidate in pairs:
-                ahead(pool, self.beside().line_of, task, candidate)
-
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
         states = self._known_states(candidate)
@@ -393,6 +387,8 @@ class RecipeSearch:
             if least <= self.limit and self.fits(whole):
                 most = whole.micro_batch
         sizes = [size for size in sizes if size <= most]  # of a deep model by what shallow ones tell
+        if sizes and not fitting and of(sizes[-1]) not in self.estimates:
+            self.ask.bar.set_postfix_str(f"likely {self.choices.name(of(sizes[-1]))}")
         while sizes and self.needed(of(sizes[-1])) > self.limit:
             sizes.pop()
         return sizes[-1] if sizes else 0
