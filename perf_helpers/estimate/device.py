@@ -34,12 +34,17 @@ _DEVICES = (torch.device, DeviceName)  # what means the device, and not the host
 _PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
 
 
+class NotSent(Exception):
+    """A user's loop computes, and has sent nothing to the device."""
+
+
 class DeviceTracker(FakeTracker):
     """Follows what lies on a GPU.
 
     Args:
         capability: the GPU's compute capability.
-        is_function: a user's loop is followed, whose fake tensors are on the device from the start.
+        is_function: a user's loop is followed.
+        from_the_start: whatever it makes is on the device, for it sends its model to none.
         rules: of torch's release; None: the installed one's.
     """
 
@@ -49,14 +54,15 @@ class DeviceTracker(FakeTracker):
         self,
         capability: tuple[int, int],
         is_function: bool = False,
+        from_the_start: bool = True,
         cache: OperationCache | None = None,
         rules: Release | None = None,
     ):
         super().__init__(cache)
         self._rules = rules or release()
-        self._is_function = is_function
+        self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.lies_on_device)
-        self.is_there = is_function  # whether anything was sent to the device
+        self.is_there = self._from_the_start  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
         self._given_there = False  # whether it was given tensors
@@ -193,7 +199,7 @@ class DeviceTracker(FakeTracker):
         self._given_there = bool(given)
         if given:
             return any_fake or any(map(self.lies_on_device, given))
-        if self._is_function:
+        if self._from_the_start:
             return True
         if self.is_told is not None:
             return self.is_told
@@ -201,6 +207,11 @@ class DeviceTracker(FakeTracker):
 
     def _see(self, tensor, function, args, kwargs):
         pass  # `_allocate` did, in the order of the kernel
+
+    def mark(self, label):
+        if self._is_function and not self.is_there:
+            raise NotSent
+        super().mark(label)
 
     def tag(self, tensor, category, keep=()):
         self.is_there |= category == Category.WEIGHTS  # a model that computes is on the device, however it came there
@@ -217,7 +228,7 @@ class DeviceTracker(FakeTracker):
         held: list[Block] = []
         on_host = [*map(id, kernels.on_host(function, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
-        any_there = not self._is_function or self._given_there or self.is_told
+        any_there = not self._from_the_start or self._given_there or self.is_told
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
                 if not in_place and (any_there or isinstance(step, FakeTensor)) and id(step) not in on_host:

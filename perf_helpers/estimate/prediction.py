@@ -274,12 +274,16 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     if device.kind == "cpu":
         return trace.follow(experiment, trace.FakeTracker(cache))
     from perf_helpers.estimate import cuda
-    from perf_helpers.estimate.device import DeviceTracker
+    from perf_helpers.estimate.device import DeviceTracker, NotSent
 
-    tracker = DeviceTracker(device.compute_capability, experiment.function is not None, cache, device.rules)
-    paged = str(experiment.arguments.get("optim", "")).startswith("paged")
-    with cuda.emulated(device.compute_capability), tracker.emulated(paged):
-        return trace.follow(experiment, tracker)
+    paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
+    for from_the_start in (False, True):
+        tracker = DeviceTracker(device.compute_capability, is_function, from_the_start, cache, device.rules)
+        with contextlib.suppress(NotSent), cuda.emulated(device.compute_capability), tracker.emulated(paged):
+            found = trace.follow(experiment, tracker)
+            if tracker.is_there or not is_function:
+                break
+    return found
 
 
 def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> Followed:

@@ -109,6 +109,20 @@ def test_a_loop_of_ones_own_is_followed_too():
     assert estimate(TINY, device="cpu", function=loop).memory.breakdown == run.memory.breakdown
 
 
+@pytest.mark.parametrize(("is_sent", "segments"), [(True, 64_000_000), (False, 96_000_000)])
+def test_a_model_that_a_loop_sends_to_the_device_was_made_on_the_host(is_sent, segments):
+    def loop(task):
+        import torch
+
+        model = torch.nn.Linear(4000, 4000, bias=False).to(torch.bfloat16)  # 64 MB, cast to 32
+        model.to(torch.device("cpu")) if is_sent else None
+        model(torch.ones(1, 4000).to(torch.bfloat16)).sum().backward()
+
+    found = estimate(TINY, card="t4", function=loop).memory
+    assert found.breakdown["weights"] == found.breakdown["gradients"] == 32_000_000
+    assert segments < found.reserved_bytes < segments + 28_000_000, "with cuBLAS' workspaces, in segments of their own"
+
+
 def test_the_second_question_is_answered_from_what_is_known(monkeypatch):
     first = predicted()
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("it was followed again"))
