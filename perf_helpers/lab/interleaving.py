@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 from perf_helpers.lab.hardware import is_rehearsal
 from perf_helpers.lab.outcomes import Outcome
@@ -161,13 +162,7 @@ def _put_away() -> Iterator[None]:
     """Meanwhile accelerate has nothing of what it keeps for a whole process; then it has again what it had."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    shared = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
-    kept = [dict(state) for state in shared]
-    for state in shared:
-        state.clear()
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (PartialState, AcceleratorState, GradientState):
+            stack.enter_context(patch.dict(kind._shared_state, clear=True))
         yield
-    finally:
-        for state, mine in zip(shared, kept, strict=True):
-            state.clear()
-            state.update(mine)
