@@ -83,16 +83,11 @@ class Watcher:
 
     def mark(self, label: str) -> None:
         self.marks.append((label, len(self.log), len(self.operations)))
-        leave_mark()  # among the profiler's events too, so that both are told in one order
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
+            pass  # it is among the profiler's events too, so that both are told in one order
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
         """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
 
     def born(self, tensor: Any, operation: str) -> None:
         """Follow a tensor that no operation made."""
-
-
-def leave_mark() -> None:
-    """Leave a mark among the events of torch's profiler."""
-    with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
-        pass
