@@ -8,6 +8,7 @@ process of a process namespace, with which the kernel ends all others. Nothing h
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import select
@@ -166,11 +167,7 @@ def _reason(name: str, errors: bytes) -> str:
 
 
 def _enter(descriptor: int) -> None:
-    """setns(2), which Python has from 3.12 on."""
-    if hasattr(os, "setns"):
-        return os.setns(descriptor, _CLONE_NEWNET)
-    import ctypes
-
+    """setns(2), which Python 3.11 has not."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
