@@ -56,8 +56,7 @@ def place(
 
 def view(widget: "Widget") -> dict[str, Any]:
     """What a front end is told to show a widget."""
-    content = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"application/vnd.jupyter.widget-view+json": content}
+    return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 
 def close_widget(widget: "Widget") -> None:
