@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from perf_helpers.estimate.trace_records import Operation, Spec, nested
-from perf_helpers.lab.memory_meter import COLLECTIVES
+from perf_helpers.lab import memory_meter
+from perf_helpers.lab.watcher import MARK
 from perf_helpers.texts import bytes_text
 
 # Up to these bytes an operation is run at its own size without more ado. Products take time that grows faster than
@@ -40,7 +41,7 @@ _ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their
 _GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
 _SLOW_BYTES_A_SECOND = 1e8  # of an operation that was never timed
 _SLOW = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.")
-_HIDES_NOTHING = ("profiler.", "storage.", COLLECTIVES)  # what gloo takes for collectives is not counted
+_HIDES_NOTHING = ("profiler.", "storage.", memory_meter.COLLECTIVES)  # what gloo takes for collectives is not counted
 _AT_OWN_SIZE = ("fsdp.",)  # that work into a tensor which they are given, whose size follows from all others
 # Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
 _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_product_")
@@ -292,26 +293,19 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
     """How each operation did, in a process that nobody needs afterwards."""
     faulthandler.disable()  # should an operation end this process, that is an answer and no news
     torch.set_num_threads(threads)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with memory_meter.profiled() as profile:
         for number, operation in enumerate(operations):
-            _once(operation, str(number))
-    times, memory = {}, []
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            memory.append((event.start_ns(), event.nbytes()))
-        else:
-            times[event.name()] = event.start_ns()
-    memory.sort(key=lambda change: change[0])
-    when = [time for time, _ in memory]
+            _once(operation, f"{MARK} {number}")
+    changes, ours = memory_meter.events(profile)
+    times, totals = memory_meter.running(changes)
     found: list[Seen | None] = []
     for number in range(len(operations)):
-        begin, end = times.get(f"{number} begins"), times.get(f"{number} ends")
-        if end is None:
+        if f"{number} ends" not in ours:
             found.append(None)
             continue
-        here = memory[bisect.bisect_left(when, begin) : bisect.bisect_left(when, end)]
-        totals = [0, *itertools.accumulate(size for _, size in here)]
-        found.append(Seen(max(totals) - totals[-1], (end - begin) / 1e9))
+        begin, end = (ours[f"{number} {which}"][0].begin for which in ("begins", "ends"))
+        first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
+        found.append(Seen(max(totals[first : last + 1]) - totals[last], (end - begin) / 1e9))
     return found
 
 

@@ -6,6 +6,7 @@ own and never spread over the others.
 """
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from perf_helpers.lab import hardware
 from perf_helpers.lab.tracker import Tracker, counted, name_of, watched
 from perf_helpers.lab.watcher import MARK, Watcher
-from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
+from perf_helpers.records import CATEGORIES, Memory, explain
 
 COLLECTIVES = "c10d."  # how the names of their operations begin
 
@@ -66,7 +67,7 @@ class MemoryMeter:
         self._stack = contextlib.ExitStack()
         if not self._cuda:
             self._tracker = _CpuTracker() if self._categories else Watcher()
-            self._profile = self._stack.enter_context(_profile())
+            self._profile = self._stack.enter_context(profiled())
         else:
             self._tracker = _CudaTracker() if self._categories else _CudaWatcher()
             if (file := os.environ.get("REHEARSAL_SNAPSHOT")) and not self._categories:
@@ -158,43 +159,41 @@ class _Change(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    """When an operation ran."""
+    """When an operation ran, or another event was."""
 
     begin: int
     end: int
     thread: int
 
 
-def _profile() -> torch.profiler.profile:
+def profiled() -> torch.profiler.profile:
     """torch's profiler, told of each change by a CPU's allocator."""
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
-def _events(profile: torch.profiler.profile) -> tuple[list[_Change], list[_Ran], list[int]]:
-    """What the profiler saw, in the order of time: changes, operations, and when there were marks."""
-    changes, operations, marks = [], [], []
+def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
+    """What the profiler saw, in the order of time: changes, and by the rest of their names events of our own."""
+    changes, ours = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
-        name = event.name()
-        if name == "[memory]":
+        if (name := event.name()) == "[memory]":
             changes.append(_Change(event.start_ns(), event.nbytes(), event.start_thread_id()))
-        elif name == f"{MARK} op":
-            operations.append(_Ran(event.start_ns(), event.end_ns(), event.start_thread_id()))
-        elif name == f"{MARK} mark":
-            marks.append(event.start_ns())
+        elif name.startswith(MARK):
+            ran = _Ran(event.start_ns(), event.end_ns(), event.start_thread_id())
+            bisect.insort(ours[name.removeprefix(f"{MARK} ")], ran)
     changes.sort(key=lambda change: change.when)
-    return changes, sorted(operations), sorted(marks)
+    return changes, ours
 
 
-def _running(changes: list[_Change]) -> tuple[list[int], list[int]]:
+def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
     """When each change was, and the totals: before all, and after each."""
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
     """The account of the CPU allocator, from the events that it gave to the profiler."""
-    changes, operations, mark_times = _events(profile)
-    times, totals = _running(changes)
-    begins = [ran.begin for ran in operations]
+    changes, ours = events(profile)
+    times, totals = running(changes)
+    begins, mark_times = ([ran.begin for ran in ours[name]] for name in ("op", "mark"))
     start = max((when for when, mark in zip(mark_times, tracker.marks, strict=True) if mark[0] == "start"), default=0)
     peak = max(range(bisect.bisect_left(times, start), len(totals)), key=totals.__getitem__)
     at_operations = []
@@ -213,8 +212,9 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
     What gloo takes for itself is left out: it works in threads of its own, and lets go of its buffers at no certain
     time.
     """
-    changes, operations, _ = _events(profile)
-    times, totals = _running([change for change in changes if operations and change.thread == operations[0].thread])
+    changes, ours = events(profile)
+    operations = ours["op"]
+    times, totals = running([change for change in changes if operations and change.thread == operations[0].thread])
     live = [0, *itertools.accumulate(sign * block.bytes for block, sign in tracker.log)]
     at_operations = []
     for ran, before, (length, _, name, _) in zip(operations, tracker.begun, tracker.operations, strict=True):
