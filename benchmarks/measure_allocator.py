@@ -19,9 +19,8 @@ import cloudpickle
 from runner import Measurement
 
 from perf_helpers.cards import CONTEXT_BYTES
-from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
+from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings, release
-from perf_helpers.estimate.segments import MIB
 from perf_helpers.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]

@@ -14,8 +14,7 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from perf_helpers.estimate import quantized_kernels, reduction_scratch
-from perf_helpers.estimate.allocator import workspace_bytes
-from perf_helpers.estimate.segments import next_multiple
+from perf_helpers.estimate.allocator import next_multiple, workspace_bytes
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

@@ -1,5 +1,5 @@
 /**
- * torch's CUDA caching allocator, as `perf_helpers/estimate/allocator.py` and `segments.py` have it: the segments that
+ * torch's CUDA caching allocator, as `perf_helpers/estimate/allocator.py` has it: the segments that
  * births and deaths of blocks take from the device, under the rules of torch 2.13 and 2.14, on one stream.
  *
  * Not covered: options other than expandable segments. `tests/website/test_allocator_js.py` holds it to the Python one.
