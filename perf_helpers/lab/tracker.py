@@ -362,11 +362,8 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
 
     @contextlib.contextmanager
     def during(phase):
-        before, tracker.phase = tracker.phase, phase
-        try:
+        with patch.object(tracker, "phase", phase):
             yield
-        finally:
-            tracker.phase = before
 
     def scattering(plain):
         def scatter(group, *unused):
