@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from perf_helpers.lab import hardware, interleaving, outcomes, worker
-from perf_helpers.lab.forkserver import SERVER, CleanProcess
+from perf_helpers.lab.forkserver import CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import positive
@@ -34,11 +34,6 @@ def within(seconds: float) -> Iterator[None]:
 def seconds_left() -> float:
     """What is left of `within`; infinity outside."""
     return max(0.0, _limit.get()[0] - time.monotonic())
-
-
-def are_measuring() -> bool:
-    """Whether an experiment is being measured just now: what can wait should not take time from it."""
-    return bool(SERVER.measuring)
 
 
 def execute(

@@ -9,7 +9,7 @@ The contract of an explorer, beside that of `frame`:
   control answers within 150 ms. The picture says its values and units in words too.
 - Without a front end a static picture or table of where it started stays, from `plots`.
 - What takes longer than a glance is done by one thread in the background. It begins when a control is first moved,
-  waits while an experiment is measured (`processes.are_measuring`), and ends with its widget (`at_end` of `place`).
+  waits while an experiment is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from perf_helpers import plots
 from perf_helpers.cards import SIZES, context_bytes, named
 from perf_helpers.estimate import MemoryEstimate, estimate, peak_model
-from perf_helpers.lab import Lab, Task, processes
+from perf_helpers.lab import Lab, Task
+from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.task import PRESETS
 from perf_helpers.texts import bytes_text, parts_text, shown
 from perf_helpers.widgets import svg
@@ -138,7 +139,7 @@ class _MemoryExplorer:
         """Do what is most wanted; False if there is nothing left to do."""
         known, point = self._point()
         choice, *_ = point
-        while processes.are_measuring() and not self._closed:
+        while SERVER.measuring and not self._closed:
             time.sleep(0.2)
         try:
             if known not in self._prepared:
