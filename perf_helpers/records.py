@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, get_args
 
 from filelock import FileLock
 
@@ -344,10 +344,7 @@ class Comparison(Record):
         return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
 
 
-Kept = TypeVar("Kept", bound=Record)
-
-
-class Store(Generic[Kept]):
+class Store:
     """Records of one kind in a file of JSON lines, e.g. runs, or what a learner did.
 
     Several notebooks may write one file at once. A line is appended whole, under a lock, and flushed to the disk. A
@@ -358,10 +355,10 @@ class Store(Generic[Kept]):
         record: the kind, which reads what its `to_dict` wrote.
     """
 
-    def __init__(self, path: str | os.PathLike, record: type[Kept] = Run):
+    def __init__(self, path: str | os.PathLike, record: type[Record] = Run):
         self.path, self._record = Path(path), record
 
-    def append(self, record: Kept) -> None:
+    def append(self, record: Record) -> None:
         """Raises OSError where the file cannot be written; nothing is left half written then."""
         line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -379,7 +376,7 @@ class Store(Generic[Kept]):
                     file.truncate(start)
                 raise
 
-    def read(self) -> list[Kept]:
+    def read(self) -> list[Any]:
         """All records in the order in which they were written; a damaged line is reported as a warning and skipped."""
         try:
             lines = self.path.read_bytes().splitlines()

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from perf_helpers.lab import Lab
 from perf_helpers.records import Record, Store, now
-
-if TYPE_CHECKING:
-    from perf_helpers.lab.lab import Lab
 
 STATUSES = ("not attempted", "wrong", "right")  # of an exercise, from the least
 # What a line of each kind holds, at least.
@@ -51,7 +49,7 @@ class Entry(Record):
         return self.kind, self.lesson, self.key
 
 
-class Journal(Store[Entry]):
+class Journal(Store):
     """Entries in a file of JSON lines, appended and read as a lab's runs are."""
 
     def __init__(self, path: str | PathLike):
@@ -62,12 +60,12 @@ class Journal(Store[Entry]):
         self.path.unlink(missing_ok=True)
 
 
-def of(lab: "Lab") -> Journal:
+def of(lab: Lab) -> Journal:
     """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
     return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
-def keep(lab: "Lab", kind: str, key: str = "", **content) -> None:
+def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
     """Append an entry (`Entry` says what it needs) under the lab's lesson; where the file cannot be written, say so."""
     journal = of(lab)
     try:
