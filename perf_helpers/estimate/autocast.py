@@ -50,10 +50,7 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
 
     # `torch.autocast` calls it when the outermost context ends.
     with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
-        try:
-            yield
-        finally:
-            casts.kept.clear()
+        yield
 
 
 class _Casts:
