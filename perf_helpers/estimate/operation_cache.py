@@ -21,13 +21,10 @@ class View:
     offset: int  # in elements
 
 
-# None: the operation works in place and returns its first argument, if anything.
-Made = Spec | View | tuple[Spec | None, ...] | list[Spec | None] | None
-
-
 class OperationCache:
     """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
-    depends on the arguments alone. Left out is whatever cannot be made again from a `Made`.
+    depends on the arguments alone. Left out is whatever cannot be made again from a `Spec`, a `View`, or several
+    `Spec`s.
 
     Args:
         known: what is known already, among other facts; it is added to.
@@ -48,7 +45,7 @@ class OperationCache:
             result = ask()
             self._keep(key, function, args, result, tensors)
             return result
-        if made is None:
+        if made is None:  # it works in place
             return args[0] if function._schema.returns else None
         if type(made) in (tuple, list):
             return type(made)(part if part is None else fake(part, mode) for part in made)
