@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from perf_helpers import cards
 from perf_helpers.estimate import prediction
@@ -22,8 +22,6 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import arguments_of_kind, shown, whole_number
-
-Answer = TypeVar("Answer")
 
 _MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
 
@@ -160,9 +158,7 @@ class Knowledge:
         self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
         self._learned: deque[bytes] = deque()  # the news that `prediction.with_known` returns
 
-    def ask(
-        self, function: Callable[..., Answer], *arguments, model: str, timeout: float, on_percent: Tell | None = None
-    ) -> Answer:
+    def ask(self, function: Callable, *arguments, model: str, timeout: float, on_percent: Tell | None = None) -> Any:
         """What a function such as `prediction.predict` answers to these arguments in a clean process, within `timeout`
         seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
 

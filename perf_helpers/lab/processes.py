@@ -6,15 +6,13 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 from perf_helpers.lab import hardware, interleaving, outcomes, worker
 from perf_helpers.lab.forkserver import CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import positive
-
-Value = TypeVar("Value")
 
 _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("inf"), 0.0))  # (until when, of seconds)
 
@@ -71,9 +69,7 @@ def _may_be_paired(experiment: Experiment) -> bool:
     return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
 
 
-def call(
-    function: Callable[..., Value], *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None
-) -> Value:
+def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None) -> Any:
     """What `function(*arguments, tell=...)` returns from a clean process.
 
     Args:
