@@ -130,11 +130,8 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
         parameters.update((id(weight), weight) for weight in weights)
         watcher.mark("start" if len(watcher.marks) < compiling_steps else "step")
 
-    hook = register_optimizer_step_post_hook(stepped)
-    try:
+    with register_optimizer_step_post_hook(stepped):
         yield parameters
-    finally:
-        hook.remove()
 
 
 # ---- what an allocator says
