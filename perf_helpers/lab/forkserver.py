@@ -163,7 +163,7 @@ def _end(process: subprocess.Popen, control: connection.Connection, owner: int, 
 SERVER = ForkServer()
 
 
-class CleanProcess:
+class CleanProcess(contextlib.AbstractContextManager):
     """One clean process, from its start to its end. Use as a context manager: leaving it ends the process.
 
     Args:
@@ -254,9 +254,6 @@ class CleanProcess:
             self.channel.close()
             if self._descriptor is not None:
                 os.close(self._descriptor)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
