@@ -79,15 +79,13 @@ def card(
     arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
         raise ValueError("name a card (t4, a100, h100 or another of cards.CARDS), or a compute capability and a memory")
-    known = None if name is None else named(name)
-    memory_bytes, its_capability = memory_of_card(name, device_memory, compute_capability)
-    capability = tuple(its_capability)
-    check_capability(capability)
+    memory_bytes, capability = memory_of_card(name, device_memory, compute_capability)
+    check_capability(capability := tuple(capability))
     whole_number("devices", devices, most=16)
+    if name is not None and device_memory is None:
+        return replace(named(name), capability=capability, devices=devices)
     described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
-    if known is None or device_memory is not None:
-        return Card(known.name if known else described, capability, memory_bytes, devices)
-    return replace(known, capability=capability, devices=devices)
+    return Card(described if name is None else named(name).name, capability, memory_bytes, devices)
 
 
 def check_capability(capability: tuple[int, int]) -> None:
