@@ -5,6 +5,7 @@ anything runs: names, values, the model, its sequence length.
 """
 
 import itertools
+import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import as_completed
@@ -242,7 +243,6 @@ def _rows(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict[str, Any]]]:
     """(name, what changes) of every combination of the grid's values, the last name's values changing fastest."""
-    number = 1
     for name, values in grid.items():
         if name == "config":
             raise ValueError("[grid] has no 'config': it stands under [task]")
@@ -253,8 +253,7 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
         if not values:
             raise ValueError(f"[grid]: {name}=[]: give at least one value")
         grid[name] = [_value("[grid]", name, value) for value in values]
-        number *= len(values)
-    if number > MOST_ROWS:
+    if (number := math.prod(map(len, grid.values()))) > MOST_ROWS:
         raise ValueError(f"[grid] has {number:,} combinations; {MOST_ROWS:,} rows are the most")
     changing = [name for name, values in grid.items() if len(values) > 1] or [*grid]
     made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
