@@ -193,15 +193,6 @@ class Run(Record):
     date: str = ""  # ISO 8601, UTC
     id: str = ""
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any] | None):
-        """Read what to_dict wrote, also by an older version."""
-        if data and "samples_per_step" in (data.get("arguments") or {}):  # schema 1
-            arguments = dict(data["arguments"])
-            samples = arguments.pop("samples_per_step")
-            data = data | {"kind": "function", "samples_per_step": samples, "arguments": arguments}
-        return super(Run, cls).from_dict(data)
-
     @property
     def ok(self) -> bool:
         return self.status == "ok"

@@ -66,15 +66,6 @@ def test_parts_sum_to_the_total():
     assert sum(parts.values()) == 50 and parts["inside_operations"] == 50 - 5 * (len(CATEGORIES) - 1)
 
 
-def test_a_run_of_the_first_schema_is_read():
-    """It kept the samples of a function's step among the training arguments."""
-    old = RUN.to_dict() | {"arguments": {"samples_per_step": 8}}
-    del old["kind"], old["samples_per_step"]
-    run = Run.from_dict(old)
-    assert (run.kind, run.samples_per_step, run.arguments) == ("function", 8, {})
-    assert Run.from_dict(RUN.to_dict()).arguments == {"bf16": True}
-
-
 # ---- their file
 
 

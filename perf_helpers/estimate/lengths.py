@@ -19,7 +19,7 @@ from perf_helpers.estimate.prediction import Fits, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task, positions
-from perf_helpers.texts import bytes_text
+from perf_helpers.texts import bytes_text, reading
 
 LONGEST = 1 << 20  # tokens of a sample
 _MOST_ROWS = 1 << 10  # of a batch that is looked for
@@ -31,11 +31,8 @@ Steps = list[list[list[int]]]  # of each optimizer step its micro-batches, as nu
 
 def read(file: str | os.PathLike) -> tuple[int, ...]:
     """The lengths in a text file, with blanks, commas or ends of lines between. Raises ValueError as `checked` does."""
-    try:
+    with reading(file, "text", "a text file"):
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "no text"
-        raise ValueError(f"{file}: cannot be read ({why}). Give a text file") from None
     return checked(text.translate(str.maketrans(",[]", "   ")).split(), str(file))
 
 

@@ -64,28 +64,24 @@ class Values(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        # Storages of which something is noted, while they live, by their address. No other is asked for: its Python
-        # object would be a second reference, and autograd adds to a gradient in place where it holds the only one.
+        # Storages of which something is noted, by their address, while they live: whether their values are known (of all
+        # others the host's are, and the device's are not), and whether they are of a norm. No other is asked for: its
+        # Python object would be a second reference, and autograd adds to a gradient in place where it has the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        # Whether the values in a storage are known. Where nothing is noted the host's are, and the device's are not.
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
-        self._norms: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # storages of norms
         self._sent: dict[str, int] = {}  # group -> broadcasts so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        storage = self._noted(tensor)
-        return not tensor.is_cuda if storage is None else self._known.get(storage, not tensor.is_cuda)
+        return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def _mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        self._known.update((self._remember(tensor), known) for tensor in tensors if self.is_known(tensor) != known)
+        for tensor in tensors:
+            if self.is_known(tensor) != known:
+                self._remember(tensor).is_known = known
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if something is noted of it; another one may have lain there before it was resized."""
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
-
-    def _is_norm(self, tensor: torch.Tensor) -> bool:
-        return self._noted(tensor) is not None and tensor.untyped_storage() in self._norms
 
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = self._storages[_address(tensor)] = tensor.untyped_storage()
@@ -143,10 +139,11 @@ class Values(TorchFunctionMode):
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
-            self._norms.update(self._remember(tensor) for tensor in fresh if tensor.numel() <= LARGEST_SENT)
-        elif in_place and given and self._is_norm(given[0]):
-            stays = name == "masked_fill_" and self._is_all_false(args[1])
-            self._norms.difference_update([] if stays else [given[0].untyped_storage()])
+            for tensor in fresh:
+                if tensor.numel() <= LARGEST_SENT:
+                    self._remember(tensor).is_norm = True
+        elif in_place and given and getattr(self._noted(given[0]), "is_norm", False):
+            self._noted(given[0]).is_norm = name == "masked_fill_" and self._is_all_false(args[1])
         if not fresh and not in_place:
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
@@ -188,7 +185,7 @@ class Values(TorchFunctionMode):
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SENT or tensor.is_complex():
             return False
-        if self._is_norm(tensor):
+        if getattr(self._noted(tensor), "is_norm", False):
             return True
         with _out_of_sight():
             return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
