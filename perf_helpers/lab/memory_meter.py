@@ -336,13 +336,8 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
     """The last step recorded, see `series`."""
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
-    indices, lives, live, position = highest(at_operations, first, last), [], dict.fromkeys(TENSOR_CATEGORIES, 0), 0
-    for index in indices:
-        length = tracker.operations[index][0]
-        for block, sign in itertools.islice(tracker.log, position, length):
-            live[block.category] += sign * block.bytes
-        position = length
-        lives.append(dict(live))
+    indices = highest(at_operations, first, last)
+    lives = [tracker.live(tracker.operations[index][0]) for index in indices]
     return series([tracker.operations[i][1:] for i in indices], lives, [at_operations[i] for i in indices])
 
 
