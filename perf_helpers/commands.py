@@ -94,12 +94,12 @@ def estimate(
     from perf_helpers import estimate as room
 
     given = _given(context, context.args)
+    whose = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
     if lengths is not None:
         if inference or snapshot or processes > 1 or seq_len or allocator_settings:
             raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
         from perf_helpers.estimate import lengths as module
 
-        whose = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
         task, pads = Task(model, architecture=architecture), {"pad_to_multiple_of": multiple}
         worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
         told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
@@ -108,14 +108,12 @@ def estimate(
         raise ValueError(f"--pad-to-multiple-of={multiple}: give it with --lengths, else nothing is padded")
     estimated = room.estimate(
         Task(model, seq_len, dataset_size, architecture),
-        card=card,
-        device=device,
-        compute_capability=_capability(compute_capability),
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
         torch_version=torch_version,
         snapshot=snapshot,
+        **whose,
         **given,
     )
     memory, fits = estimated.memory, [estimated.fits(card)] if card else []

@@ -27,7 +27,7 @@ def emulated():
         return
     with contextlib.ExitStack() as stack:
         if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; it is asked only where there is Triton
-            there = {"is_triton_available": _yes, "_fused_logprob_entropy": _Kernel()}
+            there = {"is_triton_available": lambda: True, "_fused_logprob_entropy": _Kernel()}
             stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **there))
         if hasattr(utils, "_use_triton"):  # from 1.16 on
             stack.enter_context(_folded_without_memory(utils))
@@ -49,10 +49,6 @@ def _folded_without_memory(utils):
         torch.addmm(acc, one, other, out_dtype=torch.float32, out=acc) if halves else plain(acc, one, other)
 
     replaced = {"_forward_kernel": launched, "_backward_kernel": launched, "_addmm_fp32": added}
-    replaced |= {"triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)), "_use_triton": _yes}
-    with patch.multiple(kernels, create=True, **replaced), patch.object(utils, "_use_triton", _yes):
+    replaced |= {"triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)), "_use_triton": lambda device: True}
+    with patch.multiple(kernels, create=True, **replaced), patch.object(utils, "_use_triton", kernels._use_triton):
         yield
-
-
-def _yes(*_):
-    return True

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from perf_helpers.lab import hardware
 from perf_helpers.lab.tracker import Tracker, counted, name_of, watched
 from perf_helpers.lab.watcher import MARK, Watcher
-from perf_helpers.records import CATEGORIES, TENSOR_CATEGORIES, Memory, explain
+from perf_helpers.records import CATEGORIES, Memory, explain
 
 COLLECTIVES = "c10d."  # how the names of their operations begin
 

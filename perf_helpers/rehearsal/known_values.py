@@ -64,9 +64,9 @@ class Values(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        # Storages of which something is noted, by their address, while they live: whether their values are known (of all
-        # others the host's are, and the device's are not), and whether they are of a norm. No other is asked for: its
-        # Python object would be a second reference, and autograd adds to a gradient in place where it has the only one.
+        # Storages of which something is noted, by their address, while they live: whether their values are known (of
+        # others the host's are, the device's are not), and whether they are of a norm. No other is asked for: its
+        # object in Python is a second reference, and autograd adds to a gradient in place where it has the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._sent: dict[str, int] = {}  # group -> broadcasts so far
 

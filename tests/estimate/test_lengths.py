@@ -136,7 +136,7 @@ def test_lengths_come_from_files_columns_and_rows(tmp_path):
     assert checked(rows["input_ids"]) == checked(rows["length"]) == checked(np.array([3, 1])) == (3, 1)
     file.write_bytes(b"\xff\xfe\x00")
     for wrong in (file, tmp_path, tmp_path / "none.txt"):
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(ValueError, match=r"cannot be read|not text"):
             read(wrong)
 
 
