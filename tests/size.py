@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
     ("perf_helpers", ["perf_helpers/**/*.py"], 19_513, 95),
-    ("  lab", ["perf_helpers/lab/*.py"], 5_198, 23),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_193, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 758, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 5_312, 23),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 5_317, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 986, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_307, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 709, 4),
@@ -25,7 +25,7 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        9_371,
+        9_366,
         49,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_618, 38),

@@ -136,7 +136,7 @@ class Kernels:
         (flash_attn/flash_api.cpp: mha_bwd)."""
         batch, heads, length, head = query.shape
         rows = batch * heads * next_multiple(length, 128)
-        wide = next_multiple(head, 32) if head <= 192 else 256
+        wide = next_multiple(head, 32 if head <= 128 else 64)
         copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
         grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
         return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
@@ -236,6 +236,10 @@ class Kernels:
         """A number is copied to the device first (native/TensorCompare.cpp: where_self_out)."""
         numbers = [value for value in values if not value.dim() and not self._is_there(value)]
         return [*(value.element_size() for value in numbers), *made]
+
+    def _masked_scatter(self, made, tensor, *_, **__):
+        """The number of each element among those that the mask chooses (cuda/IndexKernel.cu: masked_scatter_kernel)."""
+        return [*made, WORD * tensor.numel(), _scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
@@ -381,6 +385,8 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.sort: Kernels._sort,
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
+    aten.masked_scatter: Kernels._masked_scatter,
+    aten.masked_scatter_: Kernels._masked_scatter,
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,

@@ -2,6 +2,7 @@
 launched (TRL 1.16: kernels/chunked_logprob.py). The products around them are torch's own, and are followed."""
 
 import contextlib
+import importlib
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ def emulated():
     """Inside this context TRL, where it is installed, takes its way on a GPU. A loss whose kernels are not emulated
     raises Invalid."""
     try:
-        from trl.trainer import utils
+        utils = importlib.import_module("trl.trainer.utils")  # the user's, where it is
     except ImportError:
         yield
         return
@@ -40,8 +41,7 @@ def _refuse(*args):
 
 @contextlib.contextmanager
 def _folded_without_memory(utils):
-    from trl.kernels import chunked_logprob as kernels
-
+    kernels = importlib.import_module("trl.kernels.chunked_logprob")
     plain, launched = kernels._addmm_fp32, _Kernel()
 
     def added(acc, one, other):  # on a CPU it makes copies in fp32

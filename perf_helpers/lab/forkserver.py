@@ -369,7 +369,8 @@ def _child(channel: int, output: int, errors: int) -> None:
         _prctl(36, 1)  # as the server
         os.dup2(output, 1)
         os.dup2(errors, 2)
-        _volunteer()
+        with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this and not the notebook
+            Path("/proc/self/oom_score_adj").write_text("800")
         _main(connection.Connection(channel))
         code = 0
     finally:
@@ -384,12 +385,6 @@ def die_with_parent() -> None:
 
 def _prctl(option: int, value: int) -> None:
     getattr(ctypes.CDLL(None), "prctl", lambda *_: None)(option, value)
-
-
-def _volunteer() -> None:
-    """If memory runs out, the kernel should end the experiment and not the notebook."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("800")
 
 
 def _main(channel: connection.Connection) -> None:

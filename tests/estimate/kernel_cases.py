@@ -54,12 +54,13 @@ def attention(name, dtype, groups=4, dropout=0.0, size=64, lengths=(200, 200)):
     return lambda: aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)
 
 
-def flash_backward(groups=4):
-    query, key, value = heads(BF16), heads(BF16, groups), heads(BF16, groups)
+def flash_backward(groups=4, size=64):
+    query, key, value = (heads(BF16, count, size=size) for count in (4, groups, groups))
     out, logsumexp, first, second, longest, other, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         query, key, value
     )
-    ours = (heads(BF16), query, key, value, out, logsumexp, first, second, longest, other, 0.0, False, seed, offset)
+    rest = (query, key, value, out, logsumexp, first, second, longest, other, 0.0, False, seed, offset)
+    ours = (heads(BF16, size=size), *rest)
     return lambda: aten._scaled_dot_product_flash_attention_backward(*ours)
 
 
@@ -164,6 +165,11 @@ def index(dtype):
     return lambda: aten.index(tensor, [positions])
 
 
+def scattered(count, in_place=False):
+    tensor, mask, source = zeros(count, 10), zeros(count, 10, dtype=torch.bool), zeros(count, 10)
+    return lambda: (aten.masked_scatter_ if in_place else aten.masked_scatter)(tensor, mask, source)
+
+
 def where(number):
     mask, tensor = zeros(1000, dtype=torch.bool), zeros(1000)
     return lambda: torch.where(mask, tensor, number)
@@ -175,6 +181,7 @@ RUNS = {
     "flash, grouped": lambda: attention("flash", BF16, groups=2),
     "flash's backward": flash_backward,
     "flash's backward, grouped": lambda: flash_backward(2),
+    "flash's backward, wide heads": lambda: flash_backward(size=144),
     "flash, keys in parts": lambda: attention("flash", BF16, lengths=(500, 600)),
     "flash, keys in parts, wide heads": lambda: attention("flash", BF16, lengths=(300, 700), size=168),
     "flash, one row": lambda: attention("flash", BF16, 2, lengths=(1, 900)),
@@ -219,6 +226,8 @@ RUNS = {
     "group norm's backward": group_norm_backward,
     "is it infinite": lambda: of_one(torch.isinf, 1000),
     "one of two, of which one is a number": lambda: where(0.5),
+    "scattered by a mask": lambda: scattered(102),
+    "scattered by a mask, many, in place": lambda: scattered(50_000, True),
     "index of 32 bits": lambda: index(I32),
     "index": lambda: index(I64),
     "running sum of floats": lambda: of_one(torch.cumsum, 100_000, dim=0),

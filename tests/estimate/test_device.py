@@ -233,10 +233,8 @@ def trl(monkeypatch):
     utils._supports_trl_loss_kernel = lambda logits: logits.is_cuda
     kernels._addmm_fp32 = lambda acc, one, other: acc.addmm_(one.float(), other.float())
     kernels._forward_kernel = kernels._backward_kernel = lambda tile: tile.float().exp()
-    parts = {"trl": types.ModuleType("trl"), kernels.__name__: kernels, utils.__name__: utils}
-    parts |= {name: SimpleNamespace(chunked_logprob=kernels, utils=utils) for name in ("trl.kernels", "trl.trainer")}
-    for name, part in parts.items():
-        monkeypatch.setitem(sys.modules, name, part)
+    for part in (kernels, utils):
+        monkeypatch.setitem(sys.modules, part.__name__, part)
     return kernels, utils
 
 
