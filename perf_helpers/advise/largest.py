@@ -27,16 +27,15 @@ def largest(search: RecipeSearch, what: str) -> Found:
 
 
 def _model(search: RecipeSearch) -> Found:
-    alike, pool = _alike(search.task), ThreadPoolExecutor(1)
-    counted = ahead(pool, parameters, [search.task, *alike])
-    candidate = _leanest(search)
-    (size, *sizes), needed = counted.result(), search.told(candidate)
+    alike = _alike(search.task)
+    with ThreadPoolExecutor(1) as pool:
+        counted = ahead(pool, parameters, [search.task, *alike])
+        candidate = _leanest(search)
+        (size, *sizes), needed = counted.result(), search.told(candidate)
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # What the task needs for each of its parameters says where to look first.
     first = sum(needed / size * each <= search.limit for each in sizes)
-    if first and search.at_once > 1:  # most often it is the answer: followed while shallow ones are looked at
-        ahead(pool, search.beside().estimate, rungs[first - 1], search.choices.arguments(candidate))
-    pool.shutdown(wait=False)
+    search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     told = f"Looked at: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
@@ -88,12 +87,8 @@ def _leanest(search: RecipeSearch) -> Candidate:
     if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
-    if len(left) == 1:
-        return left[0]
-    with ThreadPoolExecutor(search.at_once) as pool:
-        for each in left:
-            ahead(pool, search.beside().line_of, search.task, each)
-    return min(left, key=search.told)
+    search.looks_at((search.task, each) for each in left)
+    return min(left, key=search.told) if len(left) > 1 else left[0]
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:

@@ -243,7 +243,7 @@ class RecipeSearch:
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
                     if each not in begun:
-                        ahead(pool, self.beside()._largest, each, fitting, found)
+                        ahead(pool, self._beside()._largest, each, fitting, found)
                         begun.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
@@ -270,6 +270,12 @@ class RecipeSearch:
                 del self.too_large[least]
         return least
 
+    def looks_at(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
+        """What recipes take by the number of layers is learnt of several at once: whoever asks has it by then."""
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for task, candidate in pairs:
+                ahead(pool, self._beside().line_of, task, candidate)
+
     def needed(self, candidate: Candidate) -> int:
         """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
         states = self._known_states(candidate)
@@ -279,7 +285,7 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
-    def beside(self) -> "RecipeSearch":
+    def _beside(self) -> "RecipeSearch":
         """One that finds the same and notes it elsewhere: what it asks is answered for this one too."""
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 

@@ -139,9 +139,8 @@ class Values(TorchFunctionMode):
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
-            for tensor in fresh:
-                if tensor.numel() <= LARGEST_SENT:
-                    self._remember(tensor).is_norm = True
+            for tensor in (each for each in fresh if each.numel() <= LARGEST_SENT):
+                self._remember(tensor).is_norm = True
         elif in_place and given and getattr(self._noted(given[0]), "is_norm", False):
             self._noted(given[0]).is_norm = name == "masked_fill_" and self._is_all_false(args[1])
         if not fresh and not in_place:
