@@ -393,8 +393,6 @@ class RecipeSearch:
             if least <= self.limit and self.fits(whole):
                 most = whole.micro_batch
         sizes = [size for size in sizes if size <= most]  # of a deep model by what shallow ones tell
-        if sizes and not fitting and of(sizes[-1]) not in self.estimates:
-            self.ask.bar.set_postfix_str(f"likely {self.choices.name(of(sizes[-1]))}")
         while sizes and self.needed(of(sizes[-1])) > self.limit:
             sizes.pop()
         return sizes[-1] if sizes else 0

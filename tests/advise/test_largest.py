@@ -100,15 +100,6 @@ def test_what_shallow_models_tell_is_told_before_all_layers_are_followed(ask, to
     assert "estimate" in seen[1:]
 
 
-def test_the_first_recipe_is_told_before_all_its_layers_are_followed(ask, told, monkeypatch):
-    bar = Mock()
-    monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
-    names = [recipe.name for recipe in ask(Task("llama-3-8b", seq_len=512), memory=150 * GB).recipes]
-    likely, *others = [call.args[0] for call in bar.set_postfix_str.call_args_list]
-    assert likely.startswith("likely ") and others[-1] == f"so far {names[0]}"
-    assert told < 1 or likely.removeprefix("likely ") in names
-
-
 @pytest.mark.parametrize("memory", [16, 24, 31, 80])
 def test_the_longest_sequence_is_the_last_that_fits(ask, memory):
     advice = ask(Task("llama-3-8b", seq_len=512), memory=memory * GB, may=["qlora"], largest="sequence")
