@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 19_511, 95),
-    ("  lab", ["perf_helpers/lab/*.py"], 5_193, 23),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 19_513, 95),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_195, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 758, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 5_317, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 985, 6),
@@ -25,7 +25,7 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        9_366,
+        9_368,
         49,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_618, 38),

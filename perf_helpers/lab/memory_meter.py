@@ -176,8 +176,10 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
             changes.append(_Change(event.start_ns(), event.nbytes(), event.start_thread_id()))
         elif name.startswith(MARK):
             ran = _Ran(event.start_ns(), event.end_ns(), event.start_thread_id())
-            bisect.insort(ours[name.removeprefix(f"{MARK} ")], ran)
+            ours[name.removeprefix(f"{MARK} ")].append(ran)
     changes.sort(key=lambda change: change.when)
+    for found in ours.values():
+        found.sort()
     return changes, ours
 
 
