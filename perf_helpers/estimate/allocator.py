@@ -180,9 +180,6 @@ def shown(head: Part, is_expandable: bool) -> list[Segment]:
     return found
 
 
-# ---- what is cut and joined, and when
-
-
 class OutOfMemory(MemoryError):
     """The card does not hold the bytes asked for, whatever is freed of the cache."""
 

@@ -43,11 +43,13 @@ class Surface:
     states: int  # bytes of the optimizer's states
 
     def at(self, micro_batch: int, seq_len: int | None) -> np.ndarray:
-        """(operations, columns) at a point, with what is hidden at the nearest one on offer in the total."""
+        """(operations, columns) at a point; what is hidden is on straight lines between points on offer."""
         columns = np.tensordot(terms(micro_batch, seq_len)[: len(self.coefficients)], self.coefficients, axes=1)
-        ratios = [(size / micro_batch, length / seq_len if seq_len else 1) for size, length in self.points]
-        hidden = self.hidden[np.abs(np.log(ratios)).sum(axis=1).argmin()]
-        columns[:, TOTAL] = np.maximum(columns[:, TOTAL], columns[:, :TOTAL].sum(axis=1) + hidden)
+        near = np.ones(len(self.points))  # how much each point on offer counts
+        for offered, wanted in zip(zip(*self.points, strict=True), (micro_batch, seq_len or 0), strict=True):
+            values, which = np.unique([each or 0 for each in offered], return_inverse=True)
+            near *= np.array([np.interp(wanted, values, alone) for alone in np.eye(len(values))])[which]
+        columns[:, TOTAL] = np.maximum(columns[:, TOTAL], columns[:, :TOTAL].sum(axis=1) + near @ self.hidden)
         return columns
 
 

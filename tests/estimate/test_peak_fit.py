@@ -74,3 +74,13 @@ def test_an_operation_at_another_point_has_the_lengths_that_it_would_have_there(
     )
     assert [there[number, 0] for number in range(2)] == [at(*point) for point in wanted]
     assert (0, 1) not in there, "a length that would be no whole number"
+
+
+def test_what_is_hidden_lies_on_straight_lines_between_points_on_offer():
+    points = [[size, length] for size in (4, 8) for length in (64, 128)]
+    nothing = [[[0.0] * (peak_fit.TOTAL + 1)]]
+    surface = peak_fit.Surface([("forward", "mm")], [False], nothing, [[a * b] for a, b in points], points, 0)
+    hidden = [surface.at(*point)[0, peak_fit.TOTAL] for point in ((4, 64), (6, 100), (8, 128), (2, 32), (99, 100))]
+    assert hidden == [4 * 64, 6 * 100, 8 * 128, 4 * 64, 8 * 100], "beyond them all the last one's"
+    images = peak_fit.Surface([("forward", "mm")], [False], nothing, [[10], [30]], [[1, None], [3, None]], 0)
+    assert images.at(2, None)[0, peak_fit.TOTAL] == 20
