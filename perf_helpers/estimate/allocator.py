@@ -39,9 +39,6 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
 
-# ---- segments, the blocks that they are cut into, and the pools of free blocks
-
-
 @dataclass(slots=True, eq=False)
 class Part:
     """A part of a segment, linked with its neighbours: a block in use, or what is free."""

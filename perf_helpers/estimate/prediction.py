@@ -277,7 +277,7 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     from perf_helpers.estimate.device import DeviceTracker, NotSent
 
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
-    for from_the_start in (False, True):  # the second time something is there
+    for from_the_start in (False, True):  # again only a loop that sends nothing
         tracker = DeviceTracker(device.compute_capability, is_function, from_the_start, cache, device.rules)
         with contextlib.suppress(NotSent), cuda.emulated(device.compute_capability), tracker.emulated(paged):
             found = trace.follow(experiment, tracker)
