@@ -24,6 +24,7 @@ from operator import attrgetter
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
+from torch.nn import attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -161,7 +162,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 
 
 # %% [markdown]
-# The model gives the *least* time; the last column says how close each kernel comes. Near 1, one ceiling explains it. (Below 1, a neighbour slowed the ceiling's measurement.) Well above 1, a third thing does: one core computes an `erf` or sums up rows at another rate than products, the only one that we measured. On a GPU thousands of cores share that work, and the guides say that activations are usually limited by bandwidth.
+# The model gives the *least* time; the last column, how close each kernel comes. Near 1, one ceiling explains it. (Below 1, a neighbour slowed the ceiling's measurement.) Well above 1, a third thing does: one core computes an `erf` or sums up rows at another rate than products, the only one that we measured. On a GPU thousands of cores share that work, and the guides say that activations are usually limited by bandwidth.
 #
 # ## Baseline: a whole step, operation by operation
 #
@@ -197,7 +198,6 @@ def flops_of(name, given, made):
     return 0 if name in MOVES.split() else largest * PER_ELEMENT.get(name, 1)
 
 
-# %%
 # %%
 def bytes_of(parts):  # in bytes; an expanded tensor has no more than its storage
     return sum(min(part.nbytes, part.untyped_storage().nbytes()) for part in parts)
@@ -377,13 +377,13 @@ note += f"; element-wise with copies and embeddings: {with_copies:.3g}"
 claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / per_byte[2]), note=note)
 
 # %% [markdown]
-# Products stand on the right, under the flat roof; everything else on the left, orders of magnitude lower: few FLOPs for each byte, so no faster product can help it. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
+# Products stand on the right, under the flat roof; all else on the left, orders of magnitude lower: few FLOPs per byte, so no faster product can help it. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The three groups are those of [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072), from whom the guide has them. Its order is put to the test in FLOPs per byte. One number in our table is a convention: what an `exp` counts. The note has the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They move bytes and compute nothing, so the order is taken without them.)
+# The three groups are those of [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072), from whom the guide has them. Its order is put to the test in FLOPs per byte. One number in our table is a convention: what an `exp` counts. The note has the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the order is taken without them.)
 #
 # ## Change one thing: no dropout
 #
-# The guide says that linear layers have twice the FLOPs in backward, and that a backward is generally about twice as slow. Look at forward and backward apart, first as it was, then with dropout off.
+# The guide says that linear layers have twice the FLOPs in backward, and that a backward is generally about twice as slow. Look at the passes apart, first as it was, then with dropout off.
 
 # %%
 plain_task = lab.task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})  # new
@@ -407,30 +407,65 @@ header = ["backward / forward", "FLOPs of products", "bytes", "time", "forward (
 plots.Table(header, table)
 
 # %% [markdown]
-# Three ratios, three answers. The FLOPs of the products: 2, with or without. (For each product of forward backward has two: one for the gradient of its left operand, one for that of its right.) The bytes grow by another factor, and time follows whatever each operation is bound by. Dropout draws its masks in forward; backward only multiplies by them. What drawing costs, the first line says: where random numbers are drawn one by one, as on a CPU, it can be as much as the products themselves.
+# Three ratios, three answers. The FLOPs of the products: 2, with or without. (For each product of forward backward has two: one for the gradient of its left operand, one for that of its right.) Bytes grow by another factor, and time follows what each operation is bound by. Dropout draws its masks in forward; backward only multiplies by them. What drawing costs, the first line says: where random numbers are drawn one by one, as on a CPU, it can be as much as the products themselves.
 #
 # ## What held
 #
-# The FLOPs are counted. For the time, forward and backward take turns in several clean processes, attention as the library chooses it, without dropout and with the model's own. Then the products alone: have they more awkward sizes in backward, as the guide says? `Ratio.of_turns` divides seconds taken side by side and adds an interval; the first contender runs twice, and what it differs from itself is the least that counts.
+# The FLOPs are counted. For the time, forward and backward take turns in several clean processes, attention as the library chooses it, without dropout and with the model's own. On a CPU the second ratio is predicted: both passes without dropout, and dropout by itself, take turns too. Then the products alone: have they more awkward sizes in backward, as the guide says? `Ratio.of_turns` divides seconds taken side by side, with an interval; the first contender runs twice, and what it differs from itself is the least that counts.
 
 
-# %% tags=["claim"]
-def turns_of_a_step(task):
-    one_thread()
-    model, batch, kept = task.build_model().to(DEVICE), task.batch(4, DEVICE), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+# %%
+def passes(model, batch, within=contextlib.nullcontext):
+    kept = {}
 
     def forward():
-        kept["loss"] = model(**batch).loss
+        with within():
+            kept["loss"] = model(**batch).loss
 
     def backward():
         model.zero_grad()
         kept["loss"].backward(retain_graph=True)
 
     forward()
-    return interleaving.in_turns([backward, forward, backward, optimizer.step], turns=4)
+    return backward, forward
 
 
+def dropout_alone(config, samples, tokens):  # backward multiplies by the masks, forward draws them and multiplies
+    layers, scores = config.num_hidden_layers, (config.num_attention_heads, tokens, tokens)
+    shapes = [(samples, *scores)] * layers + [(samples, tokens, config.hidden_size)] * (2 * layers + 1)
+    given, kept = [torch.randn(shape, requires_grad=True) for shape in shapes], []
+
+    def forward():
+        kept[:] = [torch.nn.functional.dropout(each, config.hidden_dropout_prob) for each in given]
+
+    forward()
+    return lambda: torch.autograd.grad(kept, given, given, retain_graph=True), forward
+
+
+# %% tags=["claim"]
+def turns_of_a_step(task):
+    one_thread()
+    model, batch = task.build_model().to(DEVICE), task.batch(4, DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    backward, forward = passes(model, batch)
+    works = [backward, forward, backward, optimizer.step]
+    if DEVICE == "cpu" and task != plain_task:  # the parts; torch's attention takes its plain form to drop scores
+        works += passes(plain_task.build_model(), batch, lambda: attention.sdpa_kernel(attention.SDPBackend.MATH))
+        works += dropout_alone(task.build_config(), 4, task.length())
+    return interleaving.in_turns(works, turns=4)
+
+
+def of_parts(processes):
+    def both(first, second):
+        return [tuple(map(sum, zip(*pair))) for pair in zip(first, second)]
+
+    if DEVICE == "cuda":
+        return Ratio.unknown("a GPU drops scores inside its kernels")
+    sums = [(both(backward, multiply), both(forward, draw)) for *_, backward, forward, multiply, draw in processes]
+    return Ratio.of_turns([[backward, forward, backward] for backward, forward in sums], CPU, 1.1)  # caches: a tenth
+
+
+# %% tags=["claim"]
 step_turns = [lab.run(turns_of_a_step, task=plain_task, measure=("none",)).value for _ in range(3)]
 dropout_turns = [lab.run(turns_of_a_step, task=lab.task, measure=("none",)).value for _ in range(3)]
 floor, flops = 1.05 if DEVICE == "cpu" else 1.02, backward_to_forward(plain, "flops", group="contraction")
@@ -438,7 +473,7 @@ took, with_dropout = (Ratio.of_turns([each[:3] for each in all], CPU, floor) for
 display(claims.check("backward-twice-forward", flops))
 note = f"FLOPs {flops:.2f}; bytes {backward_to_forward(plain, 'moved'):.2f}"
 display(claims.check("backward-takes-twice", took, note=note))
-claims.check("backward-twice-dropout", with_dropout, note="masks are drawn in forward alone")
+claims.check("backward-twice-dropout", with_dropout, predicted=of_parts(dropout_turns))
 
 
 # %% tags=["claim"]
@@ -528,7 +563,7 @@ claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 #
 # `MFU = model FLOPs / (step seconds x matrix rate)`
 #
-# They train in bf16 and take the rate of the data sheet. So hold only our bf16 line against a published MFU, and remember that ours is divided by a rate that was measured: it comes out higher. Model FLOPs are products only, without what checkpointing computes again. The rule of thumb for them is 6 FLOPs for each parameter and token: 2 forward, 4 backward.
+# They train in bf16 and take the data sheet's rate. So hold only our bf16 line against a published MFU; ours is divided by a measured rate, and comes out higher. Model FLOPs are products only, without what checkpointing computes again. The rule of thumb for them is 6 FLOPs for each parameter and token: 2 forward, 4 backward.
 
 
 # %%
@@ -555,7 +590,7 @@ def fastest_step(processes):
 # %%
 config, length = lab.task.build_config(), lab.task.length()
 model_flops, rule = roofline.model_flops(lab.task, 4), 6 * lab.task.parameters() * 4 * length
-attention = 12 * config.num_hidden_layers * config.hidden_size * length * 4 * length
+of_scores = 12 * config.num_hidden_layers * config.hidden_size * length * 4 * length
 taken = {"float32": fastest_step(step_turns), "float32, with dropout": fastest_step(dropout_turns)}
 if "bfloat16" in ceilings:
     taken["bfloat16"] = lab.run(steps_in_bf16, task=plain_task, measure=("none",)).value
@@ -563,7 +598,7 @@ for label, spent in taken.items():
     reached = model_flops / (spent * ceilings[label.split(",")[0]].flops_per_second)
     print(f"MFU in {label}: {reached:.0%} of the measured rate")
 print(
-    f"{model_flops / 1e9:.4g} GFLOPs a step, {attention / 1e9:.3g} of them attention's; the rule says {rule / 1e9:.4g}"
+    f"{model_flops / 1e9:.4g} GFLOPs a step, {of_scores / 1e9:.3g} of them attention's; the rule says {rule / 1e9:.4g}"
 )
 
 
@@ -584,7 +619,6 @@ print("the same, grouped:", seen(lambda: torch._grouped_mm(tokens_in, experts, o
 print("attention by its products:", seen(lambda: (heads @ heads.mT).softmax(-1) @ heads))
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
 
-# %%
 tiny = Task("bert-tiny", seq_len=32, config={"use_cache": False})
 model = tiny.build_model()
 getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
