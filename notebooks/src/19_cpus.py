@@ -130,19 +130,20 @@ def step_of(model, ids):
 def in_types(_):
     """By type: seconds of the parts; turns of a whole step; the type that a checkpoint is loaded in; what was said."""
     torch.set_num_threads(1)
-    ids, seconds, models = torch.randint(0, 256, (4, 32)), {}, {}
+    ids, models = torch.randint(0, 256, (4, 32)), {}
     with warnings.catch_warnings(record=True) as said, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         for name, kind in KINDS.items():
             LlamaForCausalLM(LlamaConfig(**SIZES)).to(kind).save_pretrained(Path(folder, name))
             models[name] = LlamaForCausalLM.from_pretrained(Path(folder, name))  # as people write it
-            numbers, works = zip(*parts(kind))
-            least = [min(turn[CPU] for turn in each) for each in in_turns(works, 3)]
-            seconds[name] = sum(n * each for n, each in zip(numbers, least))
         steps = [step_of(models[name], ids) for name in (*KINDS, "bf16")]
-        taken = in_turns(steps, turns)
+        named = [(name, *part) for name, kind in KINDS.items() for part in parts(kind)]
+        taken = in_turns([*steps, *(work for *_, work in named)], turns)  # a slow minute meets the parts and the whole
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for (name, number, _), each in zip(named, taken[4:]):
+        seconds[name] += number * min(turn[CPU] for turn in each)
     loaded = {name: str(model.dtype) for name, model in models.items()}
-    return {"parts": seconds, "turns": taken, "loaded": loaded, "said": [str(each.message) for each in said]}
+    return {"parts": seconds, "turns": taken[:4], "loaded": loaded, "said": [str(each.message) for each in said]}
 
 
 # %%
