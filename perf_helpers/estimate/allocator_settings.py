@@ -142,12 +142,22 @@ class Release:
     ties: str
     shares_workspace: bool  # whether cuBLASLt has cuBLAS' workspace; else one of LT_WORKSPACE_BYTES for each thread
     lt_takes_both: bool  # whether its products, where they have one of their own, bring cuBLAS' too
+    # Whether each thread keeps the workspaces of its first matmuls; otherwise each matmul allocates and frees its own.
+    keeps_workspaces: bool = True
+    # Whether memory-efficient attention takes grouped queries, and every fused kernel a single head of keys and values
+    # without `enable_gqa`; and cuDNN's takes heads of up to 256 on compute capability 10 too.
+    groups_attention: bool = False
+    seeds_on_device: bool = False  # whether memory-efficient attention without dropout has its unused seed there
+    compacts_norms: bool = False  # whether _foreach_norm's partial results have no gaps
 
 
+WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # what their blocks are called
 LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize
 # Ties: c10/cuda/CUDACachingAllocator.cpp, named after the comparators in each wheel's libc10_cuda.so; by age since pull
 # request 178362, by the segment's since 183591. Workspaces: pull requests 151163, 168175 and 173002. Each was seen in a
 # rehearsal of that release: `benchmarks/measure_allocator.py`, `tests/rehearsal/test_kernels_rehearsed.py`.
+# Workspaces that are not kept: 194311, which heeds TORCH_CUBLAS_WORKSPACE_CACHE. Attention: 191085. Norms: 190549.
+_SINCE_2_14 = {"groups_attention": True, "seeds_on_device": True}
 RELEASES = {
     each.torch: each
     for each in (
@@ -155,14 +165,15 @@ RELEASES = {
         Release("2.11", "address", False, True),
         Release("2.12", "block", True, False),
         Release("2.13", "segment", True, False),
-        Release("2.14", "segment", True, False),
+        Release("2.14", "segment", True, False, **_SINCE_2_14),
+        Release("2.15", "segment", True, False, **_SINCE_2_14, keeps_workspaces=False, compacts_norms=True),
     )
 }
 
 
 def release(torch_version: str | None = None) -> Release:
     """The rules of a release, "2.11" or "2.11.0+cu130"; None: of the installed one. As torch does, it heeds
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE, 1 or 0.
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE, 1 or 0.
 
     Raises:
         ValueError: no rules are known of it.
@@ -172,5 +183,9 @@ def release(torch_version: str | None = None) -> Release:
     if known is None:
         known = nearest_text(version, RELEASES)
         raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are not known. {known}")
-    told = {"1": True, "0": False}.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
-    return known if told is None else replace(known, shares_workspace=told)
+    shared = _SWITCH.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE"), known.shares_workspace)
+    kept = known.keeps_workspaces or _SWITCH.get(os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE"), False)
+    return replace(known, shares_workspace=shared, keeps_workspaces=kept)
+
+
+_SWITCH = {"1": True, "0": False}

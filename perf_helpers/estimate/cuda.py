@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import autocast
+from perf_helpers.estimate.allocator_settings import Release, release
 from perf_helpers.estimate.kernels import HALF
 
 PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -33,18 +34,18 @@ def assumptions() -> list[str]:
 
 
 @contextlib.contextmanager
-def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Iterator[None]:
+def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Release | None = None) -> Iterator[None]:
     """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
 
     The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
     counts the device's memory follows it with `device.DeviceTracker`. The attention kernels are those of a GPU of this
-    compute capability.
+    compute capability, by the rules of a release of torch (None: the installed one's).
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         replacements: dict[str, Callable] = {
-            "scaled_dot_product_attention": functools.partial(_attention, compute_capability),
+            "scaled_dot_product_attention": functools.partial(_attention, rules or release(), compute_capability),
             "dropout": _dropout,
             "linear": _linear,
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
@@ -108,13 +109,20 @@ def _foreach_allowed() -> Iterator[None]:
 
 
 def _attention(
-    capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    rules, capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """scaled_dot_product_attention as on a GPU of this compute capability."""
-    aten = torch.ops.aten
-    kernel = _attention_kernel(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    with_batch = _with_batch(rules, query, key, value, attn_mask)
+    kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
     if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed, and on the CPU
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    output = _fused_attention(kernel, *with_batch, dropout_p, is_causal, scale)
+    return output.squeeze(0) if query.dim() == 3 else output
+
+
+def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
+    """Attention by one of torch's fused kernels."""
+    aten = torch.ops.aten
     if kernel == "flash":
         size = query.shape[-1]
         scale = size**-0.5 if scale is None else scale
@@ -169,53 +177,122 @@ def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa
     return torch.matmul(weights, value).to(dtype)
 
 
-def _attention_kernel(capability, query, key, value, mask, dropout, causal, enable_gqa) -> str:
-    """The kernel that `select_sdp_backend` would take: "cudnn", "flash", "efficient" or "math"."""
-    inputs = (query, key, value)
-    if any(tensor.dim() != 4 or not tensor.numel() or tensor.stride(-1) != 1 for tensor in inputs):
+def attention_kernel(
+    rules: Release,
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    enable_gqa: bool = False,
+) -> str:
+    """Return the kernel that torch selects: "cudnn", "flash", "efficient" or "math", the plain attention.
+
+    Args:
+        rules: the rules of torch's release.
+        capability: the GPU's compute capability.
+        query, key, value: (batch, heads, length, head size); without a batch they are fused since torch 2.14.
+        mask, dropout, causal, enable_gqa: as in scaled_dot_product_attention.
+
+    Source: ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend.
+    """
+    allowed = torch.backends.cuda
+    *inputs, mask = _with_batch(rules, query, key, value, mask)
+    query, key, value = inputs
+    if any(tensor.dim() != 4 or not tensor.numel() for tensor in inputs):
         return "math"
-    if mask is not None and mask.stride(-1) != 1:  # T5's bias of positions, while it writes
+    if len({tensor.shape[0] for tensor in inputs}) > 1 or (mask is not None and mask.stride(-1) != 1):
         return "math"
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    if len({tensor.shape[0] for tensor in inputs}) > 1 or not (same_heads or enable_gqa):
-        return "math"
-    head, value_head, half = query.shape[-1], value.shape[-1], query.dtype in HALF
-    allowed, (major, _) = torch.backends.cuda, capability
-    if (
-        allowed.cudnn_sdp_enabled()
-        and major in (9, 10)
-        and half
-        and max(head, value_head) <= (256 if capability == (9, 0) else 128)
-        and not (head % 8 or value_head % 8)
-        and not dropout * 16 % 1
-        and key.shape[2] > 1
-        and not (dropout and query.shape[2] == 1)
-        and not (mask is not None and mask.requires_grad)
-    ):
-        return "cudnn"
-    trains = any(tensor.requires_grad for tensor in inputs)
-    # Consumer GPUs lack the shared memory for the backward of the largest heads.
-    too_large = trains and ((8, 6) <= capability <= (8, 9) or major == 12) and head > 192
-    if (
-        allowed.flash_sdp_enabled()
-        and capability >= (8, 0)
-        and half
-        and mask is None
-        and head == value_head == key.shape[-1] <= 256
-        and not (too_large and (head <= 224 or dropout))
-        and not (causal and query.shape[2] != key.shape[2])
-    ):
-        return "flash"
+    dense = all(tensor.stride(-1) == 1 for tensor in inputs)
+    half, trains = query.dtype in HALF, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if dense or query.shape[-1] == 1:
+        if (
+            allowed.cudnn_sdp_enabled()
+            and capability[0] in (9, 10)
+            and half
+            and _heads_fit(rules, *inputs, enable_gqa, values_alike=False)
+            and _fits_cudnn(rules, capability, *inputs, mask, dropout, trains)
+        ):
+            return "cudnn"
+        if (
+            allowed.flash_sdp_enabled()
+            and capability >= (8, 0)
+            and half
+            and mask is None
+            and _heads_fit(rules, *inputs, enable_gqa)
+            and _fits_flash(capability, *inputs, dropout, causal, trains)
+        ):
+            return "flash"
+    head, value_head, major = query.shape[-1], value.shape[-1], capability[0]
     alignment = 8 if half and major >= 7 else 4 if major >= 8 else 1
     if (
         allowed.mem_efficient_sdp_enabled()
+        and dense
         and (query.dtype in (torch.float32, torch.float16) or (query.dtype is torch.bfloat16 and major >= 8))
         and head == key.shape[-1]
         and not (head % alignment or value_head % alignment)
-        and same_heads
+        and not (major >= 8 and any(tensor.storage_offset() % alignment for tensor in inputs))
+        and _heads_fit(rules, *inputs, enable_gqa and rules.groups_attention)
     ):
         return "efficient"
     return "math"
+
+
+def _with_batch(rules: Release, query, key, value, mask):
+    """Add a batch of one to (heads, length, head size), as torch does since 2.14 before it selects a kernel."""
+    if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
+        return query, key, value, mask
+    mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
+    return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask
+
+
+def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
+    """Whether a fused kernel takes these numbers of heads. `takes_groups`: queries may share keys and values."""
+    heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))
+    if takes_groups:
+        return (keys == values or not values_alike) and not heads % keys
+    return heads == keys == values or (rules.groups_attention and keys == values == 1)
+
+
+def _fits_cudnn(rules: Release, capability, query, key, value, mask, dropout, trains) -> bool:
+    head, value_head = query.shape[-1], value.shape[-1]
+    sizes, limit = (head, value_head), 128
+    if rules.groups_attention and (capability == (9, 0) or capability[0] == 10):
+        limit = 256  # its backward takes few sizes beyond 128 (check_cudnn_d256_bprop_head_dim)
+        if trains and max(sizes) > 128 and sizes not in ((192, 128), (256, 256)):
+            return False
+    elif capability == (9, 0):
+        limit = 256
+    elif capability[0] == 10 and sizes == (192, 128):
+        limit = 192
+    return (
+        max(sizes) <= limit
+        and not (head % 8 or value_head % 8)
+        and not dropout * 16 % 1
+        and key.shape[2] > 1
+        and not (query.shape[2] == 1 and (dropout or (rules.torch == "2.14" and capability[0] == 10)))
+        and (mask is None or _mask_fits_cudnn(mask, query, key))
+    )
+
+
+def _mask_fits_cudnn(mask, query, key) -> bool:
+    shape = *query.shape[:3], key.shape[2]
+    fits = all(have in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False))
+    return fits and mask.dim() in (2, 4) and not mask.requires_grad
+
+
+def _fits_flash(capability, query, key, value, dropout, causal, trains) -> bool:
+    head = query.shape[-1]
+    # The backward of the largest heads needs more shared memory than consumer GPUs have.
+    is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    too_large = trains and is_small and head > 192 and (head <= 224 or dropout)
+    return (
+        head == key.shape[-1] == value.shape[-1] <= 256
+        and not too_large
+        and not (causal and query.shape[2] != key.shape[2])
+    )
 
 
 def _padded(tensor):

@@ -16,14 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from perf_helpers.estimate import kernels, quantized_kernels, trl_kernels
-from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, Release, release
+from perf_helpers.estimate.allocator_settings import Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
-from perf_helpers.estimate.trace import WEIGHT_OF_NORM, WORKSPACES, FakeTracker, to_of
+from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
 
+aten = torch.ops.aten
 # Functions of torch that make a tensor of no other: on the host, unless they are told where.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
@@ -61,7 +62,7 @@ class DeviceTracker(FakeTracker):
         super().__init__(cache)
         self._rules = rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
-        self._kernels = kernels.Kernels(capability, self.lies_on_device)
+        self._kernels = kernels.Kernels(capability, self.lies_on_device, self._rules)
         self.is_there = self._from_the_start  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
@@ -162,11 +163,11 @@ class DeviceTracker(FakeTracker):
     def execute(self, function, args, kwargs):
         if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
             self._overwritten.add(args[0].numel())
-        elif function is torch.ops.aten.new_empty_strided.default and args[0].numel() in self._overwritten:
+        elif function is aten.new_empty_strided.default and args[0].numel() in self._overwritten:
             self._copied_into_its_base(args[0])
         result = super().execute(function, args, kwargs)
         if self._on_device:
-            if function.overloadpacket is torch.ops.aten.set_:
+            if function.overloadpacket is aten.set_:
                 self.sent(result)  # another storage than it had
             self._allocate(function, args, kwargs, result)
         return result
@@ -189,8 +190,14 @@ class DeviceTracker(FakeTracker):
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
             return result.to(self.cache.within)
-        if function is torch.ops.aten.log_sigmoid_forward.default:  # of its input alone the backward is made
+        if function is aten.log_sigmoid_forward.default:  # of its input alone the backward is made
             return result[0], result[1].new_empty(0)
+        if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
+            return *result[:2], *(args[0].new_empty((), dtype=torch.int64) for _ in result[2:])
+        if function is aten._scaled_dot_product_efficient_attention_backward.default:
+            # Before 2.14 torch takes keys and values to have the queries' heads.
+            alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
+            return result[0], *alike, result[3]
         if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result
@@ -226,7 +233,7 @@ class DeviceTracker(FakeTracker):
     def _allocate(self, function, args, kwargs, result) -> None:
         """What the operation asks the allocator for, in its order."""
         held: list[Block] = []
-        on_host = [*map(id, kernels.on_host(function, result))]
+        on_host = [*map(id, self._kernels.on_host(function, args, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
         any_there = not self._from_the_start or self._given_there or self.is_told
         for step in self._kernels.program(function, args, kwargs, result):
@@ -237,21 +244,14 @@ class DeviceTracker(FakeTracker):
                 self.log.append((held.pop(step.index), -1))
             else:
                 held.append(self._hold(step, name_of(function)))
-        if self._kernels.multiplies(function, args, kwargs):
-            by_lt = not self._rules.shares_workspace and _is_lt(function, args, kwargs)
-            if self._rules.lt_takes_both or not by_lt:
-                self._take_workspace(WORKSPACES[0], self._kernels.workspace_bytes)
-            if by_lt:
-                self._take_workspace(WORKSPACES[1], LT_WORKSPACE_BYTES)
+        for name, size in self._kernels.workspaces(function, args, kwargs):
+            if not self._rules.keeps_workspaces:
+                held.append(self._hold(size, name))
+            elif (kept := (self.phase == Phase.BACKWARD, name)) not in self._workspaces:  # a thread's first
+                self._workspaces.add(kept)
+                self._hold(size, name)
         for block in reversed(held):
             self.log.append((block, -1))
-
-    def _take_workspace(self, name: str, size: int) -> None:
-        """A thread's first product of a kind takes a workspace, which it keeps."""
-        thread = self.phase == Phase.BACKWARD
-        if (thread, name) not in self._workspaces:
-            self._workspaces.add((thread, name))
-            self._hold(size, name)
 
     def _hold(self, size: int, operation: str) -> Block:
         block = Block(size, Category.INSIDE_OPERATIONS, operation)
@@ -275,16 +275,6 @@ def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None)
 
     state.threshold = threshold or state.threshold
     return MatMul8bitLt.apply(tensor, weight, out, bias, state)
-
-
-def _is_lt(function, args, kwargs) -> bool:
-    """Whether cuBLASLt does the product: one that a bias of one number a column is added to
-    (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
-    if function.overloadpacket not in (torch.ops.aten.addmm, torch.ops.aten._addmm_activation):
-        return False
-    bias, _, columns = args[:3]
-    fits = bias.dim() == 1 and bias.is_contiguous() and bias.numel() == columns.shape[1] > 1
-    return fits and kwargs.get("beta", 1) == 1
 
 
 class _Placing(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from perf_helpers.estimate import quantized_kernels, reduction_scratch
 from perf_helpers.estimate.allocator import next_multiple, workspace_bytes
+from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -32,10 +33,21 @@ Step = torch.Tensor | int | Free  # a result that is made, or bytes that are hel
 
 
 class Kernels:
-    """The kernels of a GPU of one compute capability. `is_there`: whether a tensor lies on it."""
+    """The kernels of a GPU of one compute capability.
 
-    def __init__(self, capability: tuple[int, int], is_there: Callable[[torch.Tensor], bool] = lambda _: True):
-        self._is_there = is_there
+    Args:
+        capability: the compute capability.
+        is_there: whether a tensor lies on the GPU.
+        rules: the rules of torch's release; None: the installed one's.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        is_there: Callable[[torch.Tensor], bool] = lambda _: True,
+        rules: Release | None = None,
+    ):
+        self._is_there, self._rules = is_there, rules or release()
         self.workspace_bytes = workspace_bytes(capability)
         self.capability, self._processors = capability, reduction_scratch.processors(capability)
         newest = capability >= (9, 0)
@@ -73,7 +85,27 @@ class Kernels:
         """Whether cuBLAS does it."""
         if function.namespace == "bitsandbytes":
             return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
+        if function.overloadpacket is aten._grouped_mm:  # one by one where it has no kernel
+            return not (self.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
+        if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._rules.keeps_workspaces:
+            return False  # Triton does outer products (torch/_native/ops/bmm_outer_product)
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
+
+    def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
+        """Return the workspaces that a matmul asks for, a name and bytes each, if cuBLAS or cuBLASLt does it."""
+        if not self.multiplies(function, args, kwargs):
+            return []
+        by_lt = not (self._rules.keeps_workspaces and self._rules.shares_workspace) and _is_lt(function, args, kwargs)
+        blas, lt = (WORKSPACES[0], self.workspace_bytes), (WORKSPACES[1], LT_WORKSPACE_BYTES)
+        both = self._rules.keeps_workspaces and self._rules.lt_takes_both
+        return [*([blas] if both or not by_lt else []), *([lt] if by_lt else [])]
+
+    def on_host(self, function, args: Sequence, result) -> list[torch.Tensor]:
+        """Return the results that are on the host: the seed and offset of memory-efficient attention's dropout."""
+        if function is not aten._scaled_dot_product_efficient_attention.default:
+            return []
+        dropout = args[5] if len(args) > 5 else 0.0
+        return [] if self._rules.seeds_on_device and not dropout else list(result[2:])
 
     def _norm(self, made, tensor, order=2, dim=None, *_, **__):
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
@@ -94,28 +126,34 @@ class Kernels:
     def _efficient_forward(self, made, query, key, value, *_, **__):
         """Heads beyond 128 are summed in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
         wide = query.dtype in HALF and value.shape[-1] > 128
-        return [*made, 4 * query[..., 0].numel() * value.shape[-1]] if wide else made
+        sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
+        return [*made[2:], *made[:2], *sums] if self._rules.seeds_on_device else [*made, *sums]
 
-    def _efficient_backward(self, made, gradient, query, key, value, bias, *_, **__):
+    def _efficient_backward(self, made, gradient, query, key, value, bias, out, logsumexp, seed, offset, dropout, *_, **__):
         """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
         fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
         depends on the shared memory."""
         batch, heads, length, head = query.shape
         half, roomy = query.dtype in HALF, self.capability == (8, 0) or self.capability[0] in (9, 10)
         tight = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
-        is_small = head <= 64 or (96 < head <= 128 and tight if half else not roomy)
+        # The widest heads whose dK and dV stay in registers; the kernel for 96 takes no dropout.
+        in_registers = 128 if not tight else 96 if self.capability[0] == 8 and not dropout else 64
+        is_small = head <= 64 or (in_registers < head <= 128 if half else not roomy)
         side = 64 if is_small else 128
         across = 128 if half and roomy and 64 < head <= 128 else 64
         tiles = -(-length // side) * -(-head // across) * (16 + 4 * side * across)
         wide = next_multiple(head, side) + next_multiple(value.shape[-1], side)
-        sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > (96 if tight else 128) else 0
+        sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > in_registers else 0
         rows, tiled = 4 * batch * heads * length, batch * heads * (tiles + sums)
         copies = _contiguous(gradient.transpose(1, 2))
-        first = len(copies)
+        grouped = heads != key.shape[1]  # dK and dV of each query head come first, and are summed for each group
+        of_heads = [heads * each[:, 0].numel() * each.element_size() for each in (key, value)] if grouped else []
+        made = [*copies, *made[:3], *of_heads, *made[3:]]
+        first = len(copies) + len(of_heads)
         if half:
-            return [*copies, *made, rows, tiled, Free(first), Free(first)]
+            return [*made, rows, tiled, Free(first), Free(first)]
         products = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
-        return [*copies, *made, *products, tiled, Free(first)]
+        return [*made, *products, tiled, Free(first)]
 
     def _flash_forward(self, made, query, key, value, dropout_p=0.0, *_, **__):
         """Where few rows leave the card idle the keys are split, and each part is summed in fp32 before all are
@@ -297,13 +335,30 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """A partial norm for each chunk of 65,536 elements, for all tensors as many as for the largest
-        (cuda/ForeachReduceOp.cu)."""
-        chunks = -(-max(tensor.numel() for tensor in tensors) // 65536)
-        return [4 * len(tensors) * chunks, *made]
+        """A partial norm for each chunk of 65,536 elements: as many for each tensor as for the largest, or just those
+        that it has, with the offsets of the tensors that are not empty (cuda/ForeachReduceOp.cu)."""
+        chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
+        if self._rules.compacts_norms:
+            return [WORD * (1 + sum(map(bool, chunks))), 4 * sum(chunks), *made]
+        return [4 * len(chunks) * max(chunks), *made]
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
+
+
+def _is_lt(function, args, kwargs) -> bool:
+    """Whether cuBLASLt does the matmul: one to which a bias of one number per column is added, and in 16 bits a matrix
+    (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    if function.overloadpacket not in (aten.addmm, aten._addmm_activation):
+        return False
+    bias, rows, columns = args[:3]
+    shape, beta = (rows.shape[0], columns.shape[1]), kwargs.get("beta", 1)
+    if min(columns.shape) < 2 or ("out_dtype" in kwargs and bias.dim() == 2):
+        return False
+    if bias.numel() == shape[1] == bias.shape[-1:].numel():
+        return beta == 1 and bias.is_contiguous()
+    takes_matrix = rows.dtype in HALF or function.overloadpacket is aten._addmm_activation
+    return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
 
 
 def _parts(blocks: int, places: int, most: int) -> int:
@@ -314,11 +369,6 @@ def _parts(blocks: int, places: int, most: int) -> int:
     eligible = [n for n in counts if n == 1 or -(-most // n) != -(-most // (n - 1))]
     filled = {n: blocks * n / places / -(-blocks * n // places) for n in eligible}
     return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
-
-
-def on_host(function, result) -> list[torch.Tensor]:
-    """The results that lie on the host: seeds and offsets of random numbers."""
-    return list(result[2:]) if function is aten._scaled_dot_product_efficient_attention.default else []
 
 
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
@@ -428,4 +478,13 @@ _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2
 _REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.amax: 4, aten.amin: 4}
 _REDUCTIONS |= {aten.max: 4, aten.min: 4}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten._addmm_activation, aten.dot, aten.mv}
-_PRODUCTS |= {aten.addmv, aten.addbmm, aten._scaled_mm}
+_PRODUCTS |= {
+    aten.addmv,
+    aten.addbmm,
+    aten._scaled_mm,
+    aten.addmm_,
+    aten.baddbmm_,
+    aten.addmv_,
+    aten.addbmm_,
+    aten.vdot,
+}

@@ -28,7 +28,7 @@ class OperationCache:
 
     Args:
         known: what is known already, among other facts; it is added to.
-        device: "cpu" or "cuda", whose kernels make it.
+        device: whose kernels make it: "cpu", or "cuda, torch 2.15".
     """
 
     def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):

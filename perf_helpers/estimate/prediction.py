@@ -270,16 +270,17 @@ def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | N
     from perf_helpers.estimate import trace
     from perf_helpers.estimate.operation_cache import OperationCache
 
-    cache = OperationCache(facts, device.kind)
     if device.kind == "cpu":
-        return trace.follow(experiment, trace.FakeTracker(cache))
+        return trace.follow(experiment, trace.FakeTracker(OperationCache(facts, "cpu")))
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker, NotSent
 
+    capability, rules = device.compute_capability, device.rules or release()
+    cache = OperationCache(facts, f"cuda, torch {rules.torch}")
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
     for from_the_start in (False, True):  # again only a loop that sends nothing
-        tracker = DeviceTracker(device.compute_capability, is_function, from_the_start, cache, device.rules)
-        with contextlib.suppress(NotSent), cuda.emulated(device.compute_capability), tracker.emulated(paged):
+        tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
+        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
             found = trace.follow(experiment, tracker)
             if tracker.is_there or not is_function:
                 return found

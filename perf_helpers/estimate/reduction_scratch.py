@@ -22,10 +22,12 @@ class Processors:
 
 
 def processors(capability: tuple[int, int]) -> Processors:
-    """Those of the GPU that stands for its compute capability: T4, A100, A10, H100 (CUDA Programming Guide, "Technical
-    Specifications per Compute Capability")."""
+    """Return those of the GPU that represents its compute capability: T4, A100, A10, H100, B200, RTX 5090 (CUDA
+    Programming Guide, "Technical Specifications per Compute Capability")."""
+    if capability >= (12, 0):
+        return Processors(170, 1536)
     if capability >= (9, 0):
-        return Processors(132, 2048)
+        return Processors(148 if capability >= (10, 0) else 132, 2048)
     if capability == (8, 0):
         return Processors(108, 2048)
     return Processors(80, 1536) if capability > (8, 0) else Processors(40, 1024)

@@ -31,6 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
 
+from perf_helpers.estimate.allocator_settings import WORKSPACES
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
@@ -51,7 +52,6 @@ _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
 _REPEATED = 32  # micro-batches of a step: beyond these, time is saved
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
-WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # that a thread takes once, and keeps
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 

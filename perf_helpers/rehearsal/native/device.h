@@ -37,7 +37,7 @@ inline const char* name() { return getenv("REHEARSAL_NAME") ? getenv("REHEARSAL_
 constexpr size_t DRIVER_RESERVE = 600u << 20;  // what NVML's older call counts as used on top
 
 // What depends on the compute capability alone (CUDA Programming Guide, "Technical Specifications per Compute
-// Capability"; multiprocessors of the T4, A100, A10 and H100).
+// Capability"; multiprocessors of the T4, A100, A10, H100, B200 and RTX 5090).
 struct Limits {
     int multiprocessors;
     int shared_per_multiprocessor, shared_opt_in;  // bytes: of one multiprocessor, and what a block can ask for
@@ -45,6 +45,8 @@ struct Limits {
 };
 inline Limits limits() {
     int now = capability();
+    if (now >= 120) return {170, 102400, 101376, 1536, 96 << 20};
+    if (now >= 100) return {148, 233472, 232448, 2048, 126 << 20};
     if (now >= 90) return {132, 233472, 232448, 2048, 50 << 20};
     if (now == 80) return {108, 167936, 166912, 2048, 40 << 20};
     if (now > 80) return {80, 102400, 101376, 1536, 6 << 20};
