@@ -150,6 +150,11 @@ class Release:
     seeds_on_device: bool = False  # whether memory-efficient attention without dropout has its unused seed there
     compacts_norms: bool = False  # whether _foreach_norm's partial results have no gaps
 
+    @property
+    def number(self) -> tuple[int, ...]:
+        """The release as numbers, which compare as releases do."""
+        return tuple(map(int, self.torch.split(".")))
+
 
 WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # what their blocks are called
 LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize

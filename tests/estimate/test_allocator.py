@@ -147,7 +147,7 @@ def test_what_there_is_is_shown_by_address():
     assert first.blocks[1].address == first.address + 5 * MIB and not first.is_small and not first.is_expandable
 
 
-TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c"}
+TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15": "c"}
 
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
