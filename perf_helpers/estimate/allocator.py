@@ -229,6 +229,8 @@ class CachingAllocator:
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
         space = 4096 * GIB if capacity is None else capacity + capacity // 8
+        if settings.expandable_segments_reserve is not None:
+            space = min(space, int(settings.expandable_segments_reserve * GIB))
         self._space = {page: next_multiple(space, page) for page in self._pages}
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
@@ -377,7 +379,10 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """A free block that has grown to hold so much (try_allocate_expandable_block)."""
+        """A free block that has grown to hold so much (try_allocate_expandable_block). What no segment's addresses hold,
+        there is no room for."""
+        if size > self._space[pool.page]:
+            return None
         block = self._expandable(pool, size)
         if not block.is_mapped:
             block = self._map(block, min(block.size, size))

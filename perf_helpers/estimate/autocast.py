@@ -18,6 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from perf_helpers.estimate.allocator_settings import newest
+
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
@@ -142,9 +144,8 @@ def _banned(name, *_):
 
 def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
-    raise RuntimeError(
-        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: use torch 2.11 to 2.14"
-    )
+    known = f"use torch {newest()} or older"
+    raise RuntimeError(f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: {known}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
