@@ -379,8 +379,8 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """A free block that has grown to hold so much (try_allocate_expandable_block). What no segment's addresses hold,
-        there is no room for."""
+        """A free block that has grown to hold so much (try_allocate_expandable_block). There is no room for what no
+        segment's addresses hold."""
         if size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)

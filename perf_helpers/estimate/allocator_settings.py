@@ -74,8 +74,8 @@ class Settings:
         return cls(**read)
 
 
-# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; what is done only under
-# a fraction of the card's memory; and addresses for streams of a class, which only C++ can give to a stream.
+# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; what is done only
+# under a fraction of the card's memory; and addresses for streams of a class, which only C++ can give to a stream.
 _ELSEWHERE = {
     *("expandable_segments_reserve_by_class", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
     *("backend", "garbage_collection_threshold", "graph_capture_record_stream_reuse", "pinned_free_catch_all"),

@@ -46,9 +46,9 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
             library.impl(name, rule, "AutocastCPU")
     clear = torch.clear_autocast_cache
 
-    def clear_all():
+    def clear_all(*args, **options):
         casts.kept.clear()
-        clear()
+        clear(*args, **options)
 
     # `torch.autocast` calls it when the outermost context ends.
     with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
@@ -172,11 +172,11 @@ def _cuda_is_meant() -> Iterator[None]:
     plain, plain_scaler = autocast.__init__, scaler.__init__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
-    def asked(device_type="cuda"):
-        return is_on("cpu" if device_type == "cuda" else device_type)
+    def asked(device_type="cuda", *args, **options):
+        return is_on("cpu" if device_type == "cuda" else device_type, *args, **options)
 
-    def asked_dtype(device_type):
-        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
+    def asked_dtype(device_type, *args, **options):
+        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type, *args, **options)
 
     def init(self, device_type, dtype=None, *args, **kwargs):
         is_cuda = device_type == "cuda"
