@@ -27,6 +27,15 @@ def a100():
 
 
 @pytest.fixture(scope="module")
+def kept():
+    """A card whose torch keeps cuBLAS' workspaces, as each did before 2.15 and when those peaks were published."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+        with Rehearsal(CARDS["a100"]) as stage:
+            yield stage
+
+
+@pytest.fixture(scope="module")
 def here(a100):
     return lambda function, *arguments: a100.submit(function, *arguments).result()
 
@@ -76,8 +85,8 @@ def swiglu(tokens):
         (swiglu, 8192, 6372.25),
     ],
 )
-def test_peaks_published_for_a_real_a100_come_out_to_the_digit(here, function, size, published):
-    assert here(function, size) / 2**20 == pytest.approx(published, abs=0.0006)
+def test_peaks_published_for_a_real_a100_come_out_to_the_digit(kept, function, size, published):
+    assert kept.submit(function, size).result() / 2**20 == pytest.approx(published, abs=0.0006)
 
 
 SCRIPT = """

@@ -163,7 +163,7 @@ const char* ncclGetLastError(Communicator*) { return ""; }
 int ncclMemAlloc(void** pointer, size_t bytes) { return ((int (*)(void**, size_t))dlsym(RTLD_DEFAULT, "cudaMalloc"))(pointer, bytes); }
 int ncclMemFree(void* pointer) { return ((int (*)(void*))dlsym(RTLD_DEFAULT, "cudaFree"))(pointer); }
 
-// Collectives of one group can be parts of a whole: since 2.14 torch gathers a list of tensors by one broadcast from each
+// Collectives of one group can be parts of a whole: since 2.15 torch gathers a list of tensors by one broadcast from each
 // rank. A part that another rank sends is what this rank sends as its own part of that size, once the group has ended.
 struct Part { void* to; const void* from; size_t bytes; Communicator* of; int root, number; };  // number: of its root's
 static thread_local std::vector<Part> parts;
