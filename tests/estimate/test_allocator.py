@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,7 +242,10 @@ def test_options_exist_by_release():
     assert Settings.parse(both, "2.15").expandable_segments_reserve == 4
     assert Settings.parse(both, "2.99.0a0+git") == Settings.parse(both)
     assert Settings.parse(pinned, "2.13") == Settings(), "memory of the host"
-    for text, torch_version, since in ((both, "2.14", "2.15"), (pinned, "2.12", "2.13")):
+    reserve, by_class, _ = re.split(r",(?=expandable)", both)
+    older = ((reserve, "2.14", "2.15"), (by_class, "2.14", "2.15"))
+    older += tuple((option, "2.12", "2.13") for option in pinned.split(","))
+    for text, torch_version, since in older:
         with pytest.raises(ValueError, match=f"torch has it since {since}, and {torch_version} refuses it"):
             Settings.parse(text, torch_version)
 
@@ -253,6 +257,7 @@ def test_an_expandable_segment_ends_where_its_reserve_does():
     assert len(filled("expandable_segments:True", 40, 30, 20)._heads) == 1
     with pytest.raises(OutOfMemory):
         memory.allocate("larger than a segment", 81 * MIB)
+    assert memory.peak_reserved_bytes == 100 * MIB, "no segment was taken in vain"
     memory.allocate("as large as a segment", 80 * MIB)
 
 
