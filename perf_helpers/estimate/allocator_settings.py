@@ -241,6 +241,11 @@ def is_tested(rules: Release) -> bool:
     return rules.torch in RELEASES
 
 
+def is_since(torch: str, rules: Release) -> bool:
+    """Whether the rules are of this release, e.g. "2.15", or of a newer one."""
+    return _number(rules.torch) >= _number(torch)
+
+
 def untested_text(torch: str) -> str:
     """What to say of a release that is newer than all that are known."""
     return f"torch {torch} is untested: rules of torch {newest()} (newest known) were used"

@@ -250,9 +250,22 @@ def test_options_exist_by_release():
             Settings.parse(text, torch_version)
 
 
+RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
+
+
+@pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
+def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
+    """9/8 of the device are a segment's addresses: a request for more finds no room at once since 2.15."""
+    rules = replace(release("2.13"), torch=torch_version)
+    memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)
+    with pytest.raises(OutOfMemory):
+        memory.allocate("more than a segment", 130 * MIB)
+    assert (memory._order > 0) is in_vain  # segments so far
+
+
 def test_an_expandable_segment_ends_where_its_reserve_does():
     text = "expandable_segments:True,expandable_segments_reserve:0.0625G"  # 64 MiB: 4 pages of 20 MiB
-    memory = filled(text, 40, 30, 20)
+    memory = filled(text, 40, 30, 20, rules=RULES_OF_2_15)
     assert len(memory._heads) == 2 and memory.reserved_bytes == 100 * MIB
     assert len(filled("expandable_segments:True", 40, 30, 20)._heads) == 1
     with pytest.raises(OutOfMemory):
