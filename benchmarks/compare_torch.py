@@ -16,15 +16,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "tests" / "estimate"))
-import attention_cases
-import kernel_cases
 import torch
 from torch.nn import functional
 
 from perf_helpers.lab import Lab
 from perf_helpers.rehearsal import Rehearsal, card
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests" / "estimate"))
+import attention_cases  # noqa: E402
+import kernel_cases  # noqa: E402
 
 ASK = "--ask"  # the switch of a Python that rehearses
 CAPABILITIES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")

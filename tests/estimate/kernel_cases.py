@@ -203,7 +203,7 @@ RUNS = {
         for size in (96, 104, 128, 136, 264)
     },
     "efficient with dropout": lambda: attention("efficient", F32, dropout=0.1),
-    "efficient's backward, heads of 96, dropout": lambda: efficient_backward(BF16, 96, dropout=0.1),
+    "efficient's backward, bf16, heads of 96, dropout": lambda: efficient_backward(BF16, 96, dropout=0.1),
     "matmul": lambda: matmul(torch.mm, (300, 64), (64, 500)),
     "matmul plus a bias": lambda: matmul(torch.addmm, (500,), (300, 64), (64, 500)),
     "matmul plus a row": lambda: matmul(torch.addmm, (1, 500), (300, 64), (64, 500)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perf_helpers.estimate import kernels
-from perf_helpers.estimate.allocator_settings import release
+from perf_helpers.estimate.allocator_settings import RELEASES, is_since, release
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
 
@@ -29,17 +29,16 @@ def asked(names, capability, torch_version=None, tell=None):
 
 
 SEEN = json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
-CHANGED = sorted({since for case in SEEN.values() for since in case}, key=lambda text: release(text).number)
+CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values())]
 
 
 @pytest.fixture(scope="module", params=CHANGED)
 def seen_and_followed(request):
     """What torch of one release was seen to ask for, and what is followed by its rules, by case."""
-    number = release(request.param).number
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():
-            if release(since).number <= number:
+            if is_since(since, release(request.param)):
                 seen[name] = events
     return seen, processes.call(asked, list(seen), (8, 0), request.param, timeout=120)
 
