@@ -20,6 +20,7 @@ from perf_helpers.estimate.allocator_settings import Release, release
 from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
+from perf_helpers.lab import adapters
 from perf_helpers.lab.tracker import name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
@@ -66,6 +67,7 @@ class DeviceTracker(FakeTracker):
         self.is_there = self._from_the_start  # whether anything was sent to the device
         self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
         self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
+        self._adapts_on_host = False  # whether peft adds adapters to a base that is still on the host
         self._given_there = False  # whether it was given tensors
         self._on_device = False  # whether the present operation runs on the device
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
@@ -87,6 +89,7 @@ class DeviceTracker(FakeTracker):
             stack.enter_context(patch.object(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False))
             whole = bitsandbytes.nn.Int8Params
             stack.enter_context(patch.object(whole, "to", _sent_once(whole.to)))
+        stack.enter_context(patch.object(adapters, "adapted", self._adapted(adapters.adapted)))
         if peft := sys.modules.get("peft"):
             layer = peft.tuners.tuners_utils.BaseTunerLayer
             move = self._moved(layer._move_adapter_to_device_of_base_layer)
@@ -105,6 +108,15 @@ class DeviceTracker(FakeTracker):
                 return plain(*args, **kwargs)
 
         return matmul_4bit
+
+    def _adapted(self, plain):
+        """peft sends new adapters to the device of the base's weights: only a quantized base is on the GPU by then."""
+
+        def adapted(*args, **kwargs):
+            with patch.object(self, "_adapts_on_host", not self.is_there):
+                return plain(*args, **kwargs)
+
+        return adapted
 
     def _moved(self, plain):
         """Where peft sends a parameter to a quantized base's device, it makes one that learns: AdaLoRA's `ranknum`."""
@@ -129,6 +141,8 @@ class DeviceTracker(FakeTracker):
 
     def sent_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Its parameters and buffers go to the device in the order of `Module._apply`."""
+        if self._adapts_on_host:
+            return module
         self.is_there = True
         for child in module.children():
             self.sent_module(child)

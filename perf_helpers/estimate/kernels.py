@@ -85,8 +85,8 @@ class Kernels:
         """Whether cuBLAS does it."""
         if function.namespace == "bitsandbytes":
             return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
-        if function.overloadpacket is aten._grouped_mm:  # one by one where it has no kernel
-            return not (self.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
+        if function.overloadpacket is aten._grouped_mm:  # group by group unless it has a kernel
+            return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._rules.keeps_workspaces:
             return False  # Triton does outer products (torch/_native/ops/bmm_outer_product)
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
@@ -99,6 +99,16 @@ class Kernels:
         blas, lt = (WORKSPACES[0], self.workspace_bytes), (WORKSPACES[1], LT_WORKSPACE_BYTES)
         both = self._rules.keeps_workspaces and self._rules.lt_takes_both
         return [*([blas] if both or not by_lt else []), *([lt] if by_lt else [])]
+
+    def _has_grouped_kernel(self, tensor: torch.Tensor) -> bool:
+        return self.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
+
+    def _grouped(self, made, first, second, offsets=None, *_, **__):
+        """Sizes, strides and pointers of each group, and a workspace for each multiprocessor (cuda/GroupMM.cu)."""
+        if not self._has_grouped_kernel(first):
+            return made
+        groups = first.shape[0] if offsets is None else offsets.numel()
+        return [*made, 60 * groups, self._processors.count * (512 if self.capability[0] == 9 else 5376)]
 
     def on_host(self, function, args: Sequence, result) -> list[torch.Tensor]:
         """Return the results that are on the host: the seed and offset of memory-efficient attention's dropout."""
@@ -129,13 +139,14 @@ class Kernels:
         sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
         return [*made[2:], *made[:2], *sums] if self._rules.seeds_on_device else [*made, *sums]
 
-    def _efficient_backward(self, made, gradient, query, key, value, bias, out, logsumexp, seed, offset, dropout, *_, **__):
+    def _efficient_backward(self, made, gradient, query, key, value, bias, *rest, **__):
         """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
         fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
         depends on the shared memory."""
         batch, heads, length, head = query.shape
         half, roomy = query.dtype in HALF, self.capability == (8, 0) or self.capability[0] in (9, 10)
         tight = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        dropout = rest[4]
         # The widest heads whose dK and dV stay in registers; the kernel for 96 takes no dropout.
         in_registers = 128 if not tight else 96 if self.capability[0] == 8 and not dropout else 64
         is_small = head <= 64 or (in_registers < head <= 128 if half else not roomy)
@@ -349,6 +360,9 @@ class Kernels:
 def _is_lt(function, args, kwargs) -> bool:
     """Whether cuBLASLt does the matmul: one to which a bias of one number per column is added, and in 16 bits a matrix
     (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
+        bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
+        return bias is not None and (args[0].dim() == 2 or args[0].is_contiguous())
     if function.overloadpacket not in (aten.addmm, aten._addmm_activation):
         return False
     bias, rows, columns = args[:3]
@@ -357,7 +371,7 @@ def _is_lt(function, args, kwargs) -> bool:
         return False
     if bias.numel() == shape[1] == bias.shape[-1:].numel():
         return beta == 1 and bias.is_contiguous()
-    takes_matrix = rows.dtype in HALF or function.overloadpacket is aten._addmm_activation
+    takes_matrix = bias.dtype in HALF or function.overloadpacket is aten._addmm_activation
     return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
 
 
@@ -445,6 +459,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_group_norm_backward: Kernels._group_norm_backward,
     aten.isinf: Kernels._isinf,
     aten.cumsum: Kernels._scan,
+    aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
     aten._scaled_dot_product_flash_attention: Kernels._flash_forward,
     aten._scaled_dot_product_flash_attention_backward: Kernels._flash_backward,

@@ -1,0 +1,42 @@
+"""The kernel that the estimate selects for attention, by release of torch, against what torch's CUDA builds selected."""
+
+import json
+from pathlib import Path
+
+import attention_cases
+import pytest
+
+from perf_helpers.estimate.allocator_settings import RELEASES, release
+from perf_helpers.estimate.cuda import attention_kernel
+
+CHOICES = json.loads(Path(__file__).with_name("attention_choices.json").read_text(encoding="utf-8"))
+
+
+def selected(rules, capability, calls) -> str:
+    """A letter per call, see `attention_cases`."""
+    found = []
+    for one in calls:
+        with one.gradients():
+            options = one.dropout, one.causal, one.enable_gqa
+            found.append(attention_kernel(rules, capability, *one.tensors("meta"), *options))
+    return "".join(map(attention_cases.LETTERS.__getitem__, found))
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return attention_cases.calls()
+
+
+@pytest.mark.parametrize("capability", attention_cases.CAPABILITIES, ids=str)
+@pytest.mark.parametrize("torch_version", CHOICES)
+def test_attention_takes_the_kernel_that_torch_was_seen_to_take(torch_version, capability, calls):
+    theirs = CHOICES[torch_version]["{}.{}".format(*capability)]
+    ours = selected(release(torch_version), capability, calls)
+    differ = [n for n, (our, their) in enumerate(zip(ours, theirs, strict=True)) if their not in ("-", our)]
+    assert not differ, [(calls[n], ours[n], theirs[n]) for n in differ[:3]]
+
+
+def test_the_newest_releases_are_recorded():
+    assert [*RELEASES][-3:] == [*CHOICES][-3:]
+    assert all(len(letters) == attention_cases.COUNT for each in CHOICES.values() for letters in each.values())
+    assert CHOICES["2.13"] != CHOICES["2.14"] != CHOICES["2.15"]
