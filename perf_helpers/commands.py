@@ -80,7 +80,8 @@ def estimate(
     inference: Inference = False,
     allocator_settings: Annotated[str, typer.Option(help="What PYTORCH_CUDA_ALLOC_CONF would say.")] = "",
     torch_version: Annotated[
-        str | None, typer.Option("--torch", help="Whose allocator is meant, e.g. 2.10; default: that of the installed.")
+        str | None,
+        typer.Option("--torch", help="Release of torch whose allocator is meant, e.g. 2.10 (default: the installed)."),
     ] = None,
     snapshot: Snapshot = None,
     lengths: Annotated[Path | None, typer.Option(help="A file with each sample's tokens: its worst batch.")] = None,

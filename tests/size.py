@@ -12,20 +12,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 19_549, 95),
-    ("  lab", ["perf_helpers/lab/*.py"], 5_235, 23),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 19_764, 95),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_264, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 758, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 5_313, 23),
-    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 985, 6),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 5_435, 23),
+    ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 1_045, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_307, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 709, 4),
-    ("  advise", ["perf_helpers/advise/*.py"], 1_839, 8),
+    ("  advise", ["perf_helpers/advise/*.py"], 1_842, 8),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_601, 11),
-    ("  what all share", ["perf_helpers/*.py"], 1_802, 9),
+    ("  what all share", ["perf_helpers/*.py"], 1_803, 9),
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        9_408,
+        9_437,
         49,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_618, 38),

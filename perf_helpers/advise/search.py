@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from perf_helpers import recipes as known
 from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH, Evidence, Factor, respelt
 from perf_helpers.estimate import MemoryEstimate
+from perf_helpers.estimate.allocator_settings import untested_text
 from perf_helpers.estimate.depth import STATES, Line, layers_of
 from perf_helpers.lab import hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
@@ -340,6 +341,8 @@ class RecipeSearch:
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
+        if (newer := estimated.untested_torch) and f"{untested_text(newer)}." not in self.notes:
+            self.notes.append(f"{untested_text(newer)}.")
         return estimated
 
     def furthest(

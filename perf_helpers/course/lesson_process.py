@@ -248,12 +248,12 @@ def asking(get_msg: Callable) -> Callable:
     such a widget hung so.
     """
 
-    async def ask(channel, timeout: float | None = None) -> dict[str, Any]:
+    async def ask(channel, timeout: float | None = None, *args, **options) -> dict[str, Any]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while (left := end - time.monotonic()) > ASK_SECONDS:
             with suppress(Empty):
-                return await get_msg(channel, ASK_SECONDS)
-        return await get_msg(channel, max(0.0, left))
+                return await get_msg(channel, ASK_SECONDS, *args, **options)
+        return await get_msg(channel, max(0.0, left), *args, **options)
 
     return ask
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from perf_helpers.estimate.allocator_settings import Release, Settings, release
+from perf_helpers.estimate.allocator_settings import Release, Settings, is_since, release
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 SEGMENT_BYTES = 2 * MIB  # the smallest segment, and what larger ones are multiples of
@@ -209,7 +209,8 @@ class CachingAllocator:
         tell: Callable[[str, int, int], Any] = lambda *_: None,
         rules: Release | None = None,
     ):
-        settings, ties = settings or Settings(), (rules or release()).ties
+        settings, rules = settings or Settings(), rules or release()
+        ties, self._refuses_early = rules.ties, is_since("2.15", rules)
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
@@ -229,6 +230,8 @@ class CachingAllocator:
         self._max_split = settings.max_split_size_mb * MIB if settings.max_split_size_mb else UNLIMITED
         self._max_rounding = (settings.max_non_split_rounding_mb or settings.large_segment_size_mb) * MIB
         space = 4096 * GIB if capacity is None else capacity + capacity // 8
+        if settings.expandable_segments_reserve is not None:
+            space = min(space, int(settings.expandable_segments_reserve * GIB))
         self._space = {page: next_multiple(space, page) for page in self._pages}
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
@@ -377,7 +380,10 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """A free block that has grown to hold so much (try_allocate_expandable_block)."""
+        """A free block that has grown to hold so much (try_allocate_expandable_block). For what no segment's
+        addresses hold, torch before 2.15 takes a segment in vain."""
+        if self._refuses_early and size > self._space[pool.page]:
+            return None
         block = self._expandable(pool, size)
         if not block.is_mapped:
             block = self._map(block, min(block.size, size))

@@ -1,11 +1,14 @@
 """The options of torch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF name them.
 
-Covers those that decide about the device's memory. Not covered: what they do (`allocator`).
+Covers those that decide about the device's memory. Not covered: what they do (`allocator`). Torch reads one of the two
+variables: PYTORCH_CUDA_ALLOC_CONF if it is set, even to an empty text (seen in rehearsals of 2.13, 2.14 and 2.15).
 """
 
+import functools
 import importlib.metadata
 import os
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +20,11 @@ from perf_helpers.texts import nearest_text, shown
 class Settings:
     """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that decide about the device's memory.
 
-    Names, defaults and limits are those of torch 2.13 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
+    Names, defaults and limits are those of torch 2.15 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
     """
 
     expandable_segments: bool = False  # segments that grow, instead of one segment after the other
+    expandable_segments_reserve: float | None = None  # GiB of addresses of each; None: 9/8 of the card's memory
     max_split_size_mb: int | None = None  # blocks of so many MiB are not split; None: all are
     max_non_split_rounding_mb: int | None = None  # how much larger such a block may be; None: large_segment_size_mb
     large_segment_size_mb: int = 20  # the segment for more than 1 MiB and less than 10 MiB
@@ -37,12 +41,15 @@ class Settings:
                 raise ValueError(f"{name}:{size}: give a number of MiB from {least} on")
 
     @classmethod
-    def parse(cls, text: str) -> "Settings":
+    def parse(cls, text: str, torch_version: str | None = None) -> "Settings":
         """The settings that such a variable describes: `Settings.parse("max_split_size_mb:128")`.
 
+        Args:
+            torch_version: the release that is to read them, e.g. "2.13"; None: any.
+
         Raises:
-            ValueError: an option that torch does not know or that is not followed, a value that torch refuses, another
-                allocator than torch's own.
+            ValueError: an option that torch, or that release, does not know or that is not followed, a value that torch
+                refuses, another allocator than torch's own.
         """
         words = _words("".join(text.split()))
         for name in words.keys() & _NOT_FOLLOWED.keys():
@@ -50,18 +57,40 @@ class Settings:
         for name in words.keys() - _READERS.keys() - _ELSEWHERE:
             options = sorted(_READERS.keys() | _ELSEWHERE)
             raise ValueError(f"allocator_settings: no option {shown(name)}. {nearest_text(name, options)}")
+        for name in words.keys() & _SINCE.keys():
+            if torch_version is not None and _number(torch_version) < _number(_SINCE[name]):
+                since = f"torch has it since {_SINCE[name]}, and {torch_version} refuses it"
+                raise ValueError(f"{name}: {since}. Leave it out, or ask for a newer torch")
         if words.get("backend", "native") != "native":
             raise ValueError(f"backend:{words['backend']} is not the allocator that is followed here, leave it out")
-        return cls(**{name: _read(name, value) for name, value in words.items() if name in _READERS})
+        read = {name: _read(name, value) for name, value in words.items() if name in _READERS}
+        if not read.get("expandable_segments"):
+            read.pop("expandable_segments_reserve", None)
+        elif read.get("expandable_segments_reserve") == _OF_THE_CARD:
+            raise ValueError(
+                "expandable_segments_reserve as a share of the card is not followed, for an estimate is not given the "
+                "whole card's memory: give GiB, as expandable_segments_reserve:40G"
+            )
+        return cls(**read)
 
 
-# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; and what is done only
-# under a fraction of the card's memory.
+# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; what is done only
+# under a fraction of the card's memory; and addresses for streams of a class, which only C++ can give to a stream.
 _ELSEWHERE = {
+    *("expandable_segments_reserve_by_class", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
     *("backend", "garbage_collection_threshold", "graph_capture_record_stream_reuse", "pinned_free_catch_all"),
     *("pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads"),
     *("pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
     *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
+}
+
+# Options that not every release here has, with the first that does. An older one raises ValueError at the first use of
+# CUDA: "Unrecognized key ... in CUDA allocator config". (2.13 is the oldest that was tried with its two.)
+_SINCE = {
+    "expandable_segments_reserve": "2.15",
+    "expandable_segments_reserve_by_class": "2.15",
+    "pinned_max_cached_size_mb": "2.13",
+    "pinned_max_round_threshold_mb": "2.13",
 }
 
 # They ask for the bytes of the whole card, which an estimate is not told.
@@ -111,9 +140,25 @@ def _power_of_2(text: str) -> int:
     return number
 
 
+_OF_THE_CARD = -1.0  # a share of the card's memory
+
+
+def _reserve(value: str) -> float | None:
+    """GiB, or `_OF_THE_CARD`. A value that is no number above 0 torch ignores, with a warning."""
+    is_gib = value[-1:] in ("G", "g")
+    try:
+        size = float(value[:-1] if is_gib else value)
+    except ValueError:
+        return None
+    if not 0 < size < float("inf"):
+        return None
+    return size if is_gib else _OF_THE_CARD
+
+
 # How the value of each option is read, by a function that raises LookupError or ValueError; and what to write.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "expandable_segments": ({"True": True, "False": False}.__getitem__, "True or False"),
+    "expandable_segments_reserve": (_reserve, "GiB as in 40G"),
     "max_split_size_mb": (int, "a whole number"),
     "max_non_split_rounding_mb": (int, "a whole number"),
     "large_segment_size_mb": (int, "a whole number"),
@@ -175,17 +220,58 @@ def release(torch_version: str | None = None) -> Release:
     """The rules of a release, "2.11" or "2.11.0+cu130"; None: of the installed one. As torch does, it heeds
     TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE, 1 or 0.
 
+    A release newer than all that are known has the newest known rules under its own name, see `is_tested`; a warning
+    says so, once in a process.
+
     Raises:
-        ValueError: no rules are known of it.
+        ValueError: the text names no release, or one that is older than all that are known.
     """
     version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
-    known = RELEASES.get(".".join(re.split(r"[.+]", version)[:2]))
+    number = _number(version)
+    name = "{}.{}".format(*number) if number else ""
+    known = RELEASES.get(name)
+    if known is None and number > _number(newest()):
+        _warn_of_untested(name)
+        known = replace(RELEASES[newest()], torch=name)
     if known is None:
-        known = nearest_text(version, RELEASES)
-        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are not known. {known}")
+        choose = f"Choose from {', '.join(RELEASES)}, or a newer one"
+        if number:  # older than all of them
+            choose = f"Did you mean '{min(RELEASES, key=_number)}'? {choose}"
+        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are not known. {choose}.")
     shared = _SWITCH.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE"), known.shares_workspace)
     kept = known.keeps_workspaces or _SWITCH.get(os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE"), False)
     return replace(known, shares_workspace=shared, keeps_workspaces=kept)
 
 
 _SWITCH = {"1": True, "0": False}
+
+
+def newest() -> str:
+    """The newest release whose rules are known, e.g. "2.14"."""
+    return max(RELEASES, key=_number)
+
+
+def is_tested(rules: Release) -> bool:
+    """Whether these are the rules of that very release, and not of the newest known before it."""
+    return rules.torch in RELEASES
+
+
+def is_since(torch: str, rules: Release) -> bool:
+    """Whether the rules are of this release, e.g. "2.15", or of a newer one."""
+    return _number(rules.torch) >= _number(torch)
+
+
+def untested_text(torch: str) -> str:
+    """What to say of a release that is newer than all that are known."""
+    return f"torch {torch} is untested: rules of torch {newest()} (newest known) were used"
+
+
+@functools.cache
+def _warn_of_untested(torch: str) -> None:
+    warnings.warn(f"{untested_text(torch)}; memory on CUDA may differ.", stacklevel=4)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11" or "2.11.0a0+git"; () of what names no release."""
+    found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
+    return (int(found[1]), int(found[2])) if found else ()

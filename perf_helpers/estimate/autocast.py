@@ -18,6 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from perf_helpers.estimate.allocator_settings import newest
+
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
@@ -44,9 +46,9 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
             library.impl(name, rule, "AutocastCPU")
     clear = torch.clear_autocast_cache
 
-    def clear_all():
+    def clear_all(*args, **options):
         casts.kept.clear()
-        clear()
+        clear(*args, **options)
 
     # `torch.autocast` calls it when the outermost context ends.
     with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
@@ -142,9 +144,8 @@ def _banned(name, *_):
 
 def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
-    raise RuntimeError(
-        f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: use torch 2.11 to 2.14"
-    )
+    known = f"use torch {newest()} or older"
+    raise RuntimeError(f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: {known}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
@@ -171,11 +172,11 @@ def _cuda_is_meant() -> Iterator[None]:
     plain, plain_scaler = autocast.__init__, scaler.__init__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
-    def asked(device_type="cuda"):
-        return is_on("cpu" if device_type == "cuda" else device_type)
+    def asked(device_type="cuda", *args, **options):
+        return is_on("cpu" if device_type == "cuda" else device_type, *args, **options)
 
-    def asked_dtype(device_type):
-        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
+    def asked_dtype(device_type, *args, **options):
+        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type, *args, **options)
 
     def init(self, device_type, dtype=None, *args, **kwargs):
         is_cuda = device_type == "cuda"

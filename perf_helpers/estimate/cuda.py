@@ -8,7 +8,6 @@ computed in `allocator`. Each difference has a name and is told as an assumption
 import contextlib
 import functools
 import math
-import operator
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,9 +54,9 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
         # Else a program's own arguments refuse bf16 and tf32.
-        stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
-        has_tf32 = functools.partial(operator.ge, compute_capability, (8, 0))
-        stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", has_tf32))
+        stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda *_, **__: True))
+        has_tf32 = compute_capability >= (8, 0)
+        stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", lambda *_, **__: has_tf32))
         if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
             stack.enter_context(patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_, **__: False))
         yield
@@ -98,7 +97,10 @@ def _foreach_allowed() -> Iterator[None]:
 
     name = "_get_foreach_kernels_supported_devices"
     devices = getattr(_foreach_utils, name)
-    with patch.object(optimizer, name, lambda: [*devices(), "cpu"]), contextlib.ExitStack() as stack:
+    with (
+        patch.object(optimizer, name, lambda *args, **options: [*devices(*args, **options), "cpu"]),
+        contextlib.ExitStack() as stack,
+    ):
         for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))

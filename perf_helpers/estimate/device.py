@@ -82,11 +82,11 @@ class DeviceTracker(FakeTracker):
         stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
         if self._is_function:
             stack.enter_context(trl_kernels.emulated())
-        stack.enter_context(patch.multiple(memory, is_cuda_available=lambda: True, is_mps_available=lambda **_: False))
+        stack.enter_context(patch.multiple(memory, is_cuda_available=_yes, is_mps_available=_no))
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
             stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
             stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))
-            stack.enter_context(patch.object(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False))
+            stack.enter_context(patch.object(bitsandbytes.nn.modules, "has_avx512bf16", _no))
             whole = bitsandbytes.nn.Int8Params
             stack.enter_context(patch.object(whole, "to", _sent_once(whole.to)))
         stack.enter_context(patch.object(adapters, "adapted", self._adapted(adapters.adapted)))
@@ -283,7 +283,15 @@ def _sent_once(plain):
     return to
 
 
-def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None):
+def _yes(*_, **__) -> bool:
+    return True
+
+
+def _no(*_, **__) -> bool:
+    return False
+
+
+def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
     """`bitsandbytes.matmul` as on a GPU."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 

@@ -59,7 +59,8 @@ def estimate(
             given back, and what does not fit is told by `is_too_large`. None: the card's, else enough for anything.
         allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
         torch_version: whose allocator and workspaces are meant on "cuda", e.g. "2.10" (`allocator_settings.RELEASES`);
-            all else is that of the installed torch. None: the installed one's.
+            all else is that of the installed torch. None: the installed one's. A newer release than all of them is
+            answered by the rules of the newest, with a warning.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
         function: a loop of one's own that takes the task, as `Lab.run` does.
@@ -142,8 +143,8 @@ def target(
             raise ValueError(f"torch_version={torch_version!r} is of CUDA's allocator: choose device='cuda'")
         return Device(kind)
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
-    Settings.parse(allocator_settings)  # says what is wrong with them
     capability, rules = tuple(compute_capability or here), release(torch_version)
+    Settings.parse(allocator_settings, rules.torch)  # says what is wrong with them
     if device_memory is not None:
         whole_number("device_memory", device_memory, 0, 2**60)
     return Device(kind, capability, allocator_settings, device_memory, rules)

@@ -45,7 +45,7 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
     of buffers, before each forward, the reducer's buckets, which are a second set of gradients, and its map of what
     was used."""
 
-    def __init__(self, module, find_unused_parameters=False, broadcast_buffers=True, **_):
+    def __init__(self, module, *_, find_unused_parameters=False, broadcast_buffers=True, **__):
         torch.nn.Module.__init__(self)
         self.module, self.looks_for_unused = module, find_unused_parameters
         self.arrived: list[torch.nn.Parameter] = []  # in the first backward; their buckets are made anew in this order
@@ -132,7 +132,7 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
         with _disable_current_modes():  # its table of ranks is the host's
             return plain_mesh(*args, **kwargs)
 
-    def move(parameters, buffers, device):
+    def move(parameters, buffers, *_, **__):
         for tensor in itertools.chain(parameters, buffers):
             if isinstance(tensor, FakeTensor):
                 with _disable_current_modes(), tensor.fake_mode:
@@ -144,7 +144,7 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
         patch.object(_fsdp_init, "init_device_mesh", mesh),
         patch.object(_fsdp_init, "_move_states_to_device", move),
         # accelerate finds an optimizer's weights again by their addresses.
-        patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+        patch.object(FakeTensor, "data_ptr", lambda tensor, *_, **__: tensor.untyped_storage()._cdata),
     ):
         yield
 
@@ -209,8 +209,8 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
     with (
         patch.object(accelerators.real_accelerator, "ds_accelerator", Card()),
         # A tensor that another stream uses is freed once that is done: here every operation is done at once.
-        patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-        patch.object(torch.cpu.Stream, "synchronize", lambda stream: None, create=True),
+        patch.object(torch.Tensor, "record_stream", lambda *_, **__: None),
+        patch.object(torch.cpu.Stream, "synchronize", lambda *_, **__: None, create=True),
         finding_none(stages_1_and_2.DeepSpeedZeroOptimizer),
         finding_none(stage_3.DeepSpeedZeroOptimizer_Stage3),
     ):

@@ -98,7 +98,7 @@ def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = No
     return tensor
 
 
-def grouped_product(first, second, offsets, bias=None, out_dtype=None) -> torch.Tensor:
+def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> torch.Tensor:
     """What `aten._grouped_mm` makes: torch knows it of fake tensors in bfloat16 alone. Rows begin at multiples of 16
     bytes; raises Invalid where those of an operand do not, as the kernel does."""
     if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):

@@ -21,7 +21,7 @@ import numpy as np
 
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.allocator_settings import Release, release
+from perf_helpers.estimate.allocator_settings import Release, is_tested, newest, release, untested_text
 from perf_helpers.estimate.trace_records import Log, Trace, highest
 from perf_helpers.lab import worker
 from perf_helpers.lab.arguments import Arguments
@@ -95,6 +95,8 @@ class MemoryEstimate:
     attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
     compute_capability: tuple[int, int] | None = None  # that was asked for; None on a CPU
     device_memory: int | None = None  # bytes for the allocator that were asked for; None: enough for anything
+    torch_rules: str | None = None  # the release of torch whose rules of CUDA's memory were used; None on a CPU
+    untested_torch: str | None = None  # the newer release that they were used for; None: they are that release's own
 
     @property
     def peak_bytes(self) -> int:
@@ -170,6 +172,7 @@ def estimated(experiment: Experiment, followed: "Followed", device: Device) -> M
         attention=attention_kernels(followed.trace),
         compute_capability=device.compute_capability if on_cuda else None,
         device_memory=device.memory_bytes if on_cuda else None,
+        **_rules_used(device.rules or release() if on_cuda else None),
     )
 
 
@@ -297,11 +300,21 @@ def _followed(experiment: Experiment, trace: Trace, device: Device, probe: "Prob
     return Followed(trace, totals, (*assumptions, *unsure))
 
 
+def _rules_used(rules: Release | None) -> dict[str, str | None]:
+    """The fields of an estimate that name the rules; none on a CPU."""
+    if rules is None:
+        return {}
+    return (
+        {"torch_rules": rules.torch} if is_tested(rules) else {"torch_rules": newest(), "untested_torch": rules.torch}
+    )
+
+
 def _answers_for(rules: Release) -> str:
     """Of which torch the memory is, in words."""
+    torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
     return (
-        f"torch {rules.torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and cuBLASLt has "
+        f"{torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and cuBLASLt has "
         f"{workspace}; all else is followed by the torch installed here."
     )
 

@@ -199,9 +199,9 @@ class FakeTracker(Tracker):
         """Notices when a data loader gathers a batch."""
 
         def noticed(plain):
-            def gather(*args):
+            def gather(*args, **options):
                 with patch.object(self, "collates", True):
-                    return plain(*args)
+                    return plain(*args, **options)
 
             return gather
 
@@ -210,7 +210,7 @@ class FakeTracker(Tracker):
                 stack.enter_context(patch.object(kind, "fetch", noticed(kind.fetch)))
             yield
 
-    def cache_emptied(self) -> None:
+    def cache_emptied(self, *_, **__) -> None:
         if any(sign < 0 for _, sign in self.log):  # else nothing is free: each Trainer empties it before the first step
             self.emptied.append(len(self.log))
 
@@ -299,9 +299,9 @@ def _fake_parameters() -> Iterator[None]:
     def both(kind: type) -> type:
         return type(kind.__name__, (kind, FakeTensor), {})
 
-    def make_subclass(kind, data, requires_grad=False, **options):
+    def make_subclass(kind, data, requires_grad=False, *args, **options):
         if not isinstance(data, FakeTensor) or not issubclass(kind, torch.nn.Parameter):
-            return plain(kind, data, requires_grad, **options)
+            return plain(kind, data, requires_grad, *args, **options)
         made = data.detach().requires_grad_(requires_grad)
         made.__class__ = both(kind)
         return made

@@ -14,7 +14,7 @@ from perf_helpers.lab.outcomes import Invalid
 
 class _Kernel:
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
+        return lambda *_, **__: None
 
 
 @contextlib.contextmanager
@@ -28,14 +28,14 @@ def emulated():
         return
     with contextlib.ExitStack() as stack:
         if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; it is asked only where there is Triton
-            there = {"is_triton_available": lambda: True, "_fused_logprob_entropy": _Kernel()}
+            there = {"is_triton_available": lambda *_, **__: True, "_fused_logprob_entropy": _Kernel()}
             stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **there))
         if hasattr(utils, "_use_triton"):  # from 1.16 on
             stack.enter_context(_folded_without_memory(utils))
         yield
 
 
-def _refuse(*args):
+def _refuse(*_, **__):
     raise Invalid("this loss of TRL's is another on a GPU, by Triton: rehearse the training instead")
 
 
@@ -44,11 +44,16 @@ def _folded_without_memory(utils):
     kernels = importlib.import_module("trl.kernels.chunked_logprob")
     plain, launched = getattr(kernels, "_addmm_fp32", None), _Kernel()
 
-    def added(acc, one, other):  # on a CPU it makes copies in fp32
-        halves = one.dtype in HALF
-        torch.addmm(acc, one, other, out_dtype=torch.float32, out=acc) if halves else plain(acc, one, other)
+    def added(acc, one, other, *args, **options):  # on a CPU it makes copies in fp32
+        if one.dtype in HALF:
+            torch.addmm(acc, one, other, out_dtype=torch.float32, out=acc)
+        else:
+            plain(acc, one, other, *args, **options)
 
     replaced = {"_forward_kernel": launched, "_backward_kernel": launched, "_addmm_fp32": added}
-    replaced |= {"triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)), "_use_triton": lambda device: True}
+    replaced |= {
+        "triton": SimpleNamespace(cdiv=lambda a, b, *_, **__: -(-a // b)),
+        "_use_triton": lambda *_, **__: True,
+    }
     with patch.multiple(kernels, create=True, **replaced), patch.object(utils, "_use_triton", kernels._use_triton):
         yield

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from perf_helpers.lab.hardware import CPU_FP16, PACKAGES, Machine, cache_folder,
 from perf_helpers.texts import bytes_text
 
 DISTRIBUTION = "perf-helpers"
+NEWEST_TORCH = "2.15"  # that all of this was tried with, its rules of memory on CUDA and the rehearsal's stub among it
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
 LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
 
@@ -55,7 +57,7 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 def is_supported() -> bool:
     """Whether the packages installed are those that this project promises to work with: see its dependencies."""
-    return all(finding.level == "note" for finding in _about_packages(versions()))
+    return all(finding.level in ("ok", "note") for finding in _about_packages(versions()))
 
 
 def _about_gpus(machine: Machine) -> Iterator[Finding]:
@@ -189,6 +191,30 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
         elif package in ranges and not ranges[package].contains(version, prereleases=True):
             text = f"{package} {version} is outside of the tested range {ranges[package]}: verdicts may differ."
             yield Finding("warning", package, text, f'pip install "{package}{ranges[package]}"')
+        elif package == "torch" and (package in ranges or is_untested_torch(version)):
+            yield _about_torch(version, [each.version for each in ranges.get(package, ()) if each.operator == ">="])
+
+
+def _about_torch(version: str, oldest: list[str]) -> Finding:
+    """Whether this release of torch was tried. `oldest`: the oldest that pip admits; empty if it is not known."""
+    tested = f"{' '.join([*oldest, 'to']) if oldest else 'up to'} {NEWEST_TORCH}"
+    other = "`perf-helpers estimate --torch RELEASE` answers for the CUDA memory of another one."
+    if not is_untested_torch(version):
+        return Finding("ok", "torch", f"torch {version} is among the tested releases ({tested}). {other}")
+    text = (
+        f"torch {version} is untested (tested are {tested}), but not refused: verdicts may differ, and CUDA memory is"
+    )
+    install = f'To install a tested one: pip install "torch=={NEWEST_TORCH}.*"'
+    return Finding("warning", "torch", f"{text} estimated by the rules of torch {NEWEST_TORCH}.", f"{other} {install}")
+
+
+def is_untested_torch(version: str) -> bool:
+    """Whether torch of this version, e.g. "2.16.0a0+git", is newer than all that were tried."""
+    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
+    if None in numbers:
+        return True
+    here, newest = ((int(found[1]), int(found[2])) for found in numbers)
+    return here > newest
 
 
 def _amount(size: int | None) -> str:

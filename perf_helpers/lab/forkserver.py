@@ -352,7 +352,7 @@ def _import_torchao() -> None:
     afterwards. Here it finds none to ask."""
     import torch
 
-    with patch.object(torch.cuda, "is_available", lambda: False), contextlib.suppress(ImportError):
+    with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):
         importlib.import_module("torchao.quantization")
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")
 

@@ -262,8 +262,10 @@ def watched(tracker: Watcher):
 
     plain_backward, plain_rng_state = torch.autograd.backward, torch.get_rng_state
 
-    def rng_state():  # checkpointing keeps one for each block; it is made below where operations are seen
-        state = plain_rng_state()
+    def rng_state(
+        *args, **kwargs
+    ):  # checkpointing keeps one for each block; it is made below where operations are seen
+        state = plain_rng_state(*args, **kwargs)
         tracker.born(state, "get_rng_state")
         return state
 
@@ -335,9 +337,10 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
     """
 
     def resizing(plain):
-        def resize(storage, size):
-            plain(storage, size)
+        def resize(storage, *args, **options):
+            resized = plain(storage, *args, **options)
             tracker.resized(storage)
+            return resized
 
         return resize
 
@@ -366,10 +369,10 @@ def _replacements(tracker: Tracker) -> Iterator[tuple[type, str, Callable[[Calla
             yield
 
     def scattering(plain):
-        def scatter(group, *unused):
+        def scatter(group, *args, **options):
             made = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
             tracker.tag([weight.grad for weight in made if weight is not None], Category.GRADIENTS)
-            return plain(group, *unused)
+            return plain(group, *args, **options)
 
         return during(Phase.REDUCER)(scatter)
 

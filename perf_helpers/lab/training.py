@@ -202,7 +202,7 @@ def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models hand generate on
     tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
     writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
-    writer._beam_search_has_unfinished_sequences = lambda *beams: ask_beams(*beams) is not None
+    writer._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
     model.generation_config.eos_token_id = None
     if not model.config.is_encoder_decoder:
         model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it

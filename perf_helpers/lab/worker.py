@@ -308,9 +308,9 @@ def _meet_or_fail() -> None:
     from torch.distributed import distributed_c10d
 
     class Gloo(distributed_c10d.ProcessGroupGloo):
-        def __init__(self, *where, timeout):
+        def __init__(self, *where, timeout, **options):  # torch adds options between releases: 2.14 had a new one
             try:
-                super().__init__(*where, timeout=min(timeout, _TO_MEET))
+                super().__init__(*where, timeout=min(timeout, _TO_MEET), **options)
             except RuntimeError as error:
                 raise RuntimeError(f"{_NEVER_MET}: {error}") from error
             self._set_default_timeout(timeout)

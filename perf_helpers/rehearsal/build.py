@@ -23,6 +23,7 @@ from perf_helpers.lab import doctor, hardware
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")
+UNANSWERED = "unanswered.txt"  # beside the compiled library, see `doubts`
 
 
 def problem() -> str | None:
@@ -111,8 +112,9 @@ def library(python: Path) -> Path:
         return folder
     cache().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=cache()) as name:
-        draft = Path(name)
-        (draft / "rest.cpp").write_text(_rest(site, headers.with_name("cuda.h")))
+        draft, linked = Path(name), _linked(site)
+        (draft / "rest.cpp").write_text(_rest(linked, site, headers.with_name("cuda.h")))
+        (draft / UNANSWERED).write_text("\n".join(unanswered(linked)))
         units = [draft / "rest.cpp", *(path for path in sources if path.suffix == ".cpp")]
         options = ["-std=c++17", "-O1", "-fPIC", "-w", "-shared", f"-I{SOURCES}", f"-I{headers.parent}"]
         options += [f"-DARCHITECTURES={_architectures(python)}"]
@@ -132,23 +134,71 @@ def library(python: Path) -> Path:
     return folder
 
 
-def _rest(site: Path, header: Path) -> str:
+def doubts(python: Path, folder: Path) -> str:
+    """What speaks against a rehearsal by `python`'s torch with the library in `folder`; empty if nothing does."""
+    version = re.search(
+        r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
+    )[1]
+    found = []
+    if doctor.is_untested_torch(version):
+        newest = doctor.NEWEST_TORCH
+        found.append(
+            f"nobody has tried torch {version} with the rehearsal's stub CUDA runtime (newest tried: {newest})"
+        )
+    if names := (folder / UNANSWERED).read_text().split():
+        listed = ", ".join(names)
+        found.append(
+            f"the stub does not answer functions of torch {version} that may copy or allocate memory: {listed}"
+        )
+    return f"{'; '.join(found)}. What is rehearsed may be off." if found else ""
+
+
+def unanswered(linked: set[str]) -> list[str]:
+    """The functions among `linked` that may copy or allocate and that the stub neither has in C++ nor lists by name."""
+    answered = _written() | {*" ".join(_answers()["named"].values()).split()}
+    return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])
+
+
+# Names of functions of the runtime, the driver and NCCL that copy, allocate or exchange.
+_MOVES = re.compile(
+    r"(cuda|nccl|cu(?=Mem))(?!Comm|Get|.*(Attr|Info|Stats))\w*"
+    r"([Aa]lloc|Memcpy|Memset|Copy|Gather|Scatter|Reduce|Broadcast|Bcast|Send|Recv|AlltoAll|Put)"
+)
+
+
+def _answers() -> dict:
+    return tomllib.loads((SOURCES / "answers.toml").read_text())
+
+
+def _written() -> set[str]:
+    """The functions that are written in C++."""
+    return {
+        name for file in SOURCES.glob("*.cpp") for name in re.findall(r"\b((?:cu|nccl|nvml)\w+) ?\(", file.read_text())
+    }
+
+
+def _linked(site: Path) -> set[str]:
+    """The functions that torch and bitsandbytes have from other libraries."""
+    names = set()
+    for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
+        done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
+        names |= {*re.findall(r"\b(?:cu|nccl|nv)\w+", done.stdout)}
+    return names
+
+
+def _rest(linked: set[str], site: Path, header: Path) -> str:
     """C++ source of the functions that nobody asks for more than a status: native/answers.toml says which these are."""
-    table = tomllib.loads((SOURCES / "answers.toml").read_text())
-    answers = {}
-    for linked in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
-        done = subprocess.run(["nm", "-D", "--undefined-only", linked], capture_output=True, text=True)
-        for start, code in table["linked"].items():
-            answers |= dict.fromkeys(re.findall(rf"\b{start}\w+", done.stdout), code)
+    table, answers = _answers(), {}
+    for start, code in table["linked"].items():
+        answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)
     looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # by dlsym
     answers |= dict.fromkeys(map(bytes.decode, looked_up), table["nvml"])
     text = header.read_text(errors="replace")
     declared = re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text)
     declared += [name for pair in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+)", text) for name in pair]
     answers |= dict.fromkeys(declared, table["driver"])
-    for source in SOURCES.glob("*.cpp"):
-        for name in re.findall(r"\b((?:cu|nccl|nvml)\w+) ?\(", source.read_text()):
-            answers.pop(name, None)
+    for name in _written():
+        answers.pop(name, None)
     for code, names in table["named"].items():
         answers |= dict.fromkeys(names.split(), code)
     return "".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name, code in sorted(answers.items()))

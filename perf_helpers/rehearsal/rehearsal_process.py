@@ -1,12 +1,14 @@
 """Where rehearsals happen: a process of its own, with torch's CUDA build and the stand-in for the device."""
 
 import contextlib
+import functools
 import os
 import pickle
 import select
 import subprocess
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -89,6 +91,8 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
     """The Python that rehearses, and the environment in which any program meets the card, while this is open."""
     python = build.set_up()
     library = build.library(python)
+    if doubts := build.doubts(python, library):
+        _warn(doubts)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
         startup = Path(folder, "profile_default", "startup", "rehearsal.py")
         startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
@@ -108,6 +112,12 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
         yield python, kept | paths | variables | variables_of(on, str(Path(folder, "ledger")))
+
+
+@functools.cache
+def _warn(doubts: str) -> None:
+    """Once in a process."""
+    warnings.warn(doubts, stacklevel=2)
 
 
 def variables_of(card: Card, ledger: str) -> dict[str, str]:

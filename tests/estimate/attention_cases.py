@@ -1,7 +1,7 @@
 """Calls of scaled_dot_product_attention drawn at random, and the kernel that each release of torch selects for them.
 
-`attention_choices.json` has a letter for each call, by release and compute capability, as torch's own CUDA builds choose
-in rehearsals: "c" cuDNN, "f" flash, "e" memory-efficient, "m" math, "-" where torch refuses the call.
+`attention_choices.json` has a letter for each call, by release and compute capability, as torch's CUDA builds choose in
+rehearsals: "c" cuDNN, "f" flash, "e" memory-efficient, "m" math, "-" where torch refuses the call.
 `python tests/rehearsal/test_attention_rehearsed.py` writes those of the installed release.
 """
 

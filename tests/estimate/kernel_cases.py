@@ -1,7 +1,8 @@
 """Operations whose memory has a rule of its own in `kernels`.
 
-`kernels.json` has what torch 2.13's CUDA build was seen to ask its allocator for at compute capability 8.0 (rehearsed):
-the bytes of a block, or ~n where the n-th is given back. `python tests/rehearsal/test_kernels_rehearsed.py` made it.
+`kernels.json` has what torch's CUDA builds ask their allocator for at compute capability 8.0 (rehearsed): the bytes of
+a block, or ~n if the n-th is freed, by the release since which torch asks for that. `python
+tests/rehearsal/test_kernels_rehearsed.py` adds what the installed release changed.
 """
 
 import functools
@@ -64,11 +65,11 @@ def flash_backward(groups=4, size=64):
     return lambda: aten._scaled_dot_product_flash_attention_backward(*ours)
 
 
-def efficient_backward(dtype, size=64):
-    query, key, value = (heads(dtype, size=size) for _ in range(3))
-    out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention(query, key, value, None, True)
+def efficient_backward(dtype, size=64, groups=4, dropout=0.0):
+    query, key, value = (heads(dtype, count, size=size) for count in (4, groups, groups))
+    out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)
     gradient = heads(dtype, size=size)
-    ours = (gradient, query, key, value, None, out, logsumexp, seed, offset, 0.0, [True, True, True, False])
+    ours = (gradient, query, key, value, None, out, logsumexp, seed, offset, dropout, [True, True, True, False])
     return lambda: aten._scaled_dot_product_efficient_attention_backward(*ours)
 
 
@@ -92,9 +93,14 @@ def summed(dims, *shape, dtype=F32, turn=None):
     return lambda: tensor.sum(dims)
 
 
-def norms():
-    tensors = [zeros(size) for size in (10, 100_000, 300_000)]
+def norms(*sizes):
+    tensors = [zeros(size) for size in sizes]
     return lambda: aten._foreach_norm(tensors, 2)
+
+
+def matmul(function, *shapes, dtype=F32, **options):
+    tensors = [zeros(*shape, dtype=dtype) for shape in shapes]
+    return lambda: function(*tensors, **options)
 
 
 def of_one(function, *shape, dtype=F32, **options):
@@ -196,6 +202,23 @@ RUNS = {
         for name, dtype in (("fp32", F32), ("fp16", F16))
         for size in (96, 104, 128, 136, 264)
     },
+    "efficient with dropout": lambda: attention("efficient", F32, dropout=0.1),
+    "efficient's backward, bf16, heads of 96, dropout": lambda: efficient_backward(BF16, 96, dropout=0.1),
+    "matmul": lambda: matmul(torch.mm, (300, 64), (64, 500)),
+    "matmul plus a bias": lambda: matmul(torch.addmm, (500,), (300, 64), (64, 500)),
+    "matmul plus a row": lambda: matmul(torch.addmm, (1, 500), (300, 64), (64, 500)),
+    "matmul plus a bias of one": lambda: matmul(torch.addmm, (1,), (300, 64), (64, 1)),
+    "matmul plus twice a bias": lambda: matmul(torch.addmm, (500,), (300, 64), (64, 500), beta=2),
+    "matmul plus a matrix": lambda: matmul(torch.addmm, (300, 500), (300, 64), (64, 500)),
+    "matmul plus a matrix, bf16": lambda: matmul(torch.addmm, (300, 500), (300, 64), (64, 500), dtype=BF16),
+    "matmul, bias, gelu": lambda: matmul(torch._addmm_activation, (500,), (300, 64), (64, 500), use_gelu=True),
+    "matmul in place": lambda: matmul(torch.Tensor.addmm_, (300, 500), (300, 64), (64, 500)),
+    "matmul with a vector": lambda: matmul(torch.mv, (300, 64), (64,)),
+    "outer product": lambda: matmul(torch.mm, (300, 1), (1, 500)),
+    "matmuls": lambda: matmul(torch.bmm, (6, 30, 64), (6, 64, 50)),
+    "outer products": lambda: matmul(torch.bmm, (6, 30, 1), (6, 1, 50)),
+    "matmuls plus a matrix": lambda: matmul(torch.baddbmm, (6, 30, 50), (6, 30, 64), (6, 64, 50)),
+    "matmul of groups, bf16": lambda: matmul(aten._grouped_mm, (4, 64, 64), (4, 64, 64), dtype=BF16),
     "embedding's backward, few": lambda: embedding_backward(3072, 8000, 8),
     "embedding's backward, many": lambda: embedding_backward(3100, 8000, 8),
     "embedding's backward, few rows": lambda: embedding_backward(20_000, 100, 8),
@@ -214,7 +237,8 @@ RUNS = {
     "sum of booleans": lambda: summed([0, 1], 4, 2048, dtype=torch.bool),
     "mean": lambda: of_one(torch.mean, 2048, 768),
     "norm": lambda: of_one(torch.linalg.vector_norm, 3_000_000),
-    "norms": norms,
+    "norms": lambda: norms(10, 100_000, 300_000),
+    "norms of many": lambda: norms(*[30] * 150, 2_000_000),
     "running sum": lambda: of_one(torch.cumsum, 4096, dtype=I64, dim=0),
     "running sum of 32 bits": lambda: of_one(torch.cumsum, 65536, dtype=I32, dim=0),
     "running sum of one row": lambda: of_one(torch.cumsum, 1, 4096, dtype=I64, dim=-1),
@@ -252,6 +276,25 @@ RUNS = {
     "roll of two dimensions, turned": lambda: turned(torch.roll, 4, 28, 28, shifts=(3, 3), dims=(1, 2)),
     "max pool of what is turned": lambda: turned(aten.max_pool2d_with_indices, 32, 4, 28, 28, kernel_size=[2, 2]),
 }
+
+
+# What a release before torch 2.14 refuses.
+SINCE_2_14 = {
+    f"efficient, grouped, {name}": functools.partial(attention, "efficient", dtype, groups)
+    for name, dtype, groups in (("fp32", F32, 2), ("bf16", BF16, 1))
+} | {
+    f"efficient's backward, grouped, {name}, heads of {size}": functools.partial(
+        efficient_backward, dtype, size, groups
+    )
+    for name, dtype, groups in (("fp32", F32, 2), ("fp16", F16, 1))
+    for size in (64, 136)
+}
+
+
+def warmed_up():
+    """Take the workspaces that a thread keeps before torch 2.15, so that a case shows none."""
+    for bias in (zeros(8), zeros(8, 8)):
+        torch.addmm(bias, zeros(8, 8), zeros(8, 8))
 
 
 def drawn(count, seed=0):

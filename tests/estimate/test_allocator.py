@@ -8,13 +8,16 @@ import itertools
 import json
 import pickle
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from perf_helpers import doctor
 from perf_helpers.estimate import allocator, allocator_settings
 from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings, release
+from perf_helpers.estimate.allocator_settings import Settings, is_tested, newest, release
 
 RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 
@@ -147,7 +150,7 @@ def test_what_there_is_is_shown_by_address():
     assert first.blocks[1].address == first.address + 5 * MIB and not first.is_small and not first.is_expandable
 
 
-TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c"}
+TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15": "c"}
 
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
@@ -205,6 +208,82 @@ def test_a_release_is_known_by_its_number_and_the_installed_one_without(monkeypa
 def test_a_release_without_known_rules_is_refused_with_those_that_are_known(torch_version):
     with pytest.raises(ValueError, match=f"torch_version='{torch_version}': .*2.10, 2.11, 2.12, 2.13, 2.14"):
         release(torch_version)
+
+
+@pytest.mark.parametrize("torch_version", ["2.9", "2.1.0", "1.13.1+cu117"])
+def test_an_older_release_is_answered_with_the_nearest_by_number_and_not_by_spelling(torch_version):
+    with pytest.raises(ValueError, match=r"Did you mean '2\.10'\? Choose from"):
+        release(torch_version)
+
+
+@pytest.mark.parametrize("version", ["2.99", "2.99.0a0+git", "2.99.1rc2", "3.0"])
+def test_a_newer_release_has_the_newest_rules_and_warns_once(version):
+    allocator_settings._warn_of_untested.cache_clear()
+    name = version[:4].rstrip(".")
+    with pytest.warns(UserWarning, match=f"torch {name} is untested: rules of torch {newest()} ") as warned:
+        rules = [release(version), release(version)]
+    assert len(warned) == 1 and rules == 2 * [replace(release(newest()), torch=name)]
+    assert not is_tested(rules[0]) and is_tested(release(newest()))
+
+
+def test_a_known_release_warns_of_nothing(recwarn):
+    allocator_settings._warn_of_untested.cache_clear()
+    assert all(release(name).torch == name for name in allocator_settings.RELEASES) and not recwarn.list
+
+
+def test_the_newest_release_that_the_doctor_calls_tested_is_no_older_than_the_rules():
+    numbers = [[*map(int, name.split("."))] for name in (doctor.NEWEST_TORCH, newest())]
+    assert numbers[0] >= numbers[1], "set doctor.NEWEST_TORCH"
+
+
+def test_options_exist_by_release():
+    both = "expandable_segments_reserve:4G,expandable_segments_reserve_by_class:[a:0.5,b:4G],expandable_segments:True"
+    pinned = "pinned_max_cached_size_mb:64,pinned_max_round_threshold_mb:64"
+    assert Settings.parse(both, "2.15").expandable_segments_reserve == 4
+    assert Settings.parse(both, "2.99.0a0+git") == Settings.parse(both)
+    assert Settings.parse(pinned, "2.13") == Settings(), "memory of the host"
+    reserve, by_class, _ = re.split(r",(?=expandable)", both)
+    older = ((reserve, "2.14", "2.15"), (by_class, "2.14", "2.15"))
+    older += tuple((option, "2.12", "2.13") for option in pinned.split(","))
+    for text, torch_version, since in older:
+        with pytest.raises(ValueError, match=f"torch has it since {since}, and {torch_version} refuses it"):
+            Settings.parse(text, torch_version)
+
+
+RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
+
+
+@pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
+def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
+    """9/8 of the device are a segment's addresses: a request for more finds no room at once since 2.15."""
+    rules = replace(release("2.13"), torch=torch_version)
+    memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)
+    with pytest.raises(OutOfMemory):
+        memory.allocate("more than a segment", 130 * MIB)
+    assert (memory._order > 0) is in_vain  # segments so far
+
+
+def test_an_expandable_segment_ends_where_its_reserve_does():
+    text = "expandable_segments:True,expandable_segments_reserve:0.0625G"  # 64 MiB: 4 pages of 20 MiB
+    memory = filled(text, 40, 30, 20, rules=RULES_OF_2_15)
+    assert len(memory._heads) == 2 and memory.reserved_bytes == 100 * MIB
+    assert len(filled("expandable_segments:True", 40, 30, 20)._heads) == 1
+    with pytest.raises(OutOfMemory):
+        memory.allocate("larger than a segment", 81 * MIB)
+    assert memory.peak_reserved_bytes == 100 * MIB, "no segment was taken in vain"
+    memory.allocate("as large as a segment", 80 * MIB)
+
+
+@pytest.mark.parametrize("value", ["xG", "0", "-1G", "inf", "nanG", "G"])
+def test_a_reserve_that_torch_ignores_is_ignored(value):
+    text = f"expandable_segments:True,expandable_segments_reserve:{value}"
+    assert Settings.parse(text) == Settings(expandable_segments=True)
+
+
+def test_a_reserve_as_a_share_of_the_card_is_refused_where_it_would_count():
+    with pytest.raises(ValueError, match="expandable_segments_reserve:40G"):
+        Settings.parse("expandable_segments:True,expandable_segments_reserve:0.5")
+    assert Settings.parse("expandable_segments_reserve:0.5") == Settings()
 
 
 def test_a_full_device_gets_unused_segments_back():
@@ -414,7 +493,8 @@ def test_the_double_was_never_found_to_differ_from_torch():
     assert record["mismatches"] == 0 and all(row["mismatches"] == 0 for row in rows)
     gone = "per_process_memory_fraction", "throw_on_cudamalloc_oom"  # followed when this was recorded
     settings = [Settings.parse(row["settings"]) for row in rows if not any(name in row["settings"] for name in gone)]
-    for name in Settings.__dataclass_fields__:
+    newer = {"expandable_segments_reserve"}  # than this record; see tests/rehearsal/test_allocator_rehearsed.py
+    for name in Settings.__dataclass_fields__.keys() - newer:
         assert any(getattr(each, name) != getattr(Settings(), name) for each in settings), f"{name}: never compared"
     assert record["out_of_memory"] > 1000 < record["retries"] and record["versions"]["torch"].startswith("2.13")
 

@@ -1,4 +1,4 @@
-"""The kernel that the estimate selects for attention, by release of torch, against what torch's CUDA builds selected."""
+"""The kernel that the estimate selects for attention, by release of torch, against torch's CUDA builds."""
 
 import json
 from pathlib import Path

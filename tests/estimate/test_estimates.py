@@ -2,13 +2,16 @@
 
 import importlib.metadata
 import json
+import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from perf_helpers import cli, hardware
+from perf_helpers.advise import advise
 from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
-from perf_helpers.estimate import estimate, estimates, estimates_so_far
+from perf_helpers.estimate import allocator_settings, estimate, estimates, estimates_so_far
 from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -185,6 +188,29 @@ def test_a_card_is_its_capability_and_its_memory_less_a_context():
     said = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
     assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **said).memory
     assert estimate(**options, card="t4", device_memory=2**20).is_too_large
+
+
+def test_under_a_torch_that_nobody_has_tried_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
+    """A pretended torch 2.99: the estimate, its JSON and the advice name the rules, and that they are untested."""
+    plain = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
+    monkeypatch.setattr(torch, "__version__", "2.99.0a0+git")
+    allocator_settings._warn_of_untested.cache_clear()
+    told = f"torch 2.99 is untested: rules of torch {allocator_settings.newest()} (newest known) were used"
+    options = {"device": "cuda", "compute_capability": (7, 5), "per_device_train_batch_size": 2}
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        untested = estimate(TINY, **options)
+    known = estimate(TINY, **options, torch_version=allocator_settings.newest())
+    assert untested.memory == known.memory
+    assert [each.assumptions[-1].startswith(told) for each in (untested, known)] == [True, False]
+    rules = [(each["torch_rules"], each["untested_torch"]) for each in (untested.to_dict(), known.to_dict())]
+    assert rules == [(allocator_settings.newest(), "2.99"), (allocator_settings.newest(), None)]
+    advised = advise(TINY, card="t4", effective_batch=2)
+    assert any(text.startswith(told) for text in advised.assumptions) and told in repr(advised)
+
+
+def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():
+    assert predicted().torch_rules is None and predicted().untested_torch is None
 
 
 def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_another(monkeypatch):

@@ -8,42 +8,57 @@ import pytest
 import torch
 
 from perf_helpers.estimate import kernels
-from perf_helpers.estimate.allocator_settings import release
+from perf_helpers.estimate.allocator_settings import RELEASES, is_since, release
 from perf_helpers.estimate.device import DeviceTracker
 from perf_helpers.lab import processes
 
 
-def asked(names, capability, tell=None):
+def asked(names, capability, torch_version=None, tell=None):
     """What each case asks for as it is followed, {name: events}; to be called in a clean process."""
     found = {}
     for name in names:
-        tracker = DeviceTracker(capability)
+        tracker = DeviceTracker(capability, rules=release(torch_version))
         tracker.is_there = True
         with tracker, torch.no_grad():
-            run = (kernel_cases.RUNS | kernel_cases.DRAWN)[name]()
+            kernel_cases.warmed_up()
+            run = (kernel_cases.RUNS | kernel_cases.SINCE_2_14 | kernel_cases.DRAWN)[name]()
             first = len(tracker.log)
             made = run()  # noqa: F841, its results live until the log is read
             found[name] = kernel_cases.events((id(block), sign * block.bytes) for block, sign in tracker.log[first:])
     return found
 
 
-@pytest.fixture(scope="module")
-def followed():
-    return processes.call(asked, list(kernel_cases.RUNS), (8, 0), timeout=120)
+SEEN = json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
+CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values())]
 
 
-@pytest.fixture(scope="module")
-def seen():
-    return json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
+@pytest.fixture(scope="module", params=CHANGED)
+def seen_and_followed(request):
+    """What torch of one release was seen to ask for, and what is followed by its rules, by case."""
+    seen = {}
+    for name, case in SEEN.items():
+        for since, events in case.items():
+            if is_since(since, release(request.param)):
+                seen[name] = events
+    return seen, processes.call(asked, list(seen), (8, 0), request.param, timeout=120)
 
 
-@pytest.mark.parametrize("name", kernel_cases.RUNS)
-def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(followed, seen, name):
-    assert followed[name] == seen[name]
+@pytest.mark.parametrize("name", SEEN)
+def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(seen_and_followed, name):
+    seen, followed = seen_and_followed
+    if name in seen:
+        assert followed[name] == seen[name]
+    else:
+        assert name in kernel_cases.SINCE_2_14
 
 
-def test_the_first_product_of_each_thread_brings_a_workspace():
-    tracker = DeviceTracker((8, 0))
+def test_every_case_and_the_newest_release_are_recorded():
+    assert SEEN.keys() == kernel_cases.RUNS.keys() | kernel_cases.SINCE_2_14.keys()
+    assert CHANGED == ["2.13", "2.14", "2.15"]
+
+
+def test_before_torch_2_15_the_first_matmul_of_each_thread_takes_a_workspace_and_keeps_it():
+    tracker = DeviceTracker((8, 0), rules=release("2.14"))
     tracker.is_there = True
     with tracker, torch.no_grad():
         square = torch.zeros(64, 64)
@@ -91,3 +106,26 @@ def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torc
     with tracker, torch.no_grad():
         LT["a bias"](torch.zeros(3, 2, 64), torch.zeros(64))
     assert [block.bytes for block, sign in tracker.log if sign > 0 and "workspace" in block.operation] == held
+
+
+def held_workspaces(torch_version):
+    """Bytes of the workspaces that are never freed, and of those that are, in two matmuls of two kinds."""
+    tracker = DeviceTracker((8, 0), rules=release(torch_version))
+    tracker.is_there = True
+    with tracker, torch.no_grad():
+        for _ in range(2):
+            torch.mm(torch.zeros(8, 8), torch.zeros(8, 8))
+            torch.addmm(torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8))
+    events = [(block, sign) for block, sign in tracker.log if "workspace" in block.operation]
+    freed = {id(block) for block, sign in events if sign < 0}
+    kept = [block.bytes for block, sign in events if sign > 0 and id(block) not in freed]
+    return kept, [block.bytes for block, sign in events if sign < 0]
+
+
+def test_since_torch_2_15_each_matmul_frees_its_workspace(monkeypatch):
+    assert held_workspaces("2.14") == ([8_519_680], [])
+    assert held_workspaces("2.15") == ([], [8_519_680, 2**20] * 2)
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert held_workspaces("2.15") == ([8_519_680], [])
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
+    assert held_workspaces("2.15") == ([8_519_680, 2**20], [])

@@ -76,6 +76,25 @@ def test_versions_outside_of_the_packages_own_requirement_are_named(monkeypatch,
     assert all(finding.remedy == 'pip install "torch<2.16,>=2.11"' for finding in ranged)
 
 
+def test_a_torch_that_nobody_has_tried_is_not_refused_and_says_what_is_tested(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
+    for version in ("2.99.0a0+git", "3.0.0"):
+        (found,) = (each for each in doctor.diagnose(PLAIN, {"torch": version}) if each.subject == "torch")
+        assert found.level == "warning" and f"torch {version} is untested" in found.text
+        assert f"2.11 to {doctor.NEWEST_TORCH}" in found.text and "not refused" in found.text
+        assert "--torch" in found.remedy and f"torch=={doctor.NEWEST_TORCH}.*" in found.remedy
+    for version in (f"{doctor.NEWEST_TORCH}.1+cu132", "2.11.0"):
+        (found,) = (each for each in doctor.diagnose(PLAIN, {"torch": version}) if each.subject == "torch")
+        assert found.level == "ok" and f"2.11 to {doctor.NEWEST_TORCH}" in found.text and "--torch" in found.text
+
+
+def test_verdicts_under_a_torch_that_nobody_has_tried_are_not_held_to_the_expected_ones(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
+    for version, supported in (("2.99.0", False), (f"{doctor.NEWEST_TORCH}.0", True)):
+        monkeypatch.setattr(doctor, "versions", lambda version=version: {"torch": version})
+        assert doctor.is_supported() is supported
+
+
 def test_a_checkout_that_is_not_installed_has_no_range(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -221,6 +221,23 @@ def test_ranks_that_never_met_are_launched_once_more(lab, tmp_path):
     assert [rank["value"] for rank in run.ranks] == ["0", "1"], run.message
 
 
+def test_an_option_of_gloo_that_a_newer_torch_has_is_passed_on(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    class Newer:
+        def __init__(self, *where, **options):
+            self.given = where, options
+
+        def _set_default_timeout(self, timeout):
+            self.timeout = timeout
+
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", Newer)
+    worker._meet_or_fail()
+    half_an_hour, options = timedelta(minutes=30), {"enable_reconfigure": True}
+    made = distributed_c10d.ProcessGroupGloo("store", 0, 2, timeout=half_an_hour, **options)
+    assert made.given == (("store", 0, 2), {"timeout": worker._TO_MEET, **options}) and made.timeout == half_an_hour
+
+
 def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_send(lab):
     def alone(task):
         import torch

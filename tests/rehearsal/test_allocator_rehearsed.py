@@ -1,17 +1,32 @@
 """The double of torch's caching allocator against the allocator itself, in rehearsals: some of what
 benchmarks/measure_allocator.py compares."""
 
+import re
 import sys
 
 import cloudpickle
 import pytest
 
-from perf_helpers.estimate.allocator_settings import RELEASES, Settings, release
+from perf_helpers.estimate.allocator_settings import (
+    _ELSEWHERE,
+    _NOT_FOLLOWED,
+    _READERS,
+    RELEASES,
+    Settings,
+    release,
+)
 from perf_helpers.lab import hardware
 from perf_helpers.rehearsal import Rehearsal, build
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+
+
+def newer_than(release_of_torch):
+    """Whether a release is newer than the one that is installed."""
+    here, other = ([*map(int, each.split(".")[:2])] for each in (hardware.versions()["torch"], release_of_torch))
+    return other > here
+
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -46,6 +61,80 @@ def test_the_rules_of_another_release_are_found_out(measure):
         found = {ties: stage.submit(measure.compare, "", seeds, name).result() for ties, name in others.items()}
         assert stage.submit(measure.compare, "", seeds).result()["mismatches"] == []
     assert len(others) == 2 and all(each["mismatches"] for each in found.values())
+
+
+RESERVE = "expandable_segments:True,expandable_segments_reserve:"
+
+
+@pytest.mark.skipif(newer_than("2.15"), reason="options of torch 2.15")
+@pytest.mark.parametrize(
+    ("card", "text"),
+    [
+        ("ROOM", RESERVE + "0.25G"),
+        ("BARE", RESERVE + "0.005G"),  # less than a page: one
+        ("BARE", RESERVE + "100G"),  # more than the card has
+        ("BARE", RESERVE + "noneG"),  # torch ignores it
+        ("ROOM", "expandable_segments:True,expandable_segments_reserve_by_class:[a:0.1G,b:0.5]"),
+    ],
+)
+def test_a_reserve_of_expandable_segments_is_counted_as_torch_counts_it(measure, card, text):
+    found = measure.rehearsed(getattr(measure, card), text, [f"test-{number}" for number in range(40)])
+    assert found["traces"] == 40 and found["mismatches"] == []
+    assert found["out_of_memory"] > 100 or not text.endswith("0.005G")
+
+
+def of_environment():
+    """MiB that torch reserves for 2 MiB: as large as large_segment_size_mb says, or 20."""
+    import torch
+
+    kept = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+    reserved = torch.cuda.memory_reserved() >> 20
+    del kept
+    return reserved
+
+
+@pytest.mark.parametrize(
+    ("cuda", "plain", "reserved"),
+    [("64", None, 64), (None, "32", 32), ("64", "32", 64), ("", "32", 20)],
+)
+def test_the_variable_with_cuda_in_its_name_counts_alone_where_it_is_set(measure, monkeypatch, cuda, plain, reserved):
+    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", cuda), ("PYTORCH_ALLOC_CONF", plain)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, f"large_segment_size_mb:{value}" if value else "")
+    with Rehearsal(measure.ROOM) as stage:
+        assert stage.submit(of_environment).result() == reserved
+
+
+OPTIONS = {
+    "expandable_segments_reserve": "4G",
+    "expandable_segments_reserve_by_class": "[a:4G]",
+    "pinned_max_cached_size_mb": "64",
+    "pinned_max_round_threshold_mb": "64",
+}
+
+
+def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(measure):
+    def ours(text):
+        try:
+            return bool(Settings.parse(text, hardware.versions()["torch"]))
+        except ValueError:
+            return False
+
+    texts = [f"{name}:{value}" for name, value in OPTIONS.items()]
+    with Rehearsal(measure.ROOM) as stage:
+        torch_says = stage.submit(lambda: {text: accepted(text) for text in texts}).result()
+    assert {text: ours(text) for text in texts} == torch_says
+
+
+def test_every_option_that_this_torch_names_is_known():
+    """By the names in its libraries: an option that is new is accepted, or refused with a reason of its own."""
+    libraries = build._site_packages(build.interpreter()) / "torch" / "lib"
+    named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
+    like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"
+    found = {name.decode() for name in re.findall(like, named)}
+    known = _READERS.keys() | _ELSEWHERE | _NOT_FOLLOWED.keys()
+    assert found & known and {name for name in found - known if name.endswith(("_mb", "reserve", "class"))} == set()
 
 
 SAID = {

@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 
 from perf_helpers import Lab
+from perf_helpers.estimate.allocator_settings import release
 from perf_helpers.lab import processes
 from perf_helpers.rehearsal import Rehearsal, build, card
 
@@ -34,10 +35,11 @@ def asked_of_torch(names):
         import kernel_cases
 
         kernel_cases.place = "cuda"
+        kernel_cases.warmed_up()
         found = {}
         for name in names:
             with torch.no_grad():
-                run = (kernel_cases.RUNS | kernel_cases.DRAWN)[name]()
+                run = (kernel_cases.RUNS | kernel_cases.SINCE_2_14 | kernel_cases.DRAWN)[name]()
                 torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
                 made = run()
                 entries = torch.cuda.memory._snapshot()["device_traces"][0]
@@ -53,9 +55,15 @@ def asked_of_torch(names):
     return work
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0)], ids=str)
+def names_of(capability, cases=(*kernel_cases.RUNS, *kernel_cases.DRAWN)):
+    """The cases that the installed release runs on a GPU of this compute capability."""
+    names = [*cases, *(kernel_cases.SINCE_2_14 if release().groups_attention else ())]
+    return [name for name in names if capability >= (8, 0) or ("flash" not in name and "bf16" not in name)]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_kernels_ask_for_what_the_rules_say(capability):
-    names = [name for name in (*kernel_cases.RUNS, *kernel_cases.DRAWN) if "flash" not in name or capability >= (8, 0)]
+    names = names_of(capability)
     with Rehearsal(card(None, capability, "40GB")) as stage:
         run = Lab("gpu", executor=stage).run(asked_of_torch(names), measure="none")
     assert run.ok, run.message
@@ -84,8 +92,15 @@ def test_kernels_of_all_kinds_are_answered(capability):
     assert run.value == [[2, 8, 6, 6], [2, 32, 64], [1000, 8]]
 
 
-if __name__ == "__main__":  # what `tests/estimate/kernels.json` is made by
+if __name__ == "__main__":  # adds to `tests/estimate/kernels.json` what the installed release changed
     with Rehearsal(card(None, (8, 0), "40GB")) as stage:
-        seen = Lab("gpu", executor=stage).run(asked_of_torch(list(kernel_cases.RUNS)), measure="none")
-    lines = (f"{json.dumps(name)}: {json.dumps(events)}" for name, events in seen.value.items())
-    Path(ESTIMATE, "kernels.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        names = names_of((8, 0), kernel_cases.RUNS)
+        seen = Lab("gpu", executor=stage).run(asked_of_torch(names), measure="none").value
+    record, newest = Path(ESTIMATE, "kernels.json"), release().torch
+    known = json.loads(record.read_text(encoding="utf-8"))
+    for name, events in seen.items():
+        before = [since for since in known.setdefault(name, {}) if since < newest]
+        if not before or known[name][before[-1]] != events:
+            known[name][newest] = events
+    lines = (f"{json.dumps(name)}: {json.dumps(events)}" for name, events in known.items())
+    record.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

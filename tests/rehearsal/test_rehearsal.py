@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from perf_helpers import cli, hardware, rehearsal
-from perf_helpers.rehearsal import build, lessons
+from perf_helpers import cli, doctor, hardware, rehearsal
+from perf_helpers.rehearsal import build, lessons, rehearsal_process
 from perf_helpers.rehearsal.rehearsal_process import variables_of
 from perf_helpers.unknown import NeedsValues, Unknown
 
@@ -64,6 +64,51 @@ def test_the_environment_has_the_learners_packages_but_the_cuda_build():
     torch, *others = build._packages()
     assert torch.startswith("torch===") and "+" not in torch
     assert any(line.startswith("transformers==") for line in others) and not any("pytest" in line for line in others)
+
+
+# ---- a torch that nobody has tried with the stub
+
+
+NEWER = {"cudaMemcpyBatchAsync", "ncclAllGatherV", "cuMemcpyBatchAsync", "cudaMallocHost", "cudaMemPoolCreateAlloc"}
+AS_BEFORE = {"cudaMalloc", "cudaMemcpyAsync", "ncclAllGather", "ncclCommMemStats", "cudaMemGetInfo", "cublasSetMatrix"}
+
+
+def test_a_function_that_copies_or_allocates_and_has_no_answer_is_named():
+    assert build.unanswered(NEWER | AS_BEFORE) == sorted(NEWER - {"cudaMallocHost"})
+
+
+def pretended(monkeypatch, tmp_path, version, names=()):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{version}'\n__all__ = []\n")
+    (tmp_path / build.UNANSWERED).write_text("\n".join(names))
+    monkeypatch.setattr(build, "_site_packages", lambda python: tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "told"),
+    [
+        ("2.15.0+cu130", (), []),
+        ("2.99.0a0+git", (), ["nobody has tried torch 2.99.0a0+git", doctor.NEWEST_TORCH]),
+        ("2.15.0", ("ncclAllGatherV",), ["copy or allocate memory: ncclAllGatherV"]),
+        ("2.99.0", ("ncclAllGatherV",), ["nobody has tried torch 2.99.0", "ncclAllGatherV"]),
+    ],
+)
+def test_a_rehearsal_says_whether_its_stub_matches_the_torch(monkeypatch, tmp_path, version, names, told):
+    pretended(monkeypatch, tmp_path, version, names)
+    found = build.doubts(tmp_path, tmp_path)
+    assert bool(found) == bool(told) and all(words in found for words in told)
+
+
+def test_a_rehearsal_by_a_torch_that_nobody_has_tried_warns_once(monkeypatch, tmp_path):
+    pretended(monkeypatch, tmp_path, "2.99.0")
+    monkeypatch.setattr(build, "set_up", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setattr(build, "library", lambda python: tmp_path)
+    rehearsal_process._warn.cache_clear()
+    with pytest.warns(UserWarning, match="nobody has tried torch 2.99.0") as warned:
+        for _ in range(2):
+            with rehearsal_process.command(rehearsal.CARDS["t4"]):
+                pass
+    assert len(warned) == 1
 
 
 # ---- guarded cells

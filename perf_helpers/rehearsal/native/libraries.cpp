@@ -32,6 +32,20 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
     *count = 1;
     return 0;
 }
+// torch 2.14 and newer make an algorithm by its number and check it.
+int cublasLtMatmulAlgoInit(void*, int, int, int, int, int, int, int, uint64_t* algorithm) {
+    memset(algorithm, 0, sizeof Heuristic::algorithm);
+    return 0;
+}
+int cublasLtMatmulAlgoConfigGetAttribute(const void*, int, void* to, size_t bytes, size_t* written) {
+    if (to) memset(to, 0, bytes);
+    if (written) *written = bytes;
+    return 0;
+}
+int cublasLtMatmulAlgoCheck(void*, void*, void*, void*, void*, void*, const void*, Heuristic* found) {
+    *found = {};
+    return 0;
+}
 
 // --- cuDNN's graph interface: descriptors that remember what they are told. A search for engines finds one, which needs
 // no workspace of its own; what torch's front end allocates for its own intermediate results is its own arithmetic.
@@ -65,7 +79,7 @@ int cudnnBackendGetAttribute(const Descriptor* from, int name, int type, int64_t
     } else if (type == TYPE_INT64 || type == TYPE_INT32) {  // workspaces, shared memory, an engine's number: none
         if (count) *count = 1;
         if (to && room > 0) memset(to, 0, width(type));
-        if (to && room > 0 && name == GRAPH_ENGINES) *(int64_t*)to = 1;
+        if (to && room > 0 && name == GRAPH_ENGINES) *(int64_t*)to = 64;  // more than any that is asked for by number
     } else if (count) {
         *count = 0;  // numerical notes, behaviour notes, knobs: none
     }
@@ -149,8 +163,28 @@ const char* ncclGetLastError(Communicator*) { return ""; }
 int ncclMemAlloc(void** pointer, size_t bytes) { return ((int (*)(void**, size_t))dlsym(RTLD_DEFAULT, "cudaMalloc"))(pointer, bytes); }
 int ncclMemFree(void* pointer) { return ((int (*)(void*))dlsym(RTLD_DEFAULT, "cudaFree"))(pointer); }
 
-int ncclBroadcast(const void* from, void* to, size_t count, int type, int, Communicator*, void*) {
-    move(to, from, bytes_of(count, type));
+// Collectives of one group can be parts of a whole: since 2.15 torch gathers a list of tensors by one broadcast from each
+// rank. A part that another rank sends is what this rank sends as its own part of that size, once the group has ended.
+struct Part { void* to; const void* from; size_t bytes; Communicator* of; int root, number; };  // number: of its root's
+static thread_local std::vector<Part> parts;
+static thread_local int groups = 0;  // how many are open
+int ncclGroupStart() { groups++; return 0; }
+int ncclGroupEnd() {
+    if (--groups > 0) return 0;
+    for (auto& part : parts)
+        for (auto& own : parts)
+            if (part.root != own.root && own.root == own.of->rank && own.of == part.of && own.number == part.number &&
+                own.bytes == part.bytes)
+                move(part.to, own.from, part.bytes);
+    parts.clear();
+    return 0;
+}
+int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* of, void*) {
+    size_t bytes = bytes_of(count, type);
+    int number = 0;
+    for (auto& part : parts) number += part.of == of && part.root == root;
+    if (groups > 0) parts.push_back({to, from, bytes, of, root, number});
+    move(to, from, bytes);
     return 0;
 }
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* of, void*) {
@@ -170,6 +204,9 @@ int ncclAllGather(const void* from, void* to, size_t count, int type, Communicat
     size_t bytes = bytes_of(count, type);
     for (int rank = 0; rank < of->ranks; rank++) move((char*)to + rank * bytes, from, bytes);
     return 0;
+}
+int ncclGather(const void* from, void* to, size_t count, int type, int root, Communicator* of, void* stream) {
+    return root == of->rank ? ncclAllGather(from, to, count, type, of, stream) : 0;
 }
 int ncclReduceScatter(const void* from, void* to, size_t count, int type, int operation, Communicator* of, void* stream) {
     return ncclAllReduce((const char*)from + of->rank * bytes_of(count, type), to, count, type, operation, of, stream);

@@ -169,6 +169,7 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return unmap(pointer); 
 // Managed memory may lie on the host, and is not the device's to run out of.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, device(), false); }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, 0, true); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 cudaError_t cudaFreeHost(void* pointer) { return unmap(pointer); }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
     std::lock_guard<std::mutex> lock(guard);
