@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 19_724, 95),
-    ("  lab", ["perf_helpers/lab/*.py"], 5_224, 23),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 19_764, 95),
+    ("  lab", ["perf_helpers/lab/*.py"], 5_264, 23),
     ("  sweep", ["perf_helpers/sweep/*.py"], 758, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 5_435, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 1_045, 6),
@@ -25,13 +25,13 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        9_397,
+        9_437,
         49,
     ),
     ("benchmarks", ["benchmarks/*.py"], 6_618, 38),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_239, 23),
     ("README.md", ["README.md"], 140, 1),
-    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 345, 1),
+    ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 346, 1),
 )
 
 

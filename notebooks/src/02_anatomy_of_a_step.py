@@ -643,7 +643,7 @@ exercises.question(
 # %% [markdown]
 # The rule misses twice. It counts embeddings, which are never multiplied, and leaves out attention, whose products have no weights and grow with the length.
 #
-# The other lines plant two blind spots of torch's own counter. It knows products by name, and a name that it does not know counts 0, without a warning. So the products of mixture-of-experts layers, done as one grouped product, may be missed, and so may an attention kernel. `roofline.model_flops` refuses the first and asks for plain attention.
+# The other lines plant two blind spots of torch's counter. It knows products by name, and one that it does not know counts 0, without a warning. So the products of experts, done as one grouped product, may be missed, and so was a CPU's fused attention before torch 2.15. `roofline.model_flops` refuses the first and asks for plain attention.
 #
 # ## A trace, read aloud
 #

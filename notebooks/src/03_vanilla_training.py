@@ -552,7 +552,7 @@ def check(answer):
 exercises.check(lab, "which is faster", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-# The Trainer takes the norm of all gradients in any case, to report it (`_get_grad_norm`; transformers 5.15 and 5.23).
+# The Trainer takes the norm of all gradients in any case, to report it (`_get_grad_norm`; transformers 5.15 to 5.24).
 # So both recipes do the same work, and an honest measurement finds no winner.
 ratio = lab.compare(clipped, unclipped, turns=8).speed_ratio
 word = faster(ratio) if ratio.known else "not measured"

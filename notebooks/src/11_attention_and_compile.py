@@ -179,9 +179,9 @@ growth = {name: math.log(sizes[-1] / sizes[0]) / longer for name, sizes in memor
 plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.2f}"] for n, g in growth.items()])
 
 # %% [markdown]
-# The exponents are those from the shortest to the longest sequence. Near 2 the square is there; near 1 it is gone. On log axes an exponent is a slope.
+# The exponents are those from the shortest to the longest sequence. Near 2 the square is there; near 1 it is gone.
 #
-# Your tiles stand with the wrong group, and for a reason. Their forward holds no square: without gradients they are in the right one. But autograd keeps each tile for the backward pass, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) mends that: keep the output and one number a query, and compute the tiles *again* in backward. That is lesson 06 inside a kernel.
+# Your tiles are in the wrong group. Their forward holds no square: without gradients they are in the right one. But autograd keeps each tile for the backward pass, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) mends that: keep the output and one number a query, and compute the tiles *again* in backward.
 #
 # ## Who takes what
 #
@@ -225,19 +225,39 @@ def choices(_):
 
 found = lab.run(choices, measure=("none",)).value
 rows = [
-    [case, dtype, chosen, *("yes" if taken else "-" for taken in each)]
+    [case, dtype, kernel, *("yes" if taken else "-" for taken in each)]
     for dtype, table in found.items()
-    for case, (chosen, *each) in table.items()
+    for case, (kernel, *each) in table.items()
 ]
-plots.Table(["case", "type", "torch takes", *BACKENDS], rows)
-
-# %% [markdown]
-# Read the third column downwards: *math* means the square is back. On a CPU there is one fused kernel, and dropout inside attention is one of the things it does not do; a BERT with its usual dropout of 0.1 trains there by the plain way, whatever it was told. On a GPU torch goes through its kernels in order and takes the first that can. Flash comes first on most; it takes 16-bit numbers and no mask, and the memory-efficient kernel takes over where a batch is padded. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it takes masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
-
-# %%
 chosen = found["float32" if on_cpu else half]
 fused_with_dropout = chosen["dropout 0.1"][0] != "math"
 assert chosen["nothing special"][0] != "math"  # measured, as is the right answer below
+plots.Table(["case", "type", "torch takes", *BACKENDS], rows)
+
+# %% [markdown]
+# Read the third column downwards: *math* means the square is back. On a CPU there is one fused kernel, and it does no dropout; a BERT with its usual dropout of 0.1 trains there by the plain way. On a GPU torch goes through its kernels in order and takes the first that can. Flash comes first on most; it takes 16-bit numbers and no mask, and the memory-efficient kernel takes over where a batch is padded. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it takes masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
+#
+# The choice changes with torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. Estimates for 4 rows of 2048 tokens, 32 heads, 8 of keys:
+
+
+# %%
+def grouped(_, times):
+    q, k, v = (torch.empty(4, heads, 2048, 128) for heads in (32, 8, 8))
+    keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
+    with torch.no_grad():
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=times == 1)
+
+
+def beyond_inputs(release, times):
+    given = dict(function=lambda task: grouped(task, times), card="a100", torch_version=release)
+    asked = lab.foresee(estimate, Task("bert-tiny"), **given)
+    return f"{asked.peak_bytes / 2**20 - 192:,.0f}" if asked else "no answer"  # 192: the inputs
+
+
+releases = ["2.13", "2.15"]
+rows = [["enable_gqa=True", 1], ["repeated by hand", 4]]
+rows = [[name, *(beyond_inputs(release, times) for release in releases)] for name, times in rows]
+plots.Table(["MiB beyond the inputs, with torch", *releases], rows)
 
 # %%
 yes = "It falls to what the first line of the table needs: dropout is done inside the kernel."
@@ -249,7 +269,7 @@ exercises.question(
     {
         yes: "So it is on GPUs, whose kernels draw the mask of a tile when they need it, and again in backward. Look at "
         "the row *dropout 0.1*.",
-        no: "So it is on CPUs (torch 2.13). The flag is accepted, nothing is told, and nothing is saved. Look at the "
+        no: "So it is on CPUs (torch 2.15). The flag is accepted, nothing is told, and nothing is saved. Look at the "
         "row *dropout 0.1*.",
         "SDPA refuses dropout.": "It never refuses. What no kernel takes, *math* does.",
     },
@@ -379,7 +399,7 @@ def gate(x):
 [node.name for node in captured(gate, torch.randn(8, 8))[0][0].graph.nodes]
 
 # %% [markdown]
-# As written, four operations read and write whole tensors. A compiler that sees them together makes one loop.
+# Four operations read and write whole tensors. A compiler that sees them together makes one loop.
 #
 # What cannot be put into a graph *breaks* it: Python that must know a value before it can go on. Then there are two graphs, plain Python between them, and nothing fuses across. Breaks are silent: the result is right, only slower (`fullgraph=True` makes each an error). Here two are planted; `explain` finds them, and `TORCH_LOGS=graph_breaks` prints them. The cell after it calls each of several models twice with the same batch. In its last row layers are compiled one by one (*regional* compilation): they are alike, so the first one's graph serves all.
 
@@ -435,7 +455,7 @@ rows = [[name, *row.values()] for name, row in graphs.items()]
 plots.Table(["model", "breaks", "graphs made in a second call", "operations compiled"], rows)
 
 # %% [markdown]
-# BERT goes into one graph. Two rows break where a warning is logged: of a loss that GPT-2's configuration does not name, of a cache that checkpointing switches off (`use_cache=False` mends it). Compiling *again* is another matter: the classifier notes its kind of problem in its own configuration during the first call, so the second no longer fits what was compiled. Telling it beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) Layer by layer there is far less to compile; what lies between stays as it was.
+# BERT goes into one graph. Two rows break where a warning is logged: of a loss that GPT-2's configuration does not name, of a cache that checkpointing switches off (`use_cache=False` mends it). Compiling *again* is different: the classifier notes its kind of problem in its own configuration during the first call, so the second no longer fits what was compiled. Telling it beforehand halves the start. (`TORCH_LOGS=recompiles` prints what did not fit.) Layer by layer there is far less to compile; what lies between stays as it was.
 #
 # ## Lengths that change
 #
@@ -565,7 +585,7 @@ plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)",
 #
 # > break-even = (cold - step without) / (step without - step with)
 #
-# The gain is known within its interval, so the number of steps has one too, and a wide one: without an end where the gain may be nothing. For trials of a hundred steps, compare a hundred with the large end.
+# The gain is known within its interval, so the number of steps has one too, and a wide one: without an end where the gain may be nothing.
 
 
 # %%

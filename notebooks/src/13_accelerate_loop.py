@@ -207,7 +207,7 @@ def keep(accelerator, folder, done, losses, die_after):
 # %% [markdown]
 # ## Baseline
 #
-# The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
+# The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23 and 5.24). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
 #
 # While it trains, a live monitor shows what the machine does: on a GPU its memory, load, power and clocks, else memory and load of the host. It stops with its block. A training of hours deserves such a look in its first minutes.
 

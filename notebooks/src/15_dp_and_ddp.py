@@ -216,17 +216,17 @@ ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once, and then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless `broadcast_buffers=False` is said; and at the start the ranks check that they have the same model.
+# Read the last column. At the start the weights are sent once, then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless `broadcast_buffers=False` is said; and at the start the ranks check that they have the same model.
 #
 # ### When is it sent, and where does it wait?
 #
-# Does DDP send while backward runs? DDP calls a *communication hook* with each full bucket; ours asks whether a gradient is still lacking then. And buckets are memory: unless `gradient_as_bucket_view=True` makes each gradient a view of its bucket, DDP **copies** it there. That is 4 bytes a parameter more: with AdamW 20 instead of 16. (Accelerate's `DistributedDataParallelKwargs` has this switch, `TrainingArguments` has not.)
+# Does DDP send while backward runs? It calls a *communication hook* with each full bucket; ours asks whether a gradient is lacking then. Buckets are memory: unless `gradient_as_bucket_view=True` makes each gradient a view of its bucket, DDP **copies** it there. That is 4 bytes a parameter more: with AdamW 20 instead of 16. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
 # Then the same on a clock. Where this machine allows it, the ranks talk over a real slow link: each in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
 
 # %%
-def early(task, bucket_MB=2, view=False):
+def early(task, bucket_MB=2, **options):
     dist.init_process_group("gloo")
     model, handed = task.build_model(), []
     for weight in model.parameters():
@@ -237,7 +237,7 @@ def early(task, bucket_MB=2, view=False):
         bucket.buffer().div_(dist.get_world_size())
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
-    ddp = DDP(model, bucket_cap_mb=bucket_MB, gradient_as_bucket_view=view, broadcast_buffers=False)  # new
+    ddp = DDP(model, bucket_cap_mb=bucket_MB, broadcast_buffers=False, **options)  # new
     ddp.register_comm_hook(None, hand_over)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # it keeps nothing: weights, gradients, buckets are all
     for _ in range(3):  # after the first step DDP sorts its buckets
@@ -253,11 +253,10 @@ def early(task, bucket_MB=2, view=False):
 
 # %%
 in_steps, rows = {}, []
-for name, options in {
-    "buckets": {},
-    "gradients are views of them": {"view": True},
-    "one bucket": {"bucket_MB": 1000},
-}.items():
+ways = {"buckets": {}, "gradients are views of them": {"gradient_as_bucket_view": True}}
+if torch.__version__ >= (2, 15):
+    ways["buckets are freed"] = {"lazy_bucket_allocation": True}
+for name, options in (ways | {"one bucket": {"bucket_MB": 1000}}).items():
     run = lab.run(partial(early, **options), name, task=task, processes=2, measure=("memory",), use_cpu=True)
     in_steps[name] = run.value
     there = sum(run.memory.phase_breakdowns["backward"].values()) / task.parameters()

@@ -214,7 +214,7 @@ widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
 # %% [markdown]
 # Weights, gradients and optimizer states grow with *all* experts; activations only with those that a token meets. So the factor of memory lies below that of the parameters, and a larger batch lowers it. In inference, too, all experts must be there, since the next token may want any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps of the gain what it learns (not measured here).
 #
-# And the arithmetic? torch's counter has a trap here (lesson 02): it knows products by their names, and with torch 2.13 `_grouped_mm` is none of them. The table has the experts' share by formula too: 3 matrices, 2 operations a weight, *k* experts, and backward is twice the forward.
+# And the arithmetic? torch's counter has a trap here (lesson 02): it knows products by their names, and in torch 2.15 `_grouped_mm` is none of them. The table has the experts' share by formula too: 3 matrices, 2 operations a weight, *k* experts, and backward is twice the forward.
 
 
 # %%

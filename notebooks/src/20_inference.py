@@ -114,10 +114,15 @@ print(f"rows multiplied for keys and values: {rows['without']} without a cache, 
 # %% [markdown]
 # ## The library's caches
 #
-# `generate` keeps a cache by default. A **dynamic** cache grows by each token. A **static** one is allocated at once for all tokens to come, so that its shapes stay and a compiler can work with them. We count the bytes of their tensors.
+# `generate` keeps a cache by default, called `cache` since transformers 5.24 and `past_key_values` before. A **dynamic** cache grows by each token. A **static** one is allocated at once for all tokens to come, so that its shapes stay and a compiler can work with them. We count the bytes of their tensors.
 
 
 # %%
+def cache_of(made):
+    """What `generate` kept. Its name is `past_key_values` before transformers 5.24, which still takes the old one."""
+    return made["cache"] if "cache" in made else made["past_key_values"]
+
+
 def cache_bytes(cache):
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
@@ -132,8 +137,8 @@ dynamic = write(model, prompt)
 static = write(model, prompt, cache_implementation="static")
 none = write(model, prompt, use_cache=False)
 assert torch.equal(dynamic.sequences, static.sequences) and torch.equal(dynamic.sequences, none.sequences)
-counted, fixed = cache_bytes(dynamic.past_key_values), cache_bytes(static.past_key_values)
-stored = dynamic.past_key_values.get_seq_length()  # the last token was written, and never read
+counted, fixed = cache_bytes(cache_of(dynamic)), cache_bytes(cache_of(static))
+stored = cache_of(dynamic).get_seq_length()  # the last token was written, and never read
 formula = 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4 * stored
 print(f"{stored} tokens: dynamic {counted:,} bytes, static {fixed:,}, formula {formula:,}")
 widgets.revealed(lab, "cache", counted / 1e3)
@@ -144,7 +149,7 @@ grown = {}
 for batch in (1, 4, 16):
     prompts = text(batch, 7, seed=1000)
     made = [write(model, prompts, new=length - 6) for length in lengths]
-    grown[f"{batch} at once"] = [cache_bytes(one.past_key_values) / 1e3 for one in made]
+    grown[f"{batch} at once"] = [cache_bytes(cache_of(one)) / 1e3 for one in made]
 figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
 _ = plots.lines(
     lengths, grown, "tokens in the cache", "KB of keys and values", ax, "The cache grows with tokens and answers"

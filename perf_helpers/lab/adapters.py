@@ -106,15 +106,17 @@ def prepared(model, checkpointing: Mapping[str, Any] | None):
     return prepare(model, checkpointing is not None, dict(checkpointing or {}))
 
 
-def adapted(model, settings: Mapping[str, Any], family: str):
+def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = False):
     """The model with adapters, frozen but for them: `peft.get_peft_model`.
 
     Args:
         settings: fields of one of peft's configurations, and which ("peft_type"; LoRA where it is not said).
         family: which data the model takes, see `task.Task.family`.
+        generates: whether the model will `generate`.
 
     Raises:
-        ValueError: a kind or a field that peft has not, or what it says of the model and the fields.
+        ValueError: a kind or a field that peft has not, what it says of the model and the fields, or an older peft that
+            loses this kind's prompt under the installed transformers.
     """
     peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -125,10 +127,47 @@ def adapted(model, settings: Mapping[str, Any], family: str):
     check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
     if settings.get("task_type") is None and family in _TASK_TYPES:
         settings["task_type"] = _TASK_TYPES[family]
+    _check_cache_is_known(peft, model, name, family, generates)
     try:
         return peft.get_peft_model(model, known[name](**settings))
     except (TypeError, KeyError, AttributeError, AssertionError) as error:
         raise ValueError(f"peft ({name}) refuses this: {error}") from error
+
+
+def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
+    """Refuse what an older peft does wrong since transformers 5.24 renamed the argument `past_key_values` to `cache`.
+
+    peft 0.21 looks for the old name in the signatures of classifiers and in what `generate` hands over. Training of
+    models that write is right: there it passes the old name on, which transformers still takes.
+
+    Args:
+        name: peft's name of the kind, e.g. "PREFIX_TUNING".
+
+    Raises:
+        ValueError: peft is older than transformers asks for, and this use of the kind needs the cache.
+    """
+    import transformers
+    from packaging.version import Version
+
+    needed = transformers.integrations.peft.MIN_PEFT_VERSION
+    if Version(transformers.__version__) < Version("5.24") or Version(peft.__version__) >= Version(needed):
+        return
+    if name in _IN_THE_CACHE:
+        wrong = "generate() ignores the prefix" if generates else "it refuses a prefix for this model"
+        fails = generates or family in _CLASSIFIES
+    else:
+        wrong = "generate() puts the prompt before every token"
+        fails = generates and name in _BEFORE_THE_TOKENS and not model.config.is_encoder_decoder
+    if fails:
+        raise ValueError(
+            f"peft ({name}): peft {peft.__version__} is too old for transformers {transformers.__version__}, which "
+            f"renamed past_key_values to cache, so that {wrong}. Install peft {needed} or newer, or 'transformers<5.24'"
+        )
+
+
+_CLASSIFIES = {"sequence classification", "token classification", "question answering"}  # families
+_IN_THE_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}  # learn keys and values
+_BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "SHADOW"}
 
 
 def freeze(model, names: str) -> None:

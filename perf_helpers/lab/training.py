@@ -151,7 +151,7 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         model = adapters.prepared(model, checkpointing)
     adapters.freeze(model, wanted.get("freeze") or "")
     if wanted.get("peft") is not None:
-        model = adapters.adapted(model, wanted["peft"], task.family())
+        model = adapters.adapted(model, wanted["peft"], task.family(), generates=bool(arguments.generation))
     return model if args or quantization else model.to(device)
 
 
@@ -199,15 +199,16 @@ def _check_room(task: Task, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """`generate` with greedy or beam search, to the last token: no value that was computed ends it, so it can be
     followed on tensors without any. A static cache is not compiled for."""
-    tokens, ask_beams = iter(range(max_new_tokens)), type(model)._beam_search_has_unfinished_sequences
-    model._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
-    model._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
+    writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models hand generate on
+    tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
+    writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
+    writer._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
     model.generation_config.eos_token_id = None
     if not model.config.is_encoder_decoder:
         model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it
     mask = prompts.new_ones(prompts.shape)
     options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
-    model.generate(prompts, attention_mask=mask, **options)
+    model.generate(input_ids=prompts, attention_mask=mask, **options)
 
 
 def pickled(function: Callable) -> bytes:

@@ -29,6 +29,7 @@ def lesson():
     torch.manual_seed(0)
     wanted = {
         "text",
+        "cache_of",
         "cache_bytes",
         "write",
         "scale_bytes",
@@ -49,7 +50,7 @@ def lesson():
 
 @pytest.mark.parametrize(("heads", "expected"), [(2, HOLDS), (8, REFUTED)])
 def test_a_cache_that_kept_every_query_head_would_not_fit_the_formula(lesson, heads, expected):
-    cache = lesson.write(lesson.model, lesson.text(1, 8, 0), new=5).past_key_values
+    cache = lesson.cache_of(lesson.write(lesson.model, lesson.text(1, 8, 0), new=5))
     for layer in cache.layers:
         layer.keys, layer.values = (one.repeat_interleave(heads // 2, 1) for one in (layer.keys, layer.values))
     assert verdict("cache-bytes", lesson.cache_bytes(cache) / (2 * 2 * 2 * 16 * 4 * 12)) is expected
@@ -58,9 +59,9 @@ def test_a_cache_that_kept_every_query_head_would_not_fit_the_formula(lesson, he
 @pytest.mark.parametrize(("room", "expected"), [(0, REFUTED), (40, HOLDS)])
 def test_a_static_cache_with_room_left_unused_is_larger(lesson, room, expected):
     prompt = lesson.text(1, 8, 0)
-    small = lesson.write(lesson.model, prompt, new=5).past_key_values
+    small = lesson.cache_of(lesson.write(lesson.model, prompt, new=5))
     options = {"cache_implementation": "static"}
-    large = lesson.write(lesson.model, prompt, new=5 + room, **options).past_key_values
+    large = lesson.cache_of(lesson.write(lesson.model, prompt, new=5 + room, **options))
     assert verdict("static-cache-high", lesson.cache_bytes(large) / lesson.cache_bytes(small)) is expected
 
 

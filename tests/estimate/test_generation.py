@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 
 from perf_helpers import Lab, Task, cli
 from perf_helpers.estimate import estimate
+from perf_helpers.lab import optional_packages
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+needs_peft = pytest.mark.skipif(optional_packages.offer("peft") is not None, reason="needs peft")
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64})
 
@@ -33,6 +35,32 @@ def test_the_cache_takes_what_the_formula_says(lab, beams, batch, new):
     # Where a layer's keys get another token, or another order of beams, those that were before are still there.
     assert copies == cache_bytes(tokens - 1, answers) / 6 if beams == 1 else 0 < copies <= cache_bytes(tokens, answers)
     assert max(estimate(LLAMA, device="cpu", training=False, **options).memory.timeline["key_value_cache"]) == most
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+def test_a_prompt_that_was_learnt_is_in_the_cache_once_or_an_old_peft_is_named(lab, kind):
+    prompt = {"peft": {"peft_type": kind, "num_virtual_tokens": 4, "num_layers": 3, "num_attention_heads": 2}}
+    prompt["peft"] |= {"token_dim": 32} if kind == "PREFIX_TUNING" else {}  # keys and values have two heads of 16
+    options = {"max_new_tokens": 9, "per_device_eval_batch_size": 1} | prompt
+    try:
+        run = lab.infer(kind, task=LLAMA, **options)
+    except ValueError as error:
+        assert "is too old for transformers" in str(error)
+        return
+    most, tokens = max(run.memory.timeline["key_value_cache"]), 4 + 20 + 9 - 1
+    assert cache_bytes(tokens, 1) <= most < cache_bytes(tokens + 1, 1) * 7 / 6, "one layer's keys are copied"
+    assert estimate(LLAMA, device="cpu", training=False, **options).peak_bytes == run.peak_bytes
+
+
+@needs_peft
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_model_with_lora_writes_as_many_tokens(lab, beams):
+    options = {"max_new_tokens": 9, "num_beams": beams, "per_device_eval_batch_size": 2}
+    run = lab.infer("lora", task=LLAMA, peft={"r": 4}, **options)
+    without = max(lab.infer("plain", task=LLAMA, **options).memory.timeline["key_value_cache"])
+    assert max(run.memory.timeline["key_value_cache"]) == without >= cache_bytes(20 + 9 - 1, 2 * beams)
+    assert estimate(LLAMA, device="cpu", training=False, peft={"r": 4}, **options).peak_bytes == run.peak_bytes
 
 
 def test_a_static_cache_is_as_large_from_the_start_and_never_copied(lab):

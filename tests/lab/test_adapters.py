@@ -188,3 +188,39 @@ def test_the_command_line_offers_peft(tmp_path, monkeypatch, capsys):
     assert not ended.value.code
     said = json.loads(capsys.readouterr().out)
     assert said["arguments"]["peft"] == {"r": 2} and 0 < said["trainable_parameters"] < said["parameters"] / 10
+
+
+BERT = Task("bert-tiny", seq_len=24)
+PREFIX, PROMPT, P = ({"peft_type": f"{kind}_TUNING", "num_virtual_tokens": 4} for kind in ("PREFIX", "PROMPT", "P"))
+LOSES = [(BERT, PREFIX, False), (LLAMA, PREFIX, True), (LLAMA, PROMPT, True), (LLAMA, P, True)]
+KEEPS = [(LLAMA, PREFIX, False), (LLAMA, PROMPT, False), (BERT, PROMPT, False), (BERT, {"r": 4}, False)]
+KEEPS += [(LLAMA, {"r": 4}, True), (Task("t5-small", seq_len=8, config={"num_layers": 1, "d_model": 64}), PROMPT, True)]
+
+
+@pytest.fixture
+def old_peft(monkeypatch):
+    """peft 0.21.2 beside transformers 5.24, whatever is installed."""
+    import peft
+    import transformers
+    from transformers.integrations import peft as integration
+
+    monkeypatch.setattr(peft, "__version__", "0.21.2")
+    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "0.22.0")
+
+
+@needs_peft
+@pytest.mark.parametrize(("task", "settings", "generates"), LOSES)
+def test_an_old_peft_that_loses_the_prompt_is_named(old_peft, monkeypatch, task, settings, generates):
+    with pytest.raises(ValueError, match=r"peft 0.21.2 .*transformers 5.24.0.*Install peft 0.22.0"):
+        adapters.adapted(task.build_model(), settings, task.family(), generates)
+    for release, needed in [("5.23.0", "0.20.0"), ("5.24.0", "0.21.2")]:
+        monkeypatch.setattr("transformers.__version__", release)
+        monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", needed)
+        adapters.adapted(task.build_model(), settings, task.family(), generates)
+
+
+@needs_peft
+@pytest.mark.parametrize(("task", "settings", "generates"), KEEPS)
+def test_an_old_peft_is_taken_where_it_is_right(old_peft, task, settings, generates):
+    adapters.adapted(task.build_model(), settings, task.family(), generates)
