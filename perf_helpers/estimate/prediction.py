@@ -95,6 +95,7 @@ class MemoryEstimate:
     attention: tuple[str, ...] = ()  # the fused kernels that it takes, e.g. "flash"; empty: it is plain
     compute_capability: tuple[int, int] | None = None  # that was asked for; None on a CPU
     device_memory: int | None = None  # bytes for the allocator that were asked for; None: enough for anything
+    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
 
     @property
     def peak_bytes(self) -> int:
@@ -170,6 +171,7 @@ def estimated(experiment: Experiment, followed: "Followed", device: Device) -> M
         attention=attention_kernels(followed.trace),
         compute_capability=device.compute_capability if on_cuda else None,
         device_memory=device.memory_bytes if on_cuda else None,
+        weights=experiment.weights and str(experiment.weights),
     )
 
 
@@ -233,7 +235,7 @@ def _plain(experiment: Experiment, device: Device) -> Experiment:
     """The experiment as it is followed: with no workers, no shards where nobody shards, and no more samples than it
     reaches. Raises Invalid where there is no such model."""
     try:
-        experiment.task.model_class()
+        _ = experiment.task.model_class(), experiment.weights
     except ValueError as error:
         raise Invalid(str(error)) from error
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes

@@ -78,7 +78,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
             stack.enter_context(fsdp_taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
-        tracker.sends_weights = bool(deepspeed or experiment.arguments.quantization)
+        weights = experiment.weights
+        tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
             tracker.empties_weights = True
             if tracker.places_modules:

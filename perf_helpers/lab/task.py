@@ -1,7 +1,9 @@
 """Tasks: a model with its data and sizes; and profiles, the sizes that a machine can hold. Presets need no network."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import tomllib
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.lab import hardware
+from perf_helpers.lab import adapters, hardware
 from perf_helpers.records import Record
 from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, reading, shown, text_of, whole_number
 
@@ -29,6 +31,29 @@ _FAMILIES = {
     "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The type of a model's weights, and who chose it. `str` says both: "weights in bfloat16 (config.json)"."""
+
+    dtype: str  # e.g. "bfloat16"; of a quantized model that of the weights that are not quantized, as they are loaded
+    source: str  # "config.json", "preset", "requested" ...
+    quantization: dict[str, Any] | None = None  # fields of a `BitsAndBytesConfig`; None: not quantized
+    quantized_by: str = ""  # as `source`
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a quantized weight, 4 or 8; None: nothing is quantized."""
+        return (4 if self.quantization.get("load_in_4bit") else 8) if self.quantization else None
+
+    def __str__(self) -> str:
+        loaded = f"in {self.dtype} ({self.source})"
+        return (
+            f"weights in {self.bits} bits ({self.quantized_by}), the rest loaded {loaded}"
+            if self.bits
+            else (f"weights {loaded}")
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +114,10 @@ class Task(Record):
 
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
-        file = self._file()
-        return repr(self) + (repr(_read_config(file)) if file else "")
+        if (file := self._file()) is None:
+            return repr(self)
+        saved = [(str(each), each.stat().st_mtime_ns) for each in _weights_files(file.parent)]  # may decide the type
+        return repr((self, _read_config(file), saved))
 
     def _file(self) -> Path | None:
         """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
@@ -109,11 +136,11 @@ class Task(Record):
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
             known = PRESETS[preset]
-            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ()))
-            config = _config("config", known["model_type"], fields | self.config)
+            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
+            config = _config("config", known["model_type"], fields | self._own_fields())
             config.architectures = [known["architecture"]]
         elif file := self._file():
-            fields = _read_config(file) | self.config
+            fields = _read_config(file) | self._own_fields()
             config = _config(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
@@ -123,6 +150,11 @@ class Task(Record):
             config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
         return config
 
+    def _own_fields(self) -> dict[str, Any]:
+        """`config`, with the type of the weights by its current name: that counts where a file has both."""
+        own = dict(self.config)
+        return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
+
     def _config_of_hub(self):
         """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
         from transformers import AutoConfig
@@ -131,7 +163,7 @@ class Task(Record):
         known = bool(name) and _hub_answers()
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
-            return AutoConfig.from_pretrained(self.model, **options, **self.config)
+            return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
         except (OSError, ValueError):
             where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
             where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
@@ -159,26 +191,95 @@ class Task(Record):
             raise ValueError(f"no data is known for {name}: with architecture= choose one for {', '.join(_FAMILIES)}")
         return family
 
+    def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
+        """The type in which `from_pretrained` loads this model, and what decides it.
+
+        The rule is that of transformers 5: `dtype` where it is given; otherwise the one that the configuration names
+        (`dtype`, or the older `torch_dtype`; of a composite configuration the part that the class takes); otherwise
+        the type of the first weight in the folder's files. A model without any of these has float32. A folder that was
+        saved quantized is quantized, whatever else is asked for.
+
+        Args:
+            dtype: a torch.dtype or its name; None or "auto": by the rule.
+            quantization: fields of a `BitsAndBytesConfig`.
+
+        Raises:
+            ValueError: a saved quantization other than that of bitsandbytes, or a type that is no type of weights.
+        """
+        return self._weights(self._config_of_class(), dtype, quantization)
+
+    def _weights(self, config, dtype: Any, quantization: Mapping[str, Any] | None) -> Weights:
+        import torch
+
+        file = self._file()
+        is_preset = _ALIASES.get(self.model, self.model) in PRESETS
+        where = "preset" if is_preset else file.name if file else "config.json"
+        saved = getattr(config, "quantization_config", None)
+        if saved:
+            saved = adapters.saved_quantization(saved if isinstance(saved, dict) else saved.to_dict(), self.model)
+        found, source = None if dtype == "auto" else dtype, "requested"
+        if found is None and (found := config.dtype) is not None:
+            source = "requested" if self._own_fields().get("dtype") else where
+            found = found.get("", torch.float32) if isinstance(found, dict) else found
+        if found is None:
+            found, source = self._dtype_of_weights(), f"the type of the saved weights, {where} names none"
+        if found is None:
+            found, source = torch.float32, where if is_preset else f"{where} names none"
+        name = str(found).removeprefix("torch.")
+        kind = getattr(torch, name, None)
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize < 2:
+            raise ValueError(_OF_DTYPE.format(where=source, value=shown(name)))
+        by = where if saved else "quantization_config" if quantization else ""
+        return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
+
+    def _dtype_of_weights(self):
+        """The type of the first saved weight; None: there are none on this machine."""
+        if file := self._file():
+            return _dtype_of_files(file.parent) if os.path.isdir(self.model) else None
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(self.model, "config.json")
+        return _dtype_of_files(Path(cached).parent) if isinstance(cached, str) else None
+
+    def _config_of_class(self):
+        """The configuration that the class takes: of a composite one the text's part for a class of text alone."""
+        config = self.build_config()
+        text = config.sub_configs.get("text_config")
+        if text is None or self.model_class(config).config_class is not text:
+            return config
+        part = config.get_text_config()
+        if quantization := getattr(config, "quantization_config", None):
+            part.quantization_config = quantization
+        return part
+
     def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
-        """The model with random weights, on `device`, in train mode.
+        """The model with random weights, on `device`, in train mode; not quantized, whatever its configuration says.
 
         Args:
             attn_implementation: "eager", "sdpa", ...; None: the library's choice.
-            dtype: type of the weights, a torch.dtype or its name; None: float32.
+            dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
             device: where the weights are made; "meta" makes none.
         """
         import torch
 
-        config = self.build_config()
-        options = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32}
+        whole, config = self.build_config(), self._config_of_class()
+        options = {"dtype": getattr(torch, self._weights(config, dtype, None).dtype)}
         if attn_implementation:
             options["attn_implementation"] = attn_implementation
         torch.manual_seed(self.seed)
         try:
             with torch.device(device or "cpu"):
-                return self.model_class(config)._from_config(config, **options).train()
+                model = self.model_class(whole)._from_config(config, **options).train()
         except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise ValueError(f"{self.model}: no model can be made of this configuration ({error!r})") from error
+        for pattern, kind in model._get_dtype_plan(options["dtype"]).items():  # as `from_pretrained` reads its files
+            of_plan = re.compile(pattern.replace("*", ".*"))
+            for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if of_plan.search(name) and weight.is_floating_point():
+                    weight.data = weight.data.to(kind)
+        return model
 
     def parameters(self) -> int:
         """Number of parameters, shared ones counted once; no weights are made."""
@@ -306,13 +407,20 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
 
 
+_OF_DTYPE = "{where}: dtype={value}: transformers loads no weights in it. Give float32, bfloat16 or float16, or none"
+
+
 def _config(where: str, kind: str, fields: dict[str, Any]):
     """The configuration of a type of model. Raises ValueError, with the file or the argument that said so."""
+    import torch
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"{where}: no model_type {shown(kind)}. {nearest_text(str(kind), CONFIG_MAPPING)}")
     _check_sizes(where, fields)
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    if isinstance(dtype, str) and not hasattr(torch, dtype):
+        raise ValueError(_OF_DTYPE.format(where=where, value=shown(dtype)))
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # what its fields' values are not fit for shows in any kind of error
@@ -325,6 +433,28 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{path}: a model configuration needs 'model_type'")
     return fields
+
+
+def _dtype_of_files(folder: Path):
+    """The type by which `from_pretrained` loads a folder whose configuration names none: that of the first weight of
+    floating point in its first file. None: the folder has no weights that can be read."""
+    from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
+
+    for file in _weights_files(folder)[:1]:
+        with contextlib.suppress(Exception):  # a damaged file: whoever loads the model is informed by the library
+            if file.suffix != ".json":
+                return get_state_dict_dtype(load_state_dict(str(file), map_location="meta"))
+            index = from_json(text_of(file))
+            first = folder / min(index["weight_map"].values())
+            stated = index["metadata"].get("dtype")
+            return stated or get_state_dict_dtype(load_state_dict(str(first), map_location="meta"))
+    return None
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Files of a folder from which `from_pretrained` may read the weights, or their index; the first is the one."""
+    names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 @functools.cache

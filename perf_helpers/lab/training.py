@@ -13,8 +13,10 @@ from typing import Any
 from perf_helpers.lab import adapters, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.task import Task, positions
+from perf_helpers.lab.task import Task, Weights, positions
 from perf_helpers.texts import shown, whole_number
+
+_OF_QUANTIZED = "peft: a model of {bits} bits{by} learns by adapters alone. Give them, e.g. peft={{'r': 8}}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,13 @@ class Experiment:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
         if self.training and self.arguments.quantization and not self.arguments.get("peft"):
-            raise ValueError("peft: a model of 8 or 4 bits learns by adapters alone. Give them, e.g. peft={'r': 8}")
+            raise ValueError(_OF_QUANTIZED.format(bits="8 or 4", by=""))
+
+    @property
+    def weights(self) -> Weights | None:
+        """The type of the weights, and who chose it; None: a function makes its own. Raises ValueError as `Task`."""
+        given = self.arguments
+        return None if self.function else self.task.weights(given.get("dtype"), given.quantization)
 
     @property
     def kind(self) -> str:
@@ -139,11 +147,13 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         Invalid: a package that it needs is missing.
         ValueError: something that there is not, see `adapters`.
     """
-    task, arguments = experiment.task, experiment.arguments
-    wanted, quantization = arguments.adapters, arguments.quantization
+    task, arguments, weights = experiment.task, experiment.arguments, experiment.weights
+    wanted, quantization = arguments.adapters, weights.quantization
+    if args and quantization and wanted.get("peft") is None:  # a folder that was saved so, else it is refused before
+        raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
     if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
         raise Invalid(why)
-    model = task.build_model(**arguments.model)
+    model = task.build_model(**arguments.model | {"dtype": weights.dtype})
     if quantization:
         model = adapters.quantized(model, quantization, device)
     if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
