@@ -9,6 +9,7 @@ Importing this module is quick: torch and what stands on it are imported by the 
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -235,9 +236,11 @@ def _plain(experiment: Experiment, device: Device) -> Experiment:
     """The experiment as it is followed: with no workers, no shards where nobody shards, and no more samples than it
     reaches. Raises Invalid where there is no such model."""
     try:
-        _ = experiment.task.model_class(), experiment.weights
+        _, weights = experiment.task.model_class(), experiment.weights
     except ValueError as error:
         raise Invalid(str(error)) from error
+    if weights and weights.bits:  # processes that run its operations are forks of this one, and need them
+        importlib.import_module("bitsandbytes")
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
         arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))

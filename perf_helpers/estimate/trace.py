@@ -84,7 +84,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             tracker.empties_weights = True
             if tracker.places_modules:
                 stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
-        with watched(tracker) as parameters:
+        with watched(tracker) as parameters, _scaler_failures():
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
@@ -94,6 +94,23 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 infer(experiment)
         numbers = counted(parameters.values())
     return _traced(tracker, *numbers)
+
+
+_OF_SCALER = (
+    "this training fails: {why}. With fp16=True the weights that learn must be in float32: give dtype='float32', or "
+    "bf16=True in place of fp16"
+)
+
+
+@contextlib.contextmanager
+def _scaler_failures() -> Iterator[None]:
+    """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
+    try:
+        yield
+    except ValueError as error:
+        if "unscale FP16" not in str(error):
+            raise
+        raise Invalid(_OF_SCALER.format(why=str(error).rstrip("."))) from error
 
 
 class FakeTracker(Tracker):
@@ -140,6 +157,8 @@ class FakeTracker(Tracker):
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if any_fake else ask()
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
+                raise Invalid(_OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:

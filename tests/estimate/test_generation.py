@@ -11,7 +11,7 @@ from perf_helpers.estimate import estimate
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64})
+LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64, "dtype": "float32"})
 
 
 @pytest.fixture(scope="module")
