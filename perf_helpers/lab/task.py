@@ -119,6 +119,27 @@ class Task(Record):
         saved = [(str(each), each.stat().st_mtime_ns) for each in _weights_files(file.parent)]  # may decide the type
         return repr((self, _read_config(file), saved))
 
+    @property
+    def is_saved_quantized(self) -> bool:
+        """Whether the configuration file says that the weights were saved quantized; of a name on the Hub the file in
+        its cache."""
+        file = self._file() or self._cached_file()
+        with contextlib.suppress(ValueError):  # whoever builds the configuration says what is wrong with it
+            return bool(file and _read_config(file).get("quantization_config"))
+        return False
+
+    def _cached_file(self) -> Path | None:
+        """The configuration of a name on the Hub in its cache; None: it is not there."""
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        with contextlib.suppress(HFValidationError):
+            cached = try_to_load_from_cache(self.model, "config.json")
+            return Path(cached) if isinstance(cached, str) else None
+        return None
+
     def _file(self) -> Path | None:
         """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
         path = Path(self.model)
@@ -236,12 +257,7 @@ class Task(Record):
         """The type of the first saved weight; None: there are none on this machine."""
         if file := self._file():
             return _dtype_of_files(file.parent) if os.path.isdir(self.model) else None
-        if _ALIASES.get(self.model, self.model) in PRESETS:
-            return None
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(self.model, "config.json")
-        return _dtype_of_files(Path(cached).parent) if isinstance(cached, str) else None
+        return _dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
         """The configuration that the class takes: of a composite one the text's part for a class of text alone."""

@@ -34,11 +34,14 @@ class Experiment:
     warmup_steps: int = 1  # before these
     threads: int | None = None  # that it computes on; None: as many as torch takes
     samples_of_function: int | None = None  # that one step of a function sees, all processes together
+    packages: tuple[str, ...] = ()  # that its clean process has from the start: see `forkserver`, which reads the names
 
     def __post_init__(self):
         whole_number("processes", self.processes)
         whole_number("steps", self.steps)
         whole_number("samples_per_step", 1 if self.samples_of_function is None else self.samples_of_function)
+        if self.task.is_saved_quantized:
+            object.__setattr__(self, "packages", ("bitsandbytes",))
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
