@@ -102,6 +102,12 @@ _OF_SCALER = (
 )
 
 
+_OF_NORM = (
+    "this training fails: a norm gets {} and its weights are in {}, which torch has no kernel for on a CPU. Give "
+    "dtype='float32', or leave bf16 out"
+)
+
+
 @contextlib.contextmanager
 def _scaler_failures() -> Iterator[None]:
     """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
@@ -272,6 +278,9 @@ class FakeTracker(Tracker):
         result = function(*args, **kwargs)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
+            if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
+                kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
+                raise Invalid(_OF_NORM.format(*kinds))
             # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)
