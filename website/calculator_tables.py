@@ -65,7 +65,7 @@ _NO_BYTES = re.compile(
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
-_OF_LAB = ("task.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
+_OF_LAB = ("task.py", "configurations.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 

@@ -22,9 +22,10 @@ from perf_helpers.cards import card as card_like
 from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.processes import within
-from perf_helpers.lab.task import PRESETS, Task, Weights
+from perf_helpers.lab.task import PRESETS, Task
 from perf_helpers.plots import Table
 from perf_helpers.recipes import LORA
 from perf_helpers.records import Run, Store

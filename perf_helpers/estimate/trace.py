@@ -31,6 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
 
+from perf_helpers.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
@@ -84,7 +85,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             tracker.empties_weights = True
             if tracker.places_modules:
                 stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
-        with watched(tracker) as parameters, _scaler_failures():
+        with watched(tracker) as parameters, scaler_failures():
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
@@ -94,29 +95,6 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 infer(experiment)
         numbers = counted(parameters.values())
     return _traced(tracker, *numbers)
-
-
-_OF_SCALER = (
-    "this training fails: {why}. With fp16=True the weights that learn must be in float32: give dtype='float32', or "
-    "bf16=True in place of fp16"
-)
-
-
-_OF_NORM = (
-    "this training fails: a norm gets {} and its weights are in {}, which torch has no kernel for on a CPU. Give "
-    "dtype='float32', or leave bf16 out"
-)
-
-
-@contextlib.contextmanager
-def _scaler_failures() -> Iterator[None]:
-    """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
-    try:
-        yield
-    except ValueError as error:
-        if "unscale FP16" not in str(error):
-            raise
-        raise Invalid(_OF_SCALER.format(why=str(error).rstrip("."))) from error
 
 
 class FakeTracker(Tracker):
@@ -164,7 +142,7 @@ class FakeTracker(Tracker):
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if any_fake else ask()
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
-                raise Invalid(_OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
+                raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
@@ -280,7 +258,7 @@ class FakeTracker(Tracker):
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
                 kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
-                raise Invalid(_OF_NORM.format(*kinds))
+                raise Invalid(OF_NORM.format(*kinds))
             # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.lab import adapters, hardware
+from perf_helpers.lab import adapters, configurations, hardware
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.records import Record
-from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, reading, shown, text_of, whole_number
+from perf_helpers.texts import arguments_of_kind, nearest_text, shown, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
@@ -31,29 +32,6 @@ _FAMILIES = {
     "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The type of a model's weights, and who chose it. `str` says both: "weights in bfloat16 (config.json)"."""
-
-    dtype: str  # e.g. "bfloat16"; of a quantized model that of the weights that are not quantized, as they are loaded
-    source: str  # "config.json", "preset", "requested" ...
-    quantization: dict[str, Any] | None = None  # fields of a `BitsAndBytesConfig`; None: not quantized
-    quantized_by: str = ""  # as `source`
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a quantized weight, 4 or 8; None: nothing is quantized."""
-        return (4 if self.quantization.get("load_in_4bit") else 8) if self.quantization else None
-
-    def __str__(self) -> str:
-        loaded = f"in {self.dtype} ({self.source})"
-        return (
-            f"weights in {self.bits} bits ({self.quantized_by}), the rest loaded {loaded}"
-            if self.bits
-            else (f"weights {loaded}")
-        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +94,10 @@ class Task(Record):
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
         if (file := self._file()) is None:
             return repr(self)
-        saved = [(str(each), each.stat().st_mtime_ns) for each in _weights_files(file.parent)]  # may decide the type
-        return repr((self, _read_config(file), saved))
+        saved = [
+            (str(each), each.stat().st_mtime_ns) for each in configurations.weights_files(file.parent)
+        ]  # may decide the type
+        return repr((self, configurations.read_config(file), saved))
 
     @property
     def is_saved_quantized(self) -> bool:
@@ -125,17 +105,16 @@ class Task(Record):
         its cache."""
         file = self._file() or self._cached_file()
         with contextlib.suppress(ValueError):  # whoever builds the configuration says what is wrong with it
-            return bool(file and _read_config(file).get("quantization_config"))
+            return bool(file and configurations.read_config(file).get("quantization_config"))
         return False
 
     def _cached_file(self) -> Path | None:
         """The configuration of a name on the Hub in its cache; None: it is not there."""
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from transformers.utils.hub import try_to_load_from_cache
 
-        with contextlib.suppress(HFValidationError):
+        with contextlib.suppress(ValueError):  # it is no name that the Hub would take
             cached = try_to_load_from_cache(self.model, "config.json")
             return Path(cached) if isinstance(cached, str) else None
         return None
@@ -158,11 +137,11 @@ class Task(Record):
         if preset in PRESETS:
             known = PRESETS[preset]
             fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
-            config = _config("config", known["model_type"], fields | self._own_fields())
+            config = configurations.made("config", known["model_type"], fields | self._own_fields())
             config.architectures = [known["architecture"]]
         elif file := self._file():
-            fields = _read_config(file) | self._own_fields()
-            config = _config(str(file), fields.pop("model_type"), fields)
+            fields = configurations.read_config(file) | self._own_fields()
+            config = configurations.made(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
         if getattr(config, "pad_token_id", None) is None:
@@ -181,7 +160,7 @@ class Task(Record):
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
-        known = bool(name) and _hub_answers()
+        known = bool(name) and configurations.hub_answers()
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
             return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
@@ -230,34 +209,21 @@ class Task(Record):
         return self._weights(self._config_of_class(), dtype, quantization)
 
     def _weights(self, config, dtype: Any, quantization: Mapping[str, Any] | None) -> Weights:
-        import torch
-
-        file = self._file()
-        is_preset = _ALIASES.get(self.model, self.model) in PRESETS
+        file, is_preset = self._file(), _ALIASES.get(self.model, self.model) in PRESETS
         where = "preset" if is_preset else file.name if file else "config.json"
+        named = "requested" if self._own_fields().get("dtype") else where
+        kind, source = configurations.dtype_of(config, dtype, named, where, self._dtype_of_weights, is_preset)
         saved = getattr(config, "quantization_config", None)
         if saved:
             saved = adapters.saved_quantization(saved if isinstance(saved, dict) else saved.to_dict(), self.model)
-        found, source = None if dtype == "auto" else dtype, "requested"
-        if found is None and (found := config.dtype) is not None:
-            source = "requested" if self._own_fields().get("dtype") else where
-            found = found.get("", torch.float32) if isinstance(found, dict) else found
-        if found is None:
-            found, source = self._dtype_of_weights(), f"the type of the saved weights, {where} names none"
-        if found is None:
-            found, source = torch.float32, where if is_preset else f"{where} names none"
-        name = str(found).removeprefix("torch.")
-        kind = getattr(torch, name, None)
-        if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize < 2:
-            raise ValueError(_OF_DTYPE.format(where=source, value=shown(name)))
         by = where if saved else "quantization_config" if quantization else ""
         return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype_of_weights(self):
         """The type of the first saved weight; None: there are none on this machine."""
         if file := self._file():
-            return _dtype_of_files(file.parent) if os.path.isdir(self.model) else None
-        return _dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
+            return configurations.dtype_of_files(file.parent) if os.path.isdir(self.model) else None
+        return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
         """The configuration that the class takes: of a composite one the text's part for a class of text alone."""
@@ -405,93 +371,6 @@ def positions(config) -> int | None:
     """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
     count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return count if count and count > 0 else None
-
-
-# The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
-_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
-_MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
-
-
-def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError at a size that no model has: before anything is made of it."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            _check_sizes(where, value)
-        most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
-        least = -1 if "position" in str(name) else 0  # XLNet's: no limit
-        if most and isinstance(value, int | float) and not least <= value <= most:
-            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
-
-
-_OF_DTYPE = "{where}: dtype={value}: transformers loads no weights in it. Give float32, bfloat16 or float16, or none"
-
-
-def _config(where: str, kind: str, fields: dict[str, Any]):
-    """The configuration of a type of model. Raises ValueError, with the file or the argument that said so."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"{where}: no model_type {shown(kind)}. {nearest_text(str(kind), CONFIG_MAPPING)}")
-    _check_sizes(where, fields)
-    dtype = fields.get("dtype") or fields.get("torch_dtype")
-    if isinstance(dtype, str) and not hasattr(torch, dtype):
-        raise ValueError(_OF_DTYPE.format(where=where, value=shown(dtype)))
-    try:
-        return AutoConfig.for_model(kind, **fields)
-    except Exception as error:  # what its fields' values are not fit for shows in any kind of error
-        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with reading(path, "JSON", "a config.json or its folder"):
-        fields = from_json(text_of(path))
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f"{path}: a model configuration needs 'model_type'")
-    return fields
-
-
-def _dtype_of_files(folder: Path):
-    """The type by which `from_pretrained` loads a folder whose configuration names none: that of the first weight of
-    floating point in its first file. None: the folder has no weights that can be read."""
-    from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
-
-    for file in _weights_files(folder)[:1]:
-        with contextlib.suppress(Exception):  # a damaged file: whoever loads the model is informed by the library
-            if file.suffix != ".json":
-                return get_state_dict_dtype(load_state_dict(str(file), map_location="meta"))
-            index = from_json(text_of(file))
-            first = folder / min(index["weight_map"].values())
-            stated = index["metadata"].get("dtype")
-            return stated or get_state_dict_dtype(load_state_dict(str(first), map_location="meta"))
-    return None
-
-
-def _weights_files(folder: Path) -> list[Path]:
-    """Files of a folder from which `from_pretrained` may read the weights, or their index; the first is the one."""
-    names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
-    return [folder / name for name in names if (folder / name).is_file()]
-
-
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
-    import urllib.error
-    import urllib.request
-
-    from transformers.utils import hub
-
-    if hub.is_offline_mode():
-        return False
-    try:
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        asked = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(asked, timeout=3).close()
-    except urllib.error.HTTPError:  # an answer all the same
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 @functools.cache

@@ -12,8 +12,9 @@ from typing import Any
 
 from perf_helpers.lab import adapters, optional_packages
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.task import Task, Weights, positions
+from perf_helpers.lab.task import Task, positions
 from perf_helpers.texts import shown, whole_number
 
 _OF_QUANTIZED = "peft: a model of {bits} bits{by} learns by adapters alone. Give them, e.g. peft={{'r': 8}}"
