@@ -256,7 +256,7 @@ def compiled(here: Here, known: Known) -> Iterator[Row]:
 # By name: the task, the samples of a micro-batch, and the sizes with which it is only to run.
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2}
 _LLAMA = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816}
-_LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+_LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "float32"}
 _MIXTRAL = _LLAMA | {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1408, "num_local_experts": 4}
 _FEW = {"vocab_size": 500, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[Task, int, dict[str, Any]]] = {

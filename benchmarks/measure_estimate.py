@@ -18,7 +18,7 @@ from perf_helpers.estimate import estimate
 
 _VIT = {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
 _LLAMA = {"vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 688}
-_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"}
 _T5 = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 256, "d_ff": 1024, "vocab_size": 4000}
 TASKS = {
     "bert": Task("bert-small", seq_len=128),
@@ -37,7 +37,10 @@ RECIPES = {
     "Adafactor": {"optim": "adafactor"},
     "8-bit Adam": {"optim": "adamw_bnb_8bit"},
 }
-LARGE = {"bert-large": Task("bert-large", seq_len=512), "llama-3-8b": Task("llama-3-8b", seq_len=512)}
+LARGE = {
+    "bert-large": Task("bert-large", seq_len=512),
+    "llama-3-8b": Task("llama-3-8b", seq_len=512, config={"dtype": "float32"}),
+}
 
 
 NAMES = ["this estimate", *tools.TOOLS]

@@ -18,10 +18,16 @@ from perf_helpers import Task
 from perf_helpers.advise.parallel_layouts import Layout, Planner
 from perf_helpers.estimate import estimate
 
-SMALL = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+SMALL = {
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+    "dtype": "float32",
+}
 TASKS = {
     "llama": Task("llama-3-8b", seq_len=1024, config=SMALL | {"num_attention_heads": 16, "num_key_value_heads": 8}),
-    "llama, wide": Task("llama-3-8b", seq_len=2048, config={"num_hidden_layers": 4}),
+    "llama, wide": Task("llama-3-8b", seq_len=2048, config={"num_hidden_layers": 4, "dtype": "float32"}),
     "qwen2": Task("qwen2.5-7b", seq_len=1024, config=SMALL | {"num_attention_heads": 16, "num_key_value_heads": 8}),
     "bert": Task("bert-large", seq_len=512, config={"num_hidden_layers": 8}),
     "mixtral": Task("mixtral", seq_len=512, config=SMALL | {"num_attention_heads": 16, "num_key_value_heads": 8}),

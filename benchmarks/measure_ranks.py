@@ -19,7 +19,9 @@ from perf_helpers.rehearsal import CARDS, rehearse
 CARD, COUNTS = "a100", (2, 4)
 GPT2 = Task("gpt2", seq_len=128)
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-LLAMA = Task("llama-3-8b", seq_len=256, config=LLAMA | {"num_key_value_heads": 4, "vocab_size": 32000})
+LLAMA = Task(
+    "llama-3-8b", seq_len=256, config=LLAMA | {"num_key_value_heads": 4, "vocab_size": 32000, "dtype": "float32"}
+)
 HALF = {"bf16": True, "gradient_checkpointing": True}
 
 

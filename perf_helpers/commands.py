@@ -62,7 +62,7 @@ def measure(
     else:
         meters = ("memory",) if memory_only else ("memory", "time")
         run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
-    table = repr(plots.table([run], f"{task}, {lab.machine.name}"))
+    table = repr(plots.table([run], "; ".join(filter(None, [f"{task}, {lab.machine.name}", run.weights]))))
     answer(_run_json(run) if json_output else [table, *_sizes(run.memory)])
     return _code(run)
 
@@ -124,7 +124,7 @@ def estimate(
         answer({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
     peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-    lines = [f"{model} on {card or estimated.device}: {peak}", *_sizes(memory), *map(repr, fits)]
+    lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}", *_sizes(memory), *map(repr, fits)]
     answer([*lines, f"followed in {estimated.seconds:.1f} s", *(f"- {text}" for text in estimated.assumptions)])
 
 
@@ -215,7 +215,8 @@ def rehearse(
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
         run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
     assumed = f"assumed: a CUDA context of {bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
-    lines = [f"{function or model} on {on.name}, rehearsed: {run.status}"]
+    weights = f"; {run.weights}" if run.weights else ""
+    lines = [f"{function or model} on {on.name}, rehearsed: {run.status}{weights}"]
     if memory := run.memory:
         peak = f"  allocated at the peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
         lines += [peak, *_sizes(memory)]
@@ -323,7 +324,7 @@ def _run_json(run: Run) -> dict[str, Any]:
     """A run's figures side by side, in bytes and seconds; null where not measured."""
     record = run.to_dict()  # which has null for what is unknown
     timing = record["timing"] or {}
-    about = ("status", "message", "arguments", "task", "processes", "losses", "machine", "versions", "date")
+    about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
     figures = {name: record[name] for name in about} | _memory_json(run.memory)
     figures |= {name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")}
     return figures | {"step_seconds_spread": timing.get("spread_seconds")}

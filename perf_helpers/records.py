@@ -182,6 +182,7 @@ class Run(Record):
     timing: Timing | None = None
     losses: tuple[float, ...] | None = None  # of each optimizer step
     value: Any = None  # what a function returned
+    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
     ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, where there are several
     processes: int = 1  # ranks
     profile: str = ""  # of the lab

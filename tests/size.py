@@ -28,8 +28,8 @@ BUDGETS = (
         9_437,
         49,
     ),
-    ("benchmarks", ["benchmarks/*.py"], 6_618, 38),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_239, 23),
+    ("benchmarks", ["benchmarks/*.py"], 6_629, 38),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_255, 23),
     ("README.md", ["README.md"], 140, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 346, 1),
 )

@@ -48,7 +48,10 @@ _TECHNIQUES = {
 QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
     question: {name: technique.arguments if technique else {} for name, technique in options.items()}
     for question, options in _TECHNIQUES.items()
-} | {"accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)}}
+}
+# The type of the weights is always said: a model's own may be another.
+QUESTIONS["precision"] = {name: {"dtype": "float32"} | given for name, given in QUESTIONS["precision"].items()}
+QUESTIONS |= {"accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)}}
 # Attention in 16 bits takes one kernel on compute capability 9 and 10, another on 8 and 12, in fp16 a third on 7; in
 # fp32 the same on all, for which 9.0 stands.
 KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0), "7": (7, 5)}
@@ -62,7 +65,7 @@ _NO_BYTES = re.compile(
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
-_OF_LAB = ("task.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
+_OF_LAB = ("task.py", "configurations.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
@@ -195,6 +198,7 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
             most, longest = room_of(Task(model))
             config = Task(model).build_config()
             about = {"most": most, "longest": longest * LENGTH_UNIT, "parameters": Task(model).parameters()}
+            about["dtype"] = Task(model).weights().dtype
             fields = sizing(config)
             about |= {"config": fields, "defaults": {name: getattr(type(config), name, None) for name in fields}}
             models[model] = about | {"formulas": formulas(Task(model)), "recipes": kept}
@@ -235,7 +239,8 @@ def formulas(task: Task) -> dict[str, dict[str, int]]:
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
-    parameters, size = task.parameters(), calculate_maximum_sizes(task.build_model(device="meta"))[0]
+    model = task.build_model(dtype="float32", device="meta")
+    parameters, size = task.parameters(), calculate_maximum_sizes(model)[0]
     of_accelerate = {"fp32": (size, "float32"), "fp16": (size, "float16"), "bf16": (size, "bfloat16")}
     of_accelerate["bf16-weights"] = size // 2, "float32"
     return {

@@ -350,7 +350,7 @@ def trainer_test(prepare=None):
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 sizes = {"seq_len": 32, "dataset_size": 4}
 classifier = lab.task.replace(**sizes, config={"num_hidden_layers": 2} | no_dropout)
-shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500, "dtype": "float32"}
 language = Task("llama-3-8b", **sizes, config=shape | {"num_attention_heads": 2, "num_key_value_heads": 2})
 
 # %%

@@ -655,7 +655,7 @@ plots.Table(["parameters", "cards of 80 GB", "choice", "bytes a card"], rows)
 
 # %%
 large = Task("llama-3-8b", seq_len=1024)
-recipe = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True}
+recipe = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True, "dtype": "float32"}
 for link in (2400, 64):  # NVLink of an A100; a PCIe slot of version 3 has 128 at best
     display(lab.foresee(parallelism, large, cards=8, card_bytes="80GB", link_gbits=link, **recipe))
 

@@ -728,7 +728,7 @@ def llama(task, folder, sizes=None):
     return [loss.item() for loss in losses], sum(local(weight).nbytes for weight in model.parameters())
 
 
-small = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+small = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512, "dtype": "float32"}
 small = Task("llama-3-8b", 32, config=small | {"num_attention_heads": 4, "num_key_value_heads": 4})
 sizes = {"tp_size": 2} if gpus2 else {"tp_size": 2, "fsdp_size": 2}
 if lab.machine.kind != "cuda" or gpus2:  # it takes a GPU for each rank where there is one

@@ -116,6 +116,7 @@ def sparse(experts, k, width, seq_len=64, **config):
     """Mixtral in small. One expert is the dense model: a Llama, the same without gate, sorting and copies of tokens."""
     config = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500, "head_dim": 32} | config
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": width} | config
+    config["dtype"] = "float32"
     if experts == 1:
         return Task("llama-3-8b", seq_len, config=config)
     return Task("mixtral", seq_len, config=config | {"num_local_experts": experts, "num_experts_per_tok": k})

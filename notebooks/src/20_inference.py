@@ -480,7 +480,9 @@ def draw(heads, answers):
 
 
 _ = widgets.explore(draw, heads=[4, 8, 32], answers=[1, 8, 64])
-lab.foresee(explorers.memory, lab, Task("llama-3-8b", seq_len=1024), of="inference", card="a100")
+lab.foresee(
+    explorers.memory, lab, Task("llama-3-8b", seq_len=1024, config={"dtype": "float32"}), of="inference", card="a100"
+)
 
 # %% [markdown]
 # ## Exercise: serve 64 requests

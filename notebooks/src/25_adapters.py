@@ -169,7 +169,7 @@ if not no_peft:
 
 # %%
 WIDER = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
-task = Task("llama-2-7b", seq_len=64, config=WIDER | dict(vocab_size=2000))
+task = Task("llama-2-7b", seq_len=64, config=WIDER | dict(vocab_size=2000, dtype="float32"))
 
 
 def counted(name, rank=None, task=task, **arguments):
@@ -306,7 +306,8 @@ print(f"bits a weight for scales: {beside[0]:.3f}, quantized {beside[1]:.3f}, by
 
 # %%
 # Narrow, and a few tokens: many a CPU has no arithmetic of 16 bits and emulates it.
-words = Task("llama-2-7b", seq_len=6, config=WIDER | dict(hidden_size=128, intermediate_size=352, vocab_size=8000))
+narrow = dict(hidden_size=128, intermediate_size=352, vocab_size=8000, dtype="float32")
+words = Task("llama-2-7b", seq_len=6, config=WIDER | narrow)
 nf4 = dict(load_in_4bit=True, quantization_config={"bnb_4bit_quant_type": "nf4"})
 sixteen = [counted("all weights, bf16", task=words, dtype="bfloat16")]
 if not no_peft:

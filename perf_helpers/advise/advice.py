@@ -22,10 +22,12 @@ from perf_helpers.cards import card as card_like
 from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.processes import within
-from perf_helpers.lab.task import Task
+from perf_helpers.lab.task import PRESETS, Task
 from perf_helpers.plots import Table
+from perf_helpers.recipes import LORA
 from perf_helpers.records import Run, Store
 from perf_helpers.rehearsal import build, rehearse
 from perf_helpers.texts import arguments_of_kind, bytes_text, parse_bytes, shown, whole_number
@@ -76,6 +78,7 @@ class Advice(Shown):
     """The recipes that fit, the fastest first, or what would help where none does. Shows itself as a table."""
 
     task: Task
+    weights: str  # the type in which the model is loaded unless a recipe says another, and who chose it
     memory_bytes: int  # of one device
     effective_batch: int  # samples that an update sees
     processes: int  # ranks, one device each
@@ -95,6 +98,10 @@ class Advice(Shown):
         """ "ok" or "nothing fits"."""
         return "ok" if self.recipes else "nothing fits"
 
+    @property
+    def _says_dtype(self) -> bool:
+        return any("dtype" in recipe.arguments for recipe in (*self.recipes, self.smallest) if recipe)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, sizes in bytes."""
         recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
@@ -105,6 +112,7 @@ class Advice(Shown):
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
         head = f"{self.task.model}{length}, {self.effective_batch} samples a step, {bytes_text(self.memory_bytes)} "
         head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
+        head += f", {self.weights}" + ", unless a recipe says dtype" * self._says_dtype
         notes = list(self.notes)
         if self.assumptions:
             notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
@@ -241,9 +249,13 @@ def advise(
         sold = "" if device else f", for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
         assumed = (f"Assumed: a GPU{sold}; compute capability 9.0, an H100's. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
-    choices = Choices(
-        effective_batch // processes, must or {}, avoid, native_precisions(machine, kind, capability), may
-    )
+    must, fixed = dict(must or {}), Arguments.of(must or {})
+    weights = task.weights(fixed.get("dtype"), fixed.quantization)
+    if weights.bits and not fixed.quantization and "peft" not in must:
+        must |= LORA.arguments
+        assumed += (f"{task.model} was saved in {weights.bits} bits: adapters alone can learn, LoRA of rank 16.",)
+    native, base = native_precisions(machine, kind, capability), _base(task, weights, largest)
+    choices = Choices(effective_batch // processes, must, avoid, native, may, base)
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
     evidence = Evidence(machine, kind, capability, task, runs)
@@ -268,6 +280,7 @@ def advise(
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
+        weights=str(weights),
         memory_bytes=limit,
         effective_batch=effective_batch,
         processes=processes,
@@ -282,6 +295,16 @@ def advise(
         assumptions=tuple(search.assumptions),
         estimates=search.count,
     )
+
+
+def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
+    """What every recipe says of the type of the weights unless one of its techniques does. Techniques are described and
+    ranked by what they change of a model in float32, so a model that loads in another type is asked for in float32. A
+    model that was saved quantized stays as it is."""
+    kind = task.build_config().model_type
+    of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
+    loads_in_float32 = weights.dtype == "float32" and not (largest == "model" and of_presets != {None})
+    return {} if loads_in_float32 or weights.bits else {"dtype": "float32"}
 
 
 def verify(advice: Advice, lab: Lab | None = None) -> Verification:

@@ -3,7 +3,7 @@
 import datetime
 import itertools
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Evidence:
         self._kind, self._task, self._name = kind, task, machine.name
         here = machine.kind == kind
         counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
-        self._runs = [(run, _telling(run.arguments)) for run in counted]
+        self._runs = [(run, _telling(run)) for run in counted]
         self._recorded = nearest_recorded(machine if here else None, kind, capability)
 
     def of_technique(self, technique: Technique) -> Factor:
@@ -180,12 +180,16 @@ def _apart(run: Run, other: Run) -> float:
     return abs(one - another)
 
 
-def _telling(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run that bear on its speed, defaults left out, and its effective batch."""
-    given = respelt(Arguments(arguments))
+def _telling(run: Run) -> dict[str, Any]:
+    """The arguments of a run that bear on its speed, defaults left out, and its effective batch. The type of the
+    weights is among them unless it is float32, whether it was requested or came with the model."""
+    given = respelt(Arguments(run.arguments))
+    if (dtype := given.pop("dtype", None)) != "float32":
+        loaded = run.weights or f"in {dtype} "  # an older record does not name its weights
+        given |= next(({"dtype": each} for each in ("bfloat16", "float16") if f"in {each} " in loaded), {})
     telling = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
     if str(telling.get("optim", "")).startswith("adamw_torch"):
         del telling["optim"]
     if telling.get(ACCUMULATION_STEPS) == 1:
         del telling[ACCUMULATION_STEPS]
-    return telling | {"effective batch": Arguments(arguments).samples_per_step()}
+    return telling | {"effective batch": Arguments(run.arguments).samples_per_step()}

@@ -168,7 +168,7 @@ class Planner:
         self.recomputing = 2 * self.model.active * self.tokens / (1e12 * tflops) / cards
         self.left_out: list[str] = []  # layouts that cannot be followed, and why
         self.is_half = bool(known.training.get("bf16") or known.training.get("fp16"))
-        is_narrow = known.model.get("dtype") in ("bfloat16", "float16")
+        is_narrow = task.weights(known.get("dtype")).dtype in ("bfloat16", "float16")
         self.activation_bytes = 2 if self.is_half or is_narrow else 4  # of what products take and messages carry
         self.input_bytes = 2 if is_narrow else 4  # of a block's input: autocast leaves it as wide as the weights
         self.checkpoints = bool(known.get("gradient_checkpointing"))

@@ -66,6 +66,7 @@ class Choices:
         must, avoid: as `advise` takes them.
         native: the lower precisions that the device computes in by itself.
         may: what is offered besides, as `advise` takes it.
+        base: arguments of every recipe that says nothing else about them, e.g. {"dtype": "float32"}.
 
     Raises:
         ValueError: a name that is not known, wishes that contradict each other, or that leave nothing to choose.
@@ -78,8 +79,9 @@ class Choices:
         avoid: Iterable[str],
         native: set[Technique],
         may: Iterable[str] = (),
+        base: Mapping[str, Any] | None = None,
     ):
-        self.samples = samples
+        self.samples, self._base = samples, base or {}
         self.fixed = respelt(Arguments.of(must))  # training arguments that every recipe has
         avoided = _named("avoid", avoid, [known.ACCUMULATION, *(each.words for each in known.techniques())])
         offered = _named("may", may, [{each.name} for each in known.ON_DEMAND])
@@ -93,7 +95,7 @@ class Choices:
     def arguments(self, candidate: Candidate) -> dict[str, Any]:
         """The training arguments of a recipe."""
         size = candidate.micro_batch
-        arguments = {MICRO_BATCH: size, ACCUMULATION_STEPS: self.samples // size}
+        arguments = {MICRO_BATCH: size, ACCUMULATION_STEPS: self.samples // size, **self._base}
         for technique in candidate.techniques:
             arguments |= technique.arguments
         return arguments | self.fixed

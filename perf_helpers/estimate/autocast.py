@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from perf_helpers.estimate.allocator_settings import newest
+from perf_helpers.lab.outcomes import Invalid
 
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
 # Norms have no place for the type of their result: they are run in an overload that has one.
@@ -195,3 +196,26 @@ def overload(name: str) -> torch._ops.OpOverload:
     """An operator of aten by its name, e.g. "sum.dim_IntList"; "mm" is short for "mm.default"."""
     packet, _, which = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), which or "default")
+
+
+OF_SCALER = (
+    "this training fails: {why}. With fp16=True the weights that learn must be in float32: give dtype='float32', or "
+    "bf16=True in place of fp16"
+)
+
+
+OF_NORM = (
+    "this training fails: a norm gets {} and its weights are in {}, which torch has no kernel for on a CPU. Give "
+    "dtype='float32', or leave bf16 out"
+)
+
+
+@contextlib.contextmanager
+def scaler_failures() -> Iterator[None]:
+    """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
+    try:
+        yield
+    except ValueError as error:
+        if "unscale FP16" not in str(error):
+            raise
+        raise Invalid(OF_SCALER.format(why=str(error).rstrip("."))) from error

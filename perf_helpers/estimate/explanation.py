@@ -95,7 +95,8 @@ class Explanation:
             return line(name, bytes_text(a), bytes_text(b), b - a)
 
         recipes = {"A": self.a, "B": self.b}
-        lines = [f"{n}: {bytes_text(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()]
+        peaks = {n: f"{bytes_text(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()}
+        lines = [f"{n}: {peak}; {recipes[n].weights}" for n, peak in peaks.items()]
         lines += [line("switches, one after the other", "price", "alone")]
         lines += [line(name, *prices) for name, prices in self.switches.items()]
         lines += [line("by category, at each peak", "A", "B", "B - A")]
@@ -214,7 +215,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
                 raise Invalid(f"nothing trains: {_IDLE}") from None
             raise
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
-    told = witness.births(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment.arguments)
+    told = witness.births(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment)
     return dataclasses.replace(found, log=found.log or trace.recorded(tracker), told=told)
 
 
@@ -291,11 +292,12 @@ class Witness:
         name = re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model."))
         return name.replace(".base_layer", "").replace(".default", "")
 
-    def warnings(self, arguments: Arguments) -> tuple[str, ...]:
+    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
         """What holds of the model as it was built, each with its evidence."""
         import torch
 
         weights, found = dict(self._model.named_parameters()), []
+        arguments, quantization = experiment.arguments, experiment.weights.quantization
         adapted = arguments.adapters.get("peft") is not None
         owners = {name: self._modules[name.rpartition(".")[0]] for name in weights}
         base = {n: w for n, w in weights.items() if w.is_floating_point() and not (adapted and w.requires_grad)}
@@ -311,7 +313,7 @@ class Witness:
             more = f" and {len(shown) - 3} more" * (len(shown) > 3)
             found.extend([f"{text}: {', '.join(shown[:3])}{more}, {bytes_text(size)}"] if shown else [])
 
-        if arguments.quantization:
+        if quantization:
             tell("these experts are not quantized, for they are not linear layers", experts)
             tell("these linear layers are not quantized", linear)
         elif adapted:
@@ -319,7 +321,7 @@ class Witness:
         cast = [n for n, w in weights.items() if id(w) in self._cast]
         tell("prepare_model_for_kbit_training cast these to fp32", cast)
         tell("modules_to_save keeps whole copies, which learn", copies)
-        if arguments.quantization or copies:
+        if quantization or copies:
             tell("the head is tied to the embedding, which is held once and whole", tied)
         if arguments.get("gradient_checkpointing"):
             tell(f"no gradient reaches these, for {_IDLE}", [*dict.fromkeys(self._idle)])

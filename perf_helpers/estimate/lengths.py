@@ -70,6 +70,11 @@ class WorstBatch:
     largest_length: tuple[int, Fits] | None = None  # tokens, in batches of as many rows as now
 
     @property
+    def weights(self) -> str:
+        """Their type, and who chose it."""
+        return self.estimate.weights
+
+    @property
     def assumptions(self) -> list[str]:
         """In words, what was modelled or left out."""
         left = "; what steps of other shapes leave behind may add to what is reserved" * (
@@ -79,7 +84,7 @@ class WorstBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: peaks in bytes; an answer that is unknown is null."""
-        names = ("lengths", "shapes", "step", "order", "padded_tokens", "assumptions")
+        names = ("weights", "lengths", "shapes", "step", "order", "padded_tokens", "assumptions")
         peaks = {"peak_bytes": self.estimate.peak_bytes, "packed_peak_bytes": self.packed and self.packed.peak_bytes}
         largest = {name: getattr(self, name) for name in ("largest_batch", "largest_length")}
         told = {name: found and {"size": found[0], **found[1].to_dict()} for name, found in largest.items()}
@@ -94,7 +99,8 @@ class WorstBatch:
         tokens, (rows, width) = sum(self.lengths), max(self.shapes[self.step], key=lambda shape: shape[0] * shape[1])
         lines = [
             f"{len(self.lengths):,} samples of {min(self.lengths)} to {max(self.lengths)} tokens, "
-            f"{len(self.shapes):,} steps; the worst is step {self.step + 1}, {rows} x {width} tokens",
+            f"{len(self.shapes):,} steps; the worst is step {self.step + 1}, {rows} x {width} tokens; "
+            f"{self.weights}",
             f"padded: peak {bytes_text(self.estimate.peak_bytes)}; {self.padded_tokens:,} tokens, "
             f"{1 - tokens / self.padded_tokens:.0%} of them padding",
             *([f"packed: peak {bytes_text(self.packed.peak_bytes)}; {tokens:,} tokens"] if self.packed else []),

@@ -35,11 +35,14 @@ from perf_helpers.records import TENSOR_CATEGORIES, Category, Memory, write_whol
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ACCUMULATION = (1, 2, 4, 8, 16, 32)
-PRECISIONS = {"fp32": {}} | {technique.name: technique.arguments for technique in recipes.PRECISIONS}
+# The type of the weights is always said: a model's own may be another.
+PRECISIONS = {"fp32": {"dtype": "float32"}} | {
+    technique.name: {"dtype": "float32"} | technique.arguments for technique in recipes.PRECISIONS
+}
 OPTIMIZERS = {technique.name: technique.arguments for technique in recipes.OPTIMIZERS}
 ATTENTION = ("sdpa", "eager")
 WEIGHTS = {  # of inference
-    "fp32": {},
+    "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "fp16": {"dtype": "float16"},
     "8 bits": {"dtype": "bfloat16", "load_in_8bit": True},
@@ -48,7 +51,7 @@ WEIGHTS = {  # of inference
 NEW_TOKENS = (0, 2, 16, 64, 256, 1024)  # of an answer; 0: one forward pass
 BEAMS = (1, 2, 4, 8)
 
-_SCHEMA = 10  # of the file; to be raised where the estimate says something else than it did
+_SCHEMA = 11  # of the file; to be raised where the estimate says something else than it did
 _OF_ENCODERS = (
     "an encoder-decoder's answers do not lengthen its prompt, and nothing is fitted to them. Ask for a point: "
     "estimate(task, training=False, max_new_tokens=...)"
@@ -66,6 +69,11 @@ class Choice:
     optimizer: str = ADAMW.name  # one of `OPTIMIZERS`
     attention: str = ATTENTION[0]
     new_tokens = 0  # a training writes none
+
+    @classmethod
+    def as_loaded(cls, dtype: str) -> "Choice":
+        """The plain recipe of a model that loads in this type; training in plain fp16 is not on offer."""
+        return cls(BF16_WEIGHTS.name if dtype == "bfloat16" else "fp32")
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
         """As training arguments."""
@@ -113,6 +121,11 @@ class Inference:
     beams: int = 1  # answers kept beside each other while one is searched
     attention: str = ATTENTION[0]
     accumulation = 1  # inference has no updates
+
+    @classmethod
+    def as_loaded(cls, dtype: str) -> "Inference":
+        """A forward pass of a model that loads in this type."""
+        return cls(next((name for name, given in WEIGHTS.items() if given["dtype"] == dtype), "fp32"))
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
         """As arguments of `Lab.infer`."""

@@ -9,6 +9,7 @@ Importing this module is quick: torch and what stands on it are imported by the 
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -97,6 +98,7 @@ class MemoryEstimate:
     device_memory: int | None = None  # bytes for the allocator that were asked for; None: enough for anything
     torch_rules: str | None = None  # the release of torch whose rules of CUDA's memory were used; None on a CPU
     untested_torch: str | None = None  # the newer release that they were used for; None: they are that release's own
+    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
 
     @property
     def peak_bytes(self) -> int:
@@ -173,6 +175,7 @@ def estimated(experiment: Experiment, followed: "Followed", device: Device) -> M
         compute_capability=device.compute_capability if on_cuda else None,
         device_memory=device.memory_bytes if on_cuda else None,
         **_rules_used(device.rules or release() if on_cuda else None),
+        weights=experiment.weights and str(experiment.weights),
     )
 
 
@@ -236,9 +239,11 @@ def _plain(experiment: Experiment, device: Device) -> Experiment:
     """The experiment as it is followed: with no workers, no shards where nobody shards, and no more samples than it
     reaches. Raises Invalid where there is no such model."""
     try:
-        experiment.task.model_class()
+        _, weights = experiment.task.model_class(), experiment.weights
     except ValueError as error:
         raise Invalid(str(error)) from error
+    if weights and weights.bits:  # processes that run its operations are forks of this one, and need them
+        importlib.import_module("bitsandbytes")
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
         arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))

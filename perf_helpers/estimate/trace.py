@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
 
 from perf_helpers.estimate.allocator_settings import WORKSPACES
+from perf_helpers.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
@@ -78,12 +79,13 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
             stack.enter_context(fsdp_taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
-        tracker.sends_weights = bool(deepspeed or experiment.arguments.quantization)
+        weights = experiment.weights
+        tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
             tracker.empties_weights = True
             if tracker.places_modules:
                 stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
-        with watched(tracker) as parameters:
+        with watched(tracker) as parameters, scaler_failures():
             if experiment.function:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
@@ -139,6 +141,8 @@ class FakeTracker(Tracker):
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if any_fake else ask()
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
+                raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
@@ -252,6 +256,9 @@ class FakeTracker(Tracker):
         result = function(*args, **kwargs)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
+            if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
+                kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
+                raise Invalid(OF_NORM.format(*kinds))
             # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)

@@ -44,6 +44,31 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of a quantization_config, as a caller or a config.json has it, without the name of its method.
+
+    Raises:
+        ValueError: it is of another method than bitsandbytes; `where` names whose it is.
+    """
+    method = settings.get("quant_method", "bitsandbytes")
+    method = str(getattr(method, "value", method))
+    if method != "bitsandbytes":
+        raise ValueError(
+            f"{where}: quant_method={shown(method)} is not supported. Supported is bitsandbytes, with load_in_4bit or "
+            "load_in_8bit: give such a quantization_config, or a model that is not quantized"
+        )
+    return {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
+
+
+def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same of a config.json, which another release may have written: fields that this one does not know are left
+    out, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
+    from transformers import BitsAndBytesConfig
+
+    known = inspect.signature(BitsAndBytesConfig).parameters
+    return {name: value for name, value in of_bitsandbytes(settings, where).items() if name in known}
+
+
 def quantized(model, settings: Mapping[str, Any], device: Any):
     """The model with its linear layers in 8 or 4 bits, on `device`, as `from_pretrained(quantization_config=)` has it.
 
@@ -61,7 +86,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import AutoHfQuantizer
 
-    settings = {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
+    settings = of_bitsandbytes(settings, "quantization_config")
     check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
     try:
         config = BitsAndBytesConfig(**settings)

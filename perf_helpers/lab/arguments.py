@@ -18,14 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from perf_helpers.lab.adapters import settings_of
+from perf_helpers.lab.adapters import of_bitsandbytes, settings_of
 from perf_helpers.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
 
 # What an experiment takes beside the fields of `TrainingArguments`: {name: (type, help)}, as those have them.
 # How the model is built: arguments of `from_config`.
 MODEL_ARGUMENTS = {
     "attn_implementation": (str | None, "attention kernel: 'eager', 'sdpa', ..."),
-    "dtype": (Literal["float32", "bfloat16", "float16"], "type of the weights; default: float32"),
+    "dtype": (
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "type of the weights (default: auto, the one that the model's config.json names, as from_pretrained does)",
+    ),
 }
 # What of the model is learned, and how the rest is kept, see `adapters`.
 ADAPTER_ARGUMENTS = {
@@ -102,6 +105,7 @@ class Arguments:
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
+        of_bitsandbytes(read.get("quantization_config", {}), "quantization_config")
         made = cls({**given, **read})
         _check_values(made.given)
         made._check_together()
@@ -166,7 +170,7 @@ class Arguments:
     def passed_over_on_a_cpu(self) -> list[str]:
         """What the libraries pass over there without a word, and what they do instead, a sentence each."""
         told = {
-            "fp16": "on a CPU the Trainer ignores fp16=True and trains in fp32; bf16=True is honoured",
+            "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type; bf16=True is honoured",
             "fsdp": "on a CPU accelerate passes over fsdp: each rank keeps all, as with DistributedDataParallel",
         }
         return [text for name, text in told.items() if self.training.get(name)]

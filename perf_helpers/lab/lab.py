@@ -291,7 +291,7 @@ class Lab:
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
         """Make a run of what was measured, here or elsewhere, and store it."""
-        same = ("status", "message", "memory", "timing", "losses", "value", "attempts")
+        same = ("status", "message", "memory", "timing", "losses", "value", "weights", "attempts")
         run = Run(
             **{field: getattr(outcome, field) for field in same},
             name=experiment.name,

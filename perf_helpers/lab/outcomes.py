@@ -28,6 +28,7 @@ class Outcome:
     timing: Timing | None = None
     losses: tuple[float, ...] | None = None  # of each optimizer step
     value: Any = None  # what a function returned, as JSON holds it
+    weights: str | None = None  # their type, and who chose it; None: a function makes its own
     ranks: tuple["Outcome", ...] = ()  # of a training on several processes, by rank; this one is then rank 0's
     output: str = ""  # what was printed
     traceback: str = ""  # of the exception that ended it

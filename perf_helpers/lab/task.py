@@ -1,7 +1,9 @@
 """Tasks: a model with its data and sizes; and profiles, the sizes that a machine can hold. Presets need no network."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import tomllib
@@ -10,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perf_helpers.lab import hardware
+from perf_helpers.lab import adapters, configurations, hardware
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.records import Record
-from perf_helpers.texts import arguments_of_kind, from_json, nearest_text, reading, shown, text_of, whole_number
+from perf_helpers.texts import arguments_of_kind, nearest_text, shown, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
@@ -89,8 +92,32 @@ class Task(Record):
 
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
-        file = self._file()
-        return repr(self) + (repr(_read_config(file)) if file else "")
+        if (file := self._file()) is None:
+            return repr(self)
+        saved = [
+            (str(each), each.stat().st_mtime_ns) for each in configurations.weights_files(file.parent)
+        ]  # may decide the type
+        return repr((self, configurations.read_config(file), saved))
+
+    @property
+    def is_saved_quantized(self) -> bool:
+        """Whether the configuration file says that the weights were saved quantized; of a name on the Hub the file in
+        its cache."""
+        file = self._file() or self._cached_file()
+        with contextlib.suppress(ValueError):  # whoever builds the configuration says what is wrong with it
+            return bool(file and configurations.read_config(file).get("quantization_config"))
+        return False
+
+    def _cached_file(self) -> Path | None:
+        """The configuration of a name on the Hub in its cache; None: it is not there."""
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        from transformers.utils.hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # it is no name that the Hub would take
+            cached = try_to_load_from_cache(self.model, "config.json")
+            return Path(cached) if isinstance(cached, str) else None
+        return None
 
     def _file(self) -> Path | None:
         """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
@@ -109,12 +136,12 @@ class Task(Record):
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
             known = PRESETS[preset]
-            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ()))
-            config = _config("config", known["model_type"], fields | self.config)
+            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
+            config = configurations.made("config", known["model_type"], fields | self._own_fields())
             config.architectures = [known["architecture"]]
         elif file := self._file():
-            fields = _read_config(file) | self.config
-            config = _config(str(file), fields.pop("model_type"), fields)
+            fields = configurations.read_config(file) | self._own_fields()
+            config = configurations.made(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
         if getattr(config, "pad_token_id", None) is None:
@@ -123,15 +150,20 @@ class Task(Record):
             config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
         return config
 
+    def _own_fields(self) -> dict[str, Any]:
+        """`config`, with the type of the weights by its current name: that counts where a file has both."""
+        own = dict(self.config)
+        return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
+
     def _config_of_hub(self):
         """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
-        known = bool(name) and _hub_answers()
+        known = bool(name) and configurations.hub_answers()
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
-            return AutoConfig.from_pretrained(self.model, **options, **self.config)
+            return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
         except (OSError, ValueError):
             where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
             where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
@@ -159,26 +191,77 @@ class Task(Record):
             raise ValueError(f"no data is known for {name}: with architecture= choose one for {', '.join(_FAMILIES)}")
         return family
 
+    def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
+        """The type in which `from_pretrained` loads this model, and what decides it.
+
+        The rule is that of transformers 5: `dtype` where it is given; otherwise the one that the configuration names
+        (`dtype`, or the older `torch_dtype`; of a composite configuration the part that the class takes); otherwise
+        the type of the first weight in the folder's files. A model without any of these has float32. A folder that was
+        saved quantized is quantized, whatever else is asked for.
+
+        Args:
+            dtype: a torch.dtype or its name; None or "auto": by the rule.
+            quantization: fields of a `BitsAndBytesConfig`.
+
+        Raises:
+            ValueError: a saved quantization other than that of bitsandbytes, or a type that is no type of weights.
+        """
+        return self._weights(self._config_of_class(), dtype, quantization)
+
+    def _weights(self, config, dtype: Any, quantization: Mapping[str, Any] | None) -> Weights:
+        file, is_preset = self._file(), _ALIASES.get(self.model, self.model) in PRESETS
+        where = "preset" if is_preset else file.name if file else "config.json"
+        named = "requested" if self._own_fields().get("dtype") else where
+        kind, source = configurations.dtype_of(config, dtype, named, where, self._dtype_of_weights, is_preset)
+        saved = getattr(config, "quantization_config", None)
+        if saved:
+            saved = adapters.saved_quantization(saved if isinstance(saved, dict) else saved.to_dict(), self.model)
+        by = where if saved else "quantization_config" if quantization else ""
+        return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
+
+    def _dtype_of_weights(self):
+        """The type of the first saved weight; None: there are none on this machine."""
+        if file := self._file():
+            return configurations.dtype_of_files(file.parent) if os.path.isdir(self.model) else None
+        return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
+
+    def _config_of_class(self):
+        """The configuration that the class takes: of a composite one the text's part for a class of text alone."""
+        config = self.build_config()
+        text = config.sub_configs.get("text_config")
+        if text is None or self.model_class(config).config_class is not text:
+            return config
+        part = config.get_text_config()
+        if quantization := getattr(config, "quantization_config", None):
+            part.quantization_config = quantization
+        return part
+
     def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
-        """The model with random weights, on `device`, in train mode.
+        """The model with random weights, on `device`, in train mode; not quantized, whatever its configuration says.
 
         Args:
             attn_implementation: "eager", "sdpa", ...; None: the library's choice.
-            dtype: type of the weights, a torch.dtype or its name; None: float32.
+            dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
             device: where the weights are made; "meta" makes none.
         """
         import torch
 
-        config = self.build_config()
-        options = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32}
+        whole, config = self.build_config(), self._config_of_class()
+        options = {"dtype": getattr(torch, self._weights(config, dtype, None).dtype)}
         if attn_implementation:
             options["attn_implementation"] = attn_implementation
         torch.manual_seed(self.seed)
         try:
             with torch.device(device or "cpu"):
-                return self.model_class(config)._from_config(config, **options).train()
+                model = self.model_class(whole)._from_config(config, **options).train()
         except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise ValueError(f"{self.model}: no model can be made of this configuration ({error!r})") from error
+        for pattern, kind in model._get_dtype_plan(options["dtype"]).items():  # as `from_pretrained` reads its files
+            of_plan = re.compile(pattern.replace("*", ".*"))
+            for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if of_plan.search(name) and weight.is_floating_point():
+                    weight.data = weight.data.to(kind)
+        return model
 
     def parameters(self) -> int:
         """Number of parameters, shared ones counted once; no weights are made."""
@@ -288,64 +371,6 @@ def positions(config) -> int | None:
     """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
     count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return count if count and count > 0 else None
-
-
-# The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
-_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
-_MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
-
-
-def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError at a size that no model has: before anything is made of it."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            _check_sizes(where, value)
-        most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
-        least = -1 if "position" in str(name) else 0  # XLNet's: no limit
-        if most and isinstance(value, int | float) and not least <= value <= most:
-            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
-
-
-def _config(where: str, kind: str, fields: dict[str, Any]):
-    """The configuration of a type of model. Raises ValueError, with the file or the argument that said so."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"{where}: no model_type {shown(kind)}. {nearest_text(str(kind), CONFIG_MAPPING)}")
-    _check_sizes(where, fields)
-    try:
-        return AutoConfig.for_model(kind, **fields)
-    except Exception as error:  # what its fields' values are not fit for shows in any kind of error
-        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with reading(path, "JSON", "a config.json or its folder"):
-        fields = from_json(text_of(path))
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f"{path}: a model configuration needs 'model_type'")
-    return fields
-
-
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
-    import urllib.error
-    import urllib.request
-
-    from transformers.utils import hub
-
-    if hub.is_offline_mode():
-        return False
-    try:
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        asked = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(asked, timeout=3).close()
-    except urllib.error.HTTPError:  # an answer all the same
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 @functools.cache

@@ -12,9 +12,12 @@ from typing import Any
 
 from perf_helpers.lab import adapters, optional_packages
 from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.configurations import Weights
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task, positions
 from perf_helpers.texts import shown, whole_number
+
+_OF_QUANTIZED = "peft: a model of {bits} bits{by} learns by adapters alone. Give them, e.g. peft={{'r': 8}}"
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,25 @@ class Experiment:
     warmup_steps: int = 1  # before these
     threads: int | None = None  # that it computes on; None: as many as torch takes
     samples_of_function: int | None = None  # that one step of a function sees, all processes together
+    packages: tuple[str, ...] = ()  # that its clean process has from the start: see `forkserver`, which reads the names
 
     def __post_init__(self):
         whole_number("processes", self.processes)
         whole_number("steps", self.steps)
         whole_number("samples_per_step", 1 if self.samples_of_function is None else self.samples_of_function)
+        if self.task.is_saved_quantized:
+            object.__setattr__(self, "packages", ("bitsandbytes",))
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
             raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
         if self.training and self.arguments.quantization and not self.arguments.get("peft"):
-            raise ValueError("peft: a model of 8 or 4 bits learns by adapters alone. Give them, e.g. peft={'r': 8}")
+            raise ValueError(_OF_QUANTIZED.format(bits="8 or 4", by=""))
+
+    @property
+    def weights(self) -> Weights | None:
+        """The type of the weights, and who chose it; None: a function makes its own. Raises ValueError as `Task`."""
+        given = self.arguments
+        return None if self.function else self.task.weights(given.get("dtype"), given.quantization)
 
     @property
     def kind(self) -> str:
@@ -139,11 +151,13 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         Invalid: a package that it needs is missing.
         ValueError: something that there is not, see `adapters`.
     """
-    task, arguments = experiment.task, experiment.arguments
-    wanted, quantization = arguments.adapters, arguments.quantization
+    task, arguments, weights = experiment.task, experiment.arguments, experiment.weights
+    wanted, quantization = arguments.adapters, weights.quantization
+    if args and quantization and wanted.get("peft") is None:  # a folder that was saved so, else it is refused before
+        raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
     if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
         raise Invalid(why)
-    model = task.build_model(**arguments.model)
+    model = task.build_model(**arguments.model | {"dtype": weights.dtype})
     if quantization:
         model = adapters.quantized(model, quantization, device)
     if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):

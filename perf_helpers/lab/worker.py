@@ -38,9 +38,12 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         on_step: called after each optimizer step with its number.
     """
     try:
-        return (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
+        outcome = (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
     except BaseException as error:
-        return outcomes.failed(error)
+        outcome = outcomes.failed(error)
+    with contextlib.suppress(Exception):  # then the outcome is a refusal that says why
+        outcome = outcome.replace(weights=experiment.weights and str(experiment.weights))
+    return outcome
 
 
 def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
@@ -138,7 +141,7 @@ def _refusal(experiment: Experiment) -> str | None:
     import torch
 
     try:
-        parameters = experiment.task.parameters()
+        parameters, weights = experiment.task.parameters(), experiment.weights
     except ValueError as error:
         raise Invalid(str(error)) from error
 
@@ -146,10 +149,10 @@ def _refusal(experiment: Experiment) -> str | None:
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
     arguments = experiment.arguments
-    size = 4 if arguments.get("dtype") in (None, "float32") else 2
-    if (quantized := arguments.quantization) and not on_cpu:  # on a CPU the whole ones are there first
-        size = 0.5 if quantized.get("load_in_4bit") else 1
-    alone = bool(quantized or arguments.get("peft"))
+    size = getattr(torch, weights.dtype).itemsize
+    if weights.bits and not on_cpu:  # on a CPU the whole ones are there first
+        size = weights.bits / 8
+    alone = bool(weights.bits or arguments.get("peft"))
     needed = size * parameters * (1 if alone else 2)
     if not available or needed <= available:
         return _refusal_of_workers(experiment, machine.shm_bytes)

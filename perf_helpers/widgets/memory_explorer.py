@@ -47,14 +47,15 @@ def memory(
     """
     if of not in _OF:
         raise ValueError(f"of={shown(of)}: choose 'training' or 'inference'")
-    task, way = task or lab.task, _OF[of]()
+    task = task or lab.task
+    way = _OF[of].as_loaded(task.weights().dtype)
     capability = next((gpu.capability for gpu in lab.machine.gpus if gpu.capability), None)
     device = device or (lab.machine.kind if card is None else "cuda")
     capability = capability if card is None else named(card).capability
     options = {"compute_capability": capability} if capability else {}
     size = peak_model.nearest(peak_model.MICRO_BATCHES, lab.profile.micro_batch)
     first = estimate(task, device=device, training=of == "training", **options, **way.arguments(size))
-    explorer, title = _MemoryExplorer(lab, task, first, size, options, of), f"{task.model}, micro-batch {size}"
+    explorer, title = _MemoryExplorer(lab, task, first, size, options, way), f"{task.model}, micro-batch {size}"
     static = plots.picture_html(plots.memory([first], title=title), f"{title}: {parts_text(first.memory.breakdown)}")
     place(("memory explorer", lab.lesson), explorer.parts, static, repr(first), at_end=explorer.close)
 
@@ -66,7 +67,9 @@ class _MemoryExplorer:
     controls stand afresh for each thing that it does, so that what is wanted now comes first.
     """
 
-    def __init__(self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int, options: dict[str, Any], of: str):
+    def __init__(
+        self, lab: Lab, task: Task, first: MemoryEstimate, micro_batch: int, options: dict[str, Any], way: Any
+    ):
         import ipywidgets
 
         self._task, self._machine, self._folder = task, lab.machine, Path(lab.store.path).with_name("fits")
@@ -76,7 +79,7 @@ class _MemoryExplorer:
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
         self._error: str | None = None  # why the point cannot be answered
-        self._controls = _controls(task, first, micro_batch, of)
+        self._controls = _controls(task, first, micro_batch, way)
         self._picture, self._note, self._progress = html_box(), html_box(), html_box()
         self._output = ipywidgets.Output()
         self._callback = observe(self._controls.values(), self._moved, self._output)
@@ -209,7 +212,7 @@ class _MemoryExplorer:
         self._note.value = f"<div role='status' style='line-height:1.4'>{_verdict(answer, parts, own)}</div>"
 
 
-def _controls(task: Task, first: MemoryEstimate, micro_batch: int, of: str) -> dict[str, "DOMWidget"]:
+def _controls(task: Task, first: MemoryEstimate, micro_batch: int, way: peak_model.Way) -> dict[str, "DOMWidget"]:
     """The controls by what they choose, set to what was estimated first; `_OF` has those of a way of training or of
     inference."""
     import ipywidgets
@@ -220,20 +223,22 @@ def _controls(task: Task, first: MemoryEstimate, micro_batch: int, of: str) -> d
 
     length = first.task.get("seq_len") or task.length() if task.family() != "vision" else None
     lengths = peak_model.LENGTHS if length in peak_model.LENGTHS else sorted({*peak_model.LENGTHS, length or 32})
+    chosen = {name: getattr(way, name, "fp32") for name in ("precision", "weights")}
+    precisions = peak_model.precisions(first.device)
     models = {"options": sorted({task.model, *PRESETS}), "placeholder": "a preset, a config.json, a name on the Hub"}
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
     new = [(str(count) if count else "none", count) for count in peak_model.NEW_TOKENS]
     controls = {
         "model": field(ipywidgets.Combobox, "model", value=task.model, continuous_update=False, **models),
-        "of": field(menu, "memory of", options=list(_OF), value=of),
+        "of": field(menu, "memory of", options=list(_OF), value=next(of for of in _OF if isinstance(way, _OF[of]))),
         "device": field(menu, "on", options=[("a GPU", "cuda"), ("a CPU", "cpu")], value=first.device),
         "micro_batch": field(slider, "micro-batch", options=peak_model.MICRO_BATCHES, value=micro_batch),
         "seq_len": field(slider, "length", options=lengths, value=length or 32, disabled=length is None),
-        "precision": field(menu, "precision", options=peak_model.precisions(first.device), value="fp32"),
+        "precision": field(menu, "precision", options=precisions, value=chosen["precision"]),
         "checkpointing": field(menu, "checkpointing", options=[("none", False), ("every layer", True)]),
         "accumulation": field(slider, "accumulation", options=peak_model.ACCUMULATION, value=1),
         "optimizer": field(menu, "optimizer", options=list(peak_model.OPTIMIZERS)),
-        "weights": field(menu, "weights", options=list(peak_model.WEIGHTS)),
+        "weights": field(menu, "weights", options=list(peak_model.WEIGHTS), value=chosen["weights"]),
         "new_tokens": field(slider, "new tokens", options=new),
         "beams": field(slider, "beams", options=peak_model.BEAMS),
         "attention": field(menu, "attention", options=list(peak_model.ATTENTION)),

@@ -11,8 +11,10 @@ from perf_helpers.cards import CONTEXT_BYTES
 from perf_helpers.estimate import estimate
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000}
-TASK = Task("llama-3-8b", seq_len=32, config=SMALL | {"num_attention_heads": 4, "num_key_value_heads": 4})
-LARGE = Task("llama-3-8b", seq_len=512)
+TASK = Task(
+    "llama-3-8b", seq_len=32, config=SMALL | {"num_attention_heads": 4, "num_key_value_heads": 4, "dtype": "float32"}
+)
+LARGE = Task("llama-3-8b", seq_len=512, config={"dtype": "float32"})
 RECIPE = {"per_device_train_batch_size": 2, "bf16": True, "gradient_checkpointing": True}
 NODE = {"cards": 8, "card": "h100"}
 
@@ -231,7 +233,7 @@ def test_it_shows_itself(small):
 
 # ---- what practitioners do
 
-WHOLE = {"bf16": True, "per_device_train_batch_size": 1}
+WHOLE = {"bf16": True, "per_device_train_batch_size": 1, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from perf_helpers.estimate import estimate
 from perf_helpers.lab import optional_packages
 
 SIZES = {
+    "dtype": "float32",
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,

@@ -178,6 +178,18 @@ FOUND = [
     ("mobilevit", {"per_device_train_batch_size": 7, "bf16": True, "optim": "adafactor"}),
     ("mt5", {"seq_len": 33, "gradient_accumulation_steps": 8, **_checkpointed(use_reentrant=False)}),
 ]
+# With the type that the configuration names, which nobody requests.
+NAMED = [
+    ("llama", "bfloat16", {"seq_len": 24}),
+    ("llama", "bfloat16", {"seq_len": 24, "bf16": True, "optim": "adafactor"}),
+    ("qwen3", "bfloat16", {"seq_len": 17, "fp16": True, "gradient_checkpointing": True}),
+    ("gemma2", "bfloat16", {"seq_len": 24, "optim": "adamw_bnb_8bit", "gradient_accumulation_steps": 2}),
+    ("mixtral", "bfloat16", {"seq_len": 16, "dtype": "float32", "bf16": True}),
+    ("opt", "float16", {"seq_len": 24}),
+    ("gpt_neox", "float16", {"seq_len": 24}),
+    ("t5", "float16", {"seq_len": 16}),  # a matrix of each block stays in float32
+    ("mt5", "float16", {"seq_len": 16, "dtype": "auto", "gradient_checkpointing": True}),
+]
 INFERENCES = [
     ("bert", {"seq_len": 31, "per_device_eval_batch_size": 3}),
     ("gpt2", {"seq_len": 24, "bf16": True}),
@@ -273,6 +285,27 @@ def test_every_architecture_and_every_two_settings_are_tried():
 def test_a_training_is_exact(pair, both):
     counted, estimated = both(pair)
     assert (estimated.peak_bytes, estimated.breakdown) == (counted.peak_bytes, counted.breakdown)
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "given"), NAMED, ids=lambda value: str(value)[:40])
+def test_a_training_in_the_type_that_the_configuration_names_is_exact(
+    architecture, dtype, given, configurations, tmp_path
+):
+    given = {"per_device_train_batch_size": 2} | given
+    task = Task(configurations(architecture, dtype=dtype), seq_len=given.pop("seq_len"), dataset_size=16)
+    with warnings.catch_warnings(action="ignore"):
+        run = Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", **given)
+    assert run.ok, run.message
+    found = estimate(task, device="cpu", **given)
+    assert (found.peak_bytes, found.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
+    assert found.weights == run.weights and given.get("dtype", dtype) in (*found.weights.split(), "auto")
+
+
+def test_bf16_on_weights_in_fp16_fails_on_a_cpu_and_the_estimate_says_so(configurations, tmp_path):
+    task = Task(configurations("gpt_neox", dtype="float16"), seq_len=16, dataset_size=16)
+    assert "mixed dtype" in Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", bf16=True).message
+    with pytest.raises(ValueError, match=r"this training fails: a norm gets .*float16"):
+        estimate(task, device="cpu", bf16=True)
 
 
 @pytest.mark.parametrize("pair", INFERENCES, ids=_name)

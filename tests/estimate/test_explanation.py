@@ -11,7 +11,7 @@ from perf_helpers.lab import optional_packages
 from perf_helpers.lab.task import Task
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMALL |= {"num_key_value_heads": 2, "vocab_size": 300}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 300, "dtype": "float32"}
 LLAMA = Task("llama-2-7b", seq_len=16, config=SMALL)
 MIXTURE = Task("mixtral-8x7b", seq_len=16, config=SMALL | {"num_local_experts": 4})
 IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -13,7 +13,7 @@ from perf_helpers.lab import optional_packages
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 needs_peft = pytest.mark.skipif(optional_packages.offer("peft") is not None, reason="needs peft")
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64})
+LLAMA = Task("llama-2-7b", seq_len=20, config=SIZES | {"vocab_size": 64, "dtype": "float32"})
 
 
 @pytest.fixture(scope="module")

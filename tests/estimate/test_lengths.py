@@ -13,7 +13,7 @@ from perf_helpers.records import Memory
 SAMPLES = (*random.Random(2).choices(range(3, 61), k=22),)
 BERT = Task("bert-tiny", config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-LLAMA = Task("llama-2-7b", config=SMALL | {"vocab_size": 500})
+LLAMA = Task("llama-2-7b", config=SMALL | {"vocab_size": 500, "dtype": "float32"})
 
 
 def measured(task, **arguments):

@@ -12,7 +12,7 @@ from perf_helpers.lab.arguments import Arguments
 missing = optional_packages.offer("peft")
 needs_peft = pytest.mark.skipif(missing is not None, reason=str(missing))
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LLAMA = Task("llama-2-7b", seq_len=24, config=SIZES | {"vocab_size": 128})
+LLAMA = Task("llama-2-7b", seq_len=24, config=SIZES | {"vocab_size": 128, "dtype": "float32"})
 GPT2 = Task("gpt2", seq_len=24, config={"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128})
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 LINEAR = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)  # numbers in the linear layers of LLAMA's blocks

@@ -10,7 +10,13 @@ from perf_helpers.lab.task import Task
 from perf_helpers.records import Ratio
 from perf_helpers.unknown import NeedsValues
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "dtype": "float32",
+}
 BERT = Task("bert-tiny", seq_len=24, config=SMALL | {"vocab_size": 500})
 LLAMA = Task("llama-3-8b", seq_len=16, config=SMALL | {"vocab_size": 300, "num_key_value_heads": 2, "head_dim": 16})
 GPT2 = Task("gpt2", seq_len=20, config={"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 400})

@@ -74,6 +74,7 @@ def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
 
 
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
+LLAMA |= {"dtype": "float32"}
 WRITING = {
     "llama": Task("llama-2-7b", seq_len=20, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 512}),
     "gpt2": Task("gpt2", seq_len=33, config={"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 777}),

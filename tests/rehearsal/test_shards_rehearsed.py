@@ -11,7 +11,9 @@ if build.problem() or build.interpreter() is None:
 
 GPT = Task("gpt2", seq_len=16, config={"n_layer": 5, "n_embd": 128, "n_head": 4, "vocab_size": 2001})
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = Task("llama-3-8b", seq_len=32, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 1000})
+LLAMA = Task(
+    "llama-3-8b", seq_len=32, config=LLAMA | {"num_key_value_heads": 2, "vocab_size": 1000, "dtype": "float32"}
+)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class Calculator {
     const context = `${bytesText(card.context)} of it assumed for the CUDA context`;
     const verdict = part("verdict");
     const needed = `${bytesText(memory.neededBytes)} needed (${context})`;
-    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${needed}, ${there}.`;
+    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${needed}, ${there}. ${this._weights(choice)}`;
     verdict.dataset.fits = memory.fits;
     this._showPeak(card, memory);
     this._showTimeline(memory);
@@ -215,6 +215,14 @@ class Calculator {
     const measured = part("published").querySelector("tbody"); // the chosen model's come first
     measured.append(...[...measured.rows].sort((one, other) => isOf(other) - isOf(one)));
     this._showCommands(choice);
+  }
+
+  /** The type of the chosen weights, and that in which the model is published, as `from_pretrained` loads it. */
+  _weights(choice) {
+    const { dtype } = this.index.questions.precision[choice.precision];
+    const published = this.index.models[choice.model].dtype;
+    const chosen = choice.method === "qlora" ? `in 4 bits, the rest loaded in ${dtype}` : `in ${dtype}`;
+    return `Weights ${chosen}${dtype === published ? "" : `; ${choice.model} is published in ${published}`}.`;
   }
 
   _swatch(category) {

@@ -1,0 +1,425 @@
+"""The type of a model's weights: what `from_pretrained` loads, what presets are published in, and who is informed."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import pytest
+
+from perf_helpers import Lab, Task, advise, cli
+from perf_helpers.estimate import estimate
+from perf_helpers.lab import adapters, hardware, optional_packages, worker
+from perf_helpers.lab.arguments import Arguments
+from perf_helpers.lab.task import PRESETS
+from perf_helpers.lab.training import Experiment
+
+missing = optional_packages.offer("peft")
+needs_peft = pytest.mark.skipif(missing is not None, reason=str(missing))
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 300}
+T4 = {"card": "t4", "torch_version": "2.13"}
+LORA = {"peft": {"r": 4}, "per_device_train_batch_size": 2}
+PARTS = {"text_config": SIZES | {"head_dim": 16}, "mm_tokens_per_image": 4}
+PARTS["vision_config"] = {name: SIZES[name] for name in list(SIZES)[:4]} | {"image_size": 28, "patch_size": 14}
+
+
+def saved(folder, weights="float32", kind="Llama", config=SIZES, head="ForCausalLM", **changes):
+    """A folder as `save_pretrained` writes it; then fields of its config.json are changed, or left out if "gone"."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**config)
+    model = getattr(transformers, f"{kind}{head}")(config)
+    model.to(getattr(torch, weights)).save_pretrained(folder)
+    return edited(folder, **changes)
+
+
+def edited(folder, **changes):
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        inner = fields
+        for part in parts:
+            inner = inner[part]
+        inner[last] = value
+        if value == "gone":
+            del inner[last]
+    file.write_text(json.dumps(fields))
+    return folder
+
+
+def types(model):
+    return {name: str(each.dtype) for name, each in model.named_parameters()}
+
+
+# ---- the rule, against the library itself
+
+CASES = {  # by what is edited: the type of the saved weights, and fields of config.json
+    "as saved, bf16": ("bfloat16", {}),
+    "as saved, fp16": ("float16", {}),
+    "as saved, fp32": ("float32", {}),
+    "none named, bf16 weights": ("bfloat16", {"dtype": "gone"}),
+    "null, fp16 weights": ("float16", {"dtype": None}),
+    "the older name": ("float32", {"dtype": "gone", "torch_dtype": "bfloat16"}),
+    "both names": ("float32", {"dtype": "float16", "torch_dtype": "bfloat16"}),
+    "edited by hand": ("bfloat16", {"dtype": "float32"}),
+    "double": ("float32", {"dtype": "float64"}),
+    "one type for all parts": ("float32", {"dtype": {"": "bfloat16"}}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "changes"), CASES.values(), ids=list(CASES))
+def test_a_folder_is_built_in_the_type_in_which_the_library_loads_it(tmp_path, dtype, changes):
+    from transformers import AutoModelForCausalLM
+
+    folder = saved(tmp_path, dtype, **changes)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    task = Task(str(folder), seq_len=16)
+    assert types(task.build_model(device="meta")) == types(loaded)
+    assert f"torch.{task.weights().dtype}" == str(loaded.dtype)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_decide_where_the_configuration_names_no_type(tmp_path, sharded):
+    """config.json alone has no weights: it is float32, as `from_config` makes it."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, **({"max_shard_size": "50kB"} if sharded else {}))
+    assert (tmp_path / "model.safetensors.index.json").exists() == sharded
+    edited(tmp_path, dtype="gone")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype is torch.bfloat16
+    assert str(Task(str(tmp_path)).weights()) == (
+        "weights in bfloat16 (the type of the saved weights, config.json names none)"
+    )
+    assert str(Task(str(tmp_path / "config.json")).weights()) == "weights in float32 (config.json names none)"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "text_config__dtype": "bfloat16", "vision_config__dtype": "bfloat16"},
+        {"dtype": "bfloat16", "text_config__dtype": "gone", "vision_config__dtype": "gone"},
+        {"dtype": "gone", "text_config__dtype": "bfloat16", "vision_config__dtype": "bfloat16"},
+    ],
+    ids=["top", "top and parts differ", "top alone", "parts alone"],
+)
+def test_of_a_composite_configuration_the_part_that_the_class_takes_decides(tmp_path, changes):
+    from transformers import AutoModelForImageTextToText, Gemma3ForCausalLM
+
+    folder = saved(tmp_path, "float32", "Gemma3", PARTS, "ForConditionalGeneration", **changes)
+    for kind, name in (
+        (AutoModelForImageTextToText, "Gemma3ForConditionalGeneration"),
+        (Gemma3ForCausalLM, "Gemma3ForCausalLM"),
+    ):
+        loaded = kind.from_pretrained(folder)
+        task = Task(str(folder), architecture=name)
+        assert f"torch.{task.weights().dtype}" == str(loaded.dtype), name
+        assert types(task.build_model(device="meta")) == types(loaded), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parts_that_the_library_keeps_in_float32_are_kept(tmp_path, dtype):
+    """T5's second matrix of each block overflows in fp16."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+    folder = saved(tmp_path, dtype, "T5", sizes, "ForConditionalGeneration")
+    found = types(Task(str(folder)).build_model(device="meta"))
+    assert found == types(AutoModelForSeq2SeqLM.from_pretrained(folder))
+    assert ("torch.float32" in found.values()) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "torch.bfloat16", "int8", "float8_e4m3fn"])
+def test_a_type_that_the_library_does_not_load_is_refused_with_those_that_it_does(tmp_path, dtype):
+    from transformers import AutoModelForCausalLM
+
+    folder = saved(tmp_path, dtype=dtype)
+    with pytest.raises((AttributeError, ValueError, TypeError)):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match=rf"config.json.*{re.escape(dtype)}.*float32, bfloat16 or float16"):
+        Task(str(folder)).weights()
+
+
+def test_what_is_requested_wins(tmp_path):
+    task = Task(str(saved(tmp_path, "bfloat16")))
+    assert str(task.weights()) == "weights in bfloat16 (config.json)"
+    assert str(task.weights("auto")) == "weights in bfloat16 (config.json)"
+    assert str(task.weights("float32")) == "weights in float32 (requested)"
+    assert str(task.replace(config={"torch_dtype": "float16"}).weights()) == "weights in float16 (requested)"
+    assert str(Task("llama-3-8b", config={"dtype": "float32"}).weights()) == "weights in float32 (requested)"
+
+
+def test_a_folder_whose_weights_change_their_type_is_another_question(tmp_path):
+    task = Task(str(saved(tmp_path, "bfloat16", dtype="gone")))
+    before = task.identity()
+    saved(tmp_path, "float32", dtype="gone")
+    assert task.identity() != before
+
+
+# ---- presets
+
+# By the config.json, or where it names none by the weights, of the repository of that name on the Hub.
+PUBLISHED = {
+    "bfloat16": (
+        "llama-3-8b llama-3-70b llama-3.2-1b llama-3.2-3b llama-3.1-405b llama-3.1-8b smollm2-135m smollm2-360m "
+        "smollm2-1.7b tinyllama-1.1b codellama-7b yi-6b deepseek-coder-1.3b deepseek-llm-7b mistral-7b mistral-7b-v0.3 "
+        "mistral-nemo-12b qwen2.5-0.5b qwen2.5-1.5b qwen2.5-3b qwen2.5-7b qwen2.5-14b qwen2.5-32b "
+        "deepseek-r1-distill-qwen-1.5b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b mixtral-8x7b mixtral-8x22b "
+        "qwen3-30b-a3b gpt-oss-20b gpt-oss-120b phi-3-mini phi-4 gemma-2b gemma-7b smollm3-3b"
+    ),
+    "float16": (
+        "llama-2-7b llama-2-13b opt-125m opt-350m opt-1.3b opt-6.7b pythia-70m pythia-160m pythia-410m pythia-1b "
+        "pythia-1.4b pythia-6.9b bloom-560m phi-1.5 phi-2 stablelm-2-1.6b"
+    ),
+    "float32": (
+        "bert-tiny bert-small bert-base-uncased bert-large-uncased bert-base-cased bert-base-multilingual-cased "
+        "minilm-l12-h384-uncased bert-base-chinese bert-large-cased scibert-scivocab-uncased minilm-l6-h384-uncased "
+        "distilbert-base-uncased distilbert-base-cased distilbert-base-multilingual-cased roberta-base roberta-large "
+        "distilroberta-base gpt2 gpt2-medium gpt2-large gpt2-xl distilgpt2 t5-small t5-base t5-3b vit-base "
+        "xlm-roberta-base xlm-roberta-large camembert-base electra-base-discriminator electra-small-discriminator "
+        "albert-base-v2 mpnet-base deberta-v3-base deberta-v3-small modernbert-base gemma-2-2b gemma-2-9b olmo-2-1b "
+        "olmo-2-7b gpt-neo-125m"
+    ),
+}
+
+
+def test_every_preset_has_the_type_that_it_is_published_in():
+    published = {name: dtype for dtype, names in PUBLISHED.items() for name in names.split()}
+    assert published == {name: preset.get("dtype", "float32") for name, preset in PRESETS.items()}
+    assert sum(len(names.split()) for names in PUBLISHED.values()) == len(PRESETS), "a name stands once"
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "phi-2", "bert-base-uncased", "t5-small"])
+def test_a_preset_is_built_in_its_type(name):
+    task = Task(name)
+    dtype = PRESETS[name].get("dtype", "float32")
+    assert set(types(task.build_model(device="meta")).values()) == {f"torch.{dtype}"}
+    assert str(task.weights()) == f"weights in {dtype} (preset)"
+
+
+# ---- folders that were saved quantized
+
+
+@pytest.fixture(scope="module")
+def quantized_folder(tmp_path_factory):
+    """Function (bits) -> a folder with a small Llama in bf16 that was saved in 4 or 8 bits."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    whole = saved(tmp_path_factory.mktemp("whole"), "bfloat16")
+
+    def of(bits):
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        how |= {"bnb_4bit_use_double_quant": True}
+        config = BitsAndBytesConfig(**(how if bits == 4 else {"load_in_8bit": True}))
+        folder = tmp_path_factory.mktemp(f"in {bits} bits")
+        AutoModelForCausalLM.from_pretrained(whole, quantization_config=config).save_pretrained(folder)
+        return folder
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab("cpu", out=tmp_path_factory.mktemp("lab"))
+
+
+def kept_by(model):
+    """Bytes of weights, and of what is kept beside quantized ones, counted without the package: storages once each."""
+    import torch
+
+    found = {}
+
+    def count(value):
+        if isinstance(value, torch.Tensor):
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif hasattr(value, "absmax"):  # a quant_state
+            for each in (value.absmax, value.code, value.offset, value.state2):
+                count(each)
+
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            for value in (weight, getattr(weight, "quant_state", None), getattr(weight, "SCB", None)):
+                count(value)
+        for name in ("CB", "SCB"):
+            count(getattr(getattr(module, "state", None), name, None))
+    return sum(found.values())
+
+
+def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
+    from transformers import AutoModelForCausalLM
+
+    folder = quantized_folder(4)
+    real = AutoModelForCausalLM.from_pretrained(folder)
+    task = Task(str(folder), seq_len=16)
+    assert str(task.weights()) == "weights in 4 bits (config.json), the rest loaded in bfloat16 (config.json)"
+    given = {"per_device_eval_batch_size": 2}
+    run, told = lab.infer("i", task=task, **given), estimate(task, device="cpu", training=False, **given)
+    assert run.ok, run.message
+    built = adapters.quantized(task.build_model(), task.weights().quantization, "cpu")
+    assert kept_by(built) == kept_by(real) and types(built) == types(real)
+    assert built.get_memory_footprint() == real.get_memory_footprint()
+    assert (told.peak_bytes, told.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
+    assert told.weights == run.weights == str(task.weights())
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("bits", "given"),
+    [
+        (4, {}),
+        (4, {"prepare_model_for_kbit_training": False}),
+        (4, {"prepare_model_for_kbit_training": False, "bf16": True}),
+        (4, {"gradient_checkpointing": True, "dtype": "float16"}),
+        (8, {}),
+        (8, {"prepare_model_for_kbit_training": False}),
+    ],
+    ids=str,
+)
+def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
+    """As with the same quantization_config on the whole model."""
+    folder = quantized_folder(bits)
+    task, given = Task(str(folder), seq_len=16), LORA | given
+    run, told = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)
+    assert run.ok, run.message
+    assert (told.peak_bytes, told.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
+    file = json.loads((folder / "config.json").read_text())
+    fields = {name: value for name, value in file.items() if name != "quantization_config"}
+    whole = folder / "whole.json"
+    whole.write_text(json.dumps(fields))
+    asked = given | {"quantization_config": file["quantization_config"]}
+    same = estimate(Task(str(whole), seq_len=16), device="cpu", **asked)
+    assert same.memory.breakdown == told.memory.breakdown
+    assert run.memory.breakdown["quantized_weights"] > 0
+
+
+@needs_peft
+def test_the_advisor_gives_adapters_to_a_folder_saved_quantized(quantized_folder):
+    advice = advise.advise(
+        Task(str(quantized_folder(4)), seq_len=16), effective_batch=2, memory="2GB", device="cpu", most=1
+    )
+    assert "saved in 4 bits" in " ".join(advice.notes)
+    assert advice.recipes and all("peft" in recipe.arguments for recipe in advice.recipes)
+    assert "weights in 4 bits (config.json)" in repr(advice).splitlines()[0]
+
+
+def test_without_adapters_a_folder_saved_quantized_does_not_learn(lab, quantized_folder):
+    task = Task(str(quantized_folder(4)), seq_len=16)
+    for ask in (lambda: estimate(task, device="cpu"), lambda: lab.train("t", task=task, measure=("memory",))):
+        with pytest.raises(ValueError, match=r"4 bits.*config\.json.*adapters"):
+            ask()
+
+
+def test_another_method_of_quantization_is_refused_with_the_one_that_is_supported(tmp_path, lab):
+    folder = saved(tmp_path, "bfloat16", quantization_config={"quant_method": "gptq", "bits": 4})
+    asks = [
+        lambda: estimate(Task(str(folder)), device="cpu"),
+        lambda: lab.train("t", task=Task(str(folder)), measure=("memory",)),
+        lambda: advise.advise(Task(str(folder)), effective_batch=2, memory="2GB"),
+        lambda: estimate("bert-tiny", quantization_config={"quant_method": "hqq", "nbits": 4}, peft={"r": 2}),
+    ]
+    for ask in asks:
+        with pytest.raises(ValueError, match=r"(gptq|hqq).*not supported.*bitsandbytes.*load_in_4bit or load_in_8bit"):
+            ask()
+
+
+# ---- what follows from the type
+
+
+def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
+    task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
+    halves, whole = (
+        lab.train("t", task=task, measure=("memory",), optim="sgd", **more).memory.breakdown
+        for more in ({}, {"dtype": "float32"})
+    )
+    assert whole["weights"] - halves["weights"] == 2 * task.parameters(), "of a table of angles nothing changes"
+
+
+@pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
+def test_fp16_on_weights_of_16_bits_is_told_as_the_training_s_failure(tmp_path, dtype, why):
+    """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
+    task = Task(str(saved(tmp_path, dtype)), seq_len=16)
+    with pytest.raises(ValueError, match=rf"this training fails: .*{why}.*dtype='float32'"):
+        estimate(task, **T4, fp16=True)
+    assert estimate(task, **T4, fp16=True, dtype="float32").peak_bytes
+    with pytest.warns(UserWarning, match="ignores fp16"):
+        run = Lab("cpu").train("t", task=task, measure=("memory",), fp16=True)
+    assert run.ok and estimate(task, device="cpu", fp16=True).peak_bytes == run.peak_bytes
+
+
+@needs_peft
+def test_adapters_in_float32_learn_by_fp16_on_a_base_in_bf16(tmp_path):
+    assert estimate(Task(str(saved(tmp_path, "bfloat16")), seq_len=16), **T4, fp16=True, **LORA).peak_bytes
+
+
+def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
+    task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
+    here = dataclasses.replace(hardware.describe(), memory_available_bytes=6 * task.parameters())
+    monkeypatch.setattr(hardware, "describe", lambda: here)
+    assert worker._refusal(Experiment("t", task, Arguments({"use_cpu": True}))) is None
+    refused = worker._refusal(Experiment("t", task, Arguments({"use_cpu": True, "dtype": "float32"})))
+    assert "weights and gradients alone" in refused
+
+
+def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
+    """Techniques are described and compared on float32: "bf16" leaves the weights in it."""
+    task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
+    advice = advise.advise(task, effective_batch=2, memory="8GB", device="cpu", most=99)
+    types = {recipe.arguments["dtype"] for recipe in advice.recipes}
+    assert types <= {"float32", "bfloat16"} and "float32" in types
+    assert all(recipe.arguments["dtype"] == "float32" for recipe in advice.recipes if recipe.arguments.get("bf16"))
+    assert "weights in bfloat16 (config.json), unless a recipe says dtype" in repr(advice).splitlines()[0]
+    plain = advise.advise(Task("bert-tiny", seq_len=16), effective_batch=2, memory="8GB", device="cpu", most=1)
+    assert "dtype" not in plain.recipes[0].arguments
+    assert "weights in float32 (preset)" in repr(plain).splitlines()[0]
+
+
+# ---- the first line
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """Function (words) -> what the command prints on standard output."""
+
+    def run(words):
+        monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+        monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        told = capsys.readouterr()
+        assert not caught.value.code, told.err
+        return told.out
+
+    return run
+
+
+COMMANDS = {
+    "estimate": "estimate --device cpu",
+    "measure": "measure --memory-only",
+    "explain": "explain --device cpu --then --optim sgd",
+    "advise": "advise --device cpu --memory 8GB --effective-batch 2",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_line_names_the_type_of_the_weights(tmp_path, command, printed):
+    folder = saved(tmp_path, "bfloat16")
+    name, *options = COMMANDS[command].split()
+    options = [name, "--model", str(folder), "--seq-len", "16", *options]
+    text = "weights in bfloat16 (config.json)"
+    assert text in printed(options).splitlines()[0]
+    found = json.loads(printed([*options[:5], "--json", *options[5:]]))
+    assert (found["a"] if command == "explain" else found)["weights"] == text
+
+
+def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
+    folder, lengths = saved(tmp_path, "bfloat16"), tmp_path / "lengths.txt"
+    lengths.write_text("8 9 12 16 5 3 7 8")
+    asked = ["estimate", "--device", "cpu", "--model", str(folder), "--lengths", str(lengths)]
+    first = printed([*asked, "--per_device_train_batch_size", "2"]).splitlines()[0]
+    assert "weights in bfloat16 (config.json)" in first
