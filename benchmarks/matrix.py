@@ -1,4 +1,4 @@
-"""The library matrix: the course under the oldest and the newest libraries that pyproject.toml admits, and some between.
+"""The library matrix: the course under the oldest and the newest libraries pyproject.toml admits, some between.
 
 python benchmarks/matrix.py                        every set of matrix.toml, all lessons, then results/matrix.json
 python benchmarks/matrix.py --lessons 05,06        a part of the course
