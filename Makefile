@@ -1,7 +1,7 @@
 # Every target sets up .venv first, when pyproject.toml or constraints.txt changed.
 #   make PYTHON=python3.12 VENV=.venv312 test     another Python, in an environment of its own
 #   make course ARGS="05 06 --strict"             arguments for perf-helpers course; for pytest in make test
-#   make course TORCH="torch===2.13.0" VENV=.venv-cuda    another build of torch: here the CUDA one, by its exact name
+#   make course TORCH="torch===2.15.0" VENV=.venv-cuda    another build of torch: here the CUDA one, by its exact name
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -93,8 +93,8 @@ test-all: $(STAMP)
 	@$(STAGES) \
 	stage test $(MAKE) --no-print-directory test ARGS=; \
 	stage levels $(MAKE) levels; \
-	if $(MAKE) $(CUDA) .venv-cuda/.stamp; then \
-		stage wheel $(MAKE) wheel; \
+	if $(MAKE) $(CUDA) $(CUDA_VENV)/.stamp; then \
+		[ $(CUDA_VENV) = $(VENV) ] || stage wheel $(MAKE) wheel; \
 		stage rehearse $(MAKE) rehearse LESSONS=core; \
 		if [ -n "$(NIGHTLY)" ]; then stage strangers $(MAKE) strangers; fi; \
 	else \
@@ -105,31 +105,34 @@ test-all: $(STAMP)
 levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
 
-# torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages.
+# torch's ordinary wheel for Linux is a CUDA build, with or without a GPU; it takes 5 GB with its packages. If .venv has it,
+# no second environment is made, and `make test` has run what `make wheel` would.
 WHEEL_TESTS := $(filter-out %_exact.py %_deepspeed.py,$(wildcard tests/estimate/test_*.py)) $(wildcard tests/widgets/test_*_explorer.py)
 WHEEL_TESTS += tests/advise tests/lab/test_hardware.py tests/test_cli.py::test_measure_prints_one_json_object
 WHEEL_TESTS += $(wildcard tests/rehearsal/test_*rehearsed.py)
-CUDA := VENV=.venv-cuda TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)"
-wheel:
-	$(MAKE) $(CUDA) .venv-cuda/.stamp
-	.venv-cuda/bin/python -m pytest -m "$(TIER)" -n 2 --dist loadfile $(WHEEL_TESTS)
+HAS_CUDA = $(shell grep -l "^cuda: .*'" $(VENV)/lib/python*/site-packages/torch/version.py 2>/dev/null)
+CUDA_VENV = $(if $(HAS_CUDA),$(VENV),.venv-cuda)
+CUDA = VENV=$(CUDA_VENV) $(if $(HAS_CUDA),,TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)")
+wheel: $(STAMP)
+	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
+	$(CUDA_VENV)/bin/python -m pytest -m "$(TIER)" -n 2 --dist loadfile $(WHEEL_TESTS)
 
 # On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those. With all
 # lessons the estimate is also held against torch's allocator anew, which takes an hour; torchao is needed for its optimizers.
 LESSONS ?= all
-rehearse:
-	$(MAKE) $(CUDA) .venv-cuda/.stamp
-	.venv-cuda/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
+rehearse: $(STAMP)
+	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
+	$(CUDA_VENV)/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
 ifeq ($(LESSONS),all)
-	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check torchao==0.18.0
-	.venv-cuda/bin/python benchmarks/measure_cuda.py --out build/cuda.json
-	.venv-cuda/bin/python benchmarks/measure_allocator.py --out build/allocator.json
+	$(CUDA_VENV)/bin/python -m pip install -q --disable-pip-version-check torchao==0.18.0
+	$(CUDA_VENV)/bin/python benchmarks/measure_cuda.py --out build/cuda.json
+	$(CUDA_VENV)/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
 
 # An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
-strangers:
-	$(MAKE) $(CUDA) .venv-cuda/.stamp
-	.venv-cuda/bin/python benchmarks/measure_strangers.py --seed $(shell date +%Y%m%d) --out build/strangers.json
+strangers: $(STAMP)
+	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
+	$(CUDA_VENV)/bin/python benchmarks/measure_strangers.py --seed $(shell date +%Y%m%d) --out build/strangers.json
 
 # Each set of benchmarks/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
 # hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.

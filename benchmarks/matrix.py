@@ -1,4 +1,4 @@
-"""The library matrix: the course under the oldest and the newest libraries that pyproject.toml admits, and two between.
+"""The library matrix: the course under the oldest and the newest libraries that pyproject.toml admits, and some between.
 
 python benchmarks/matrix.py                        every set of matrix.toml, all lessons, then results/matrix.json
 python benchmarks/matrix.py --lessons 05,06        a part of the course
@@ -263,7 +263,7 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
     rehearsed = {row["name"]: row["rehearsal"]["runs"] for row in ran if row["rehearsal"]}
     differing = {id: sizes for id, sizes in counted.items() if len(set(map(json.dumps, sizes.values()))) > 1}
     return {
-        "what": "the course under four sets of libraries, each in an environment of its own",
+        "what": "the course under several sets of libraries, each in an environment of its own",
         "machine": ran[0]["course"]["machine"]["name"] if ran else hardware.describe().name,
         "python": platform.python_version(),
         "profile": PROFILE,

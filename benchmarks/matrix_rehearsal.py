@@ -23,7 +23,8 @@ if not hardware.torch_build()[1]:
 runs = []
 for row in tomllib.loads(Path(__file__).with_name("matrix.toml").read_text(encoding="utf-8"))["rehearsal"]:
     try:
-        run = rehearse(Task(row["model"], seq_len=row["seq_len"]), on=row["card"], **row["arguments"])
+        task, ranks = Task(row["model"], seq_len=row["seq_len"]), row.get("processes", 1)
+        run = rehearse(task, on=row["card"], processes=ranks, **row["arguments"])
     except RuntimeError as error:
         sys.exit(" ".join(str(error).split()))
     print(f"{row['name']}: {run}", file=sys.stderr, flush=True)
