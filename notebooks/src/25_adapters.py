@@ -110,7 +110,7 @@ print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f}
 # %% [markdown]
 # ## The library's
 #
-# peft does the same, and more kinds of it. Given our `down` and `up`, its model says what ours says. Then `merge_and_unload` adds the product to the frozen weight: nothing stands beside it any more. Does the model still say the same?
+# peft does the same, and more kinds of it. Given our `down` and `up`, its model says what ours says. Then `merge_and_unload` adds the product to the frozen weight: nothing stands beside it any more. Does the model still say the same? (Learnt prompts and prefixes are other kinds. peft 0.21.2 loses them in `generate` with transformers 5.24, which renamed the cache; LoRA is not concerned.)
 
 
 # %%

@@ -318,9 +318,10 @@ def _answers_for(rules: Release) -> str:
     """Of which torch the memory is, in words."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
+    matmuls = f"cuBLASLt has {workspace}" if rules.keeps_workspaces else "each matmul gives its workspace back"
     return (
-        f"{torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and cuBLASLt has "
-        f"{workspace}; all else is followed by the torch installed here."
+        f"{torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and {matmuls}; all else is "
+        "followed by the torch installed here."
     )
 
 

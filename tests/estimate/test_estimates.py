@@ -224,6 +224,8 @@ def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_anothe
     assert plain.memory == same.memory
     assert [each.assumptions[-1].partition(":")[0] for each in (plain, older)] == ["torch 2.13", "torch 2.11"]
     assert "a workspace of its own" in older.assumptions[-1]
+    newer = estimate(TINY, **options, torch_version="2.15")
+    assert "each matmul gives its workspace back" in newer.assumptions[-1] != plain.assumptions[-1]
     assert older.peak_bytes - plain.peak_bytes == 2**20, "cuBLASLt's, of the one thread that adds biases"
     with pytest.raises(ValueError, match=r"torch_version='2.9': .*2.10"):
         estimate(TINY, **options, torch_version="2.9")
