@@ -588,7 +588,7 @@ print(f"the Trainer from scratch: {scratch:,} bytes, resumed: {resumed:,}")
 
 # %%
 lengths = [90, 60, 350, 80, 120, 40, 500, 260, 60, 450]  # two a step
-uneven = Task("gpt2", lengths=lengths, config=dict(n_layer=2, n_embd=256, n_head=4, vocab_size=8000))
+uneven = Task("gpt2", lengths=lengths, config=dict(n_layer=2, n_embd=256, n_head=4, vocab_size=30000))
 
 
 def with_settings(settings):

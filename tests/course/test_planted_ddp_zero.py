@@ -87,7 +87,7 @@ class TestWhatDdpSends:
         assert self.verdicts(lab, bucket_MB=1000) == (HOLDS, REFUTED)
 
     def test_buffers_are_no_gradients(self, machine, lab):
-        buffers = ("broadcast_buffers=False)  # new", "broadcast_buffers=True)  # new")
+        buffers = ("broadcast_buffers=False, **options)  # new", "broadcast_buffers=True, **options)  # new")
         assert self.verdicts(lab, buffers, bucket_MB=0.2) == (REFUTED, HOLDS)
 
 

@@ -12,6 +12,7 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf_helpers.estimate import cuda
+from perf_helpers.estimate.allocator_settings import release
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -51,9 +52,9 @@ def saved(tensor):
     return {name: v.untyped_storage().nbytes() for name, v in values.items() if isinstance(v, torch.Tensor)}
 
 
-def attend(dtype, mask=None, heads=(4, 4), head=64, length=100, capability=(8, 0), **options):
+def attend(dtype, mask=None, heads=(4, 4), head=64, length=100, capability=(8, 0), torch_version=None, **options):
     query, key, value = (leaf(2, count, length, head, dtype=dtype) for count in (heads[0], heads[1], heads[1]))
-    with cuda.emulated(capability):
+    with cuda.emulated(capability, release(torch_version)):
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -121,14 +122,16 @@ def test_of_several_results_the_others_go_in_their_order():
         ({"dtype": F16, "head": 60}, "flash"),  # padded to 64
         ({"dtype": BF16, "head": 264}, "efficient"),
         ({"dtype": BF16, "heads": (4, 2), "enable_gqa": True}, "flash"),
-        ({"dtype": F32, "heads": (4, 2), "enable_gqa": True}, "math"),
+        ({"dtype": F32, "heads": (4, 2), "enable_gqa": True, "torch_version": "2.13"}, "math"),
+        ({"dtype": F32, "heads": (4, 2), "enable_gqa": True, "torch_version": "2.14"}, "efficient"),
         ({"dtype": F32, "head": 62}, "math"),  # not a multiple of 4
         ({"dtype": F16, "capability": (7, 5)}, "efficient"),
         ({"dtype": BF16, "capability": (7, 0)}, "math"),
         ({"dtype": BF16, "head": 224, "capability": (8, 6)}, "efficient"),  # 256 KiB of shared memory are lacking
         ({"dtype": BF16, "capability": (9, 0)}, "cudnn"),
         ({"dtype": BF16, "capability": (9, 0), "dropout_p": 0.1}, "flash"),
-        ({"dtype": BF16, "capability": (9, 0), "head": 144}, "cudnn"),
+        ({"dtype": BF16, "capability": (9, 0), "head": 144, "torch_version": "2.13"}, "cudnn"),
+        ({"dtype": BF16, "capability": (9, 0), "head": 144, "torch_version": "2.14"}, "flash"),
         ({"dtype": BF16, "capability": (10, 0), "head": 144}, "flash"),
         ({"dtype": BF16, "capability": (12, 0)}, "flash"),
     ],

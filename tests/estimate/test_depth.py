@@ -6,10 +6,10 @@ from perf_helpers import Task, optional_packages
 from perf_helpers.estimate import depth, estimate
 
 LAYERS = 10
-NARROW = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 NARROW |= {"dtype": "float32"}
 TASK = Task(
-    "llama-3-8b", seq_len=48, config=NARROW | {"vocab_size": 3000, "num_hidden_layers": LAYERS}, dataset_size=32
+    "llama-3-8b", seq_len=48, config=NARROW | {"vocab_size": 6000, "num_hidden_layers": LAYERS}, dataset_size=32
 )
 RECIPES = {
     "the loss is the peak of the shallow ones, and not of the deep one": {"optim": "adamw_torch_fused"},

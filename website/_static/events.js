@@ -27,8 +27,8 @@ export function gpuOf([major, minor]) {
   const newest = major >= 9;
   const a100 = major === 8 && minor === 0;
   return {
-    count: newest ? 132 : a100 ? 108 : major === 8 ? 80 : 40, // streaming multiprocessors
-    threads: newest || a100 ? 2048 : major === 8 ? 1536 : 1024, // of each
+    count: major >= 12 ? 170 : major >= 10 ? 148 : newest ? 132 : a100 ? 108 : major === 8 ? 80 : 40, // streaming multiprocessors
+    threads: major >= 12 || (major === 8 && !a100) ? 1536 : newest || a100 ? 2048 : 1024, // of each
     uniqueAtOnce: newest ? 4928 : a100 ? 1344 : 320,
     sortedAtOnce: major === 7 ? 2816 : major === 8 ? 3840 : 4608,
     workspace: [9, 10, 12].includes(major) ? 32 * MIB : (2 * 4096 + 8 * 16) * 1024,
