@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from perf_helpers.cards import DEFAULT_CAPABILITY
 from perf_helpers.estimate import autocast
 from perf_helpers.estimate.allocator_settings import Release, release
-from perf_helpers.estimate.kernels import HALF
+from perf_helpers.estimate.attention_kernels import HALF
 
 PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 

@@ -7,29 +7,19 @@ sources name why. What has no rule here makes its results in order and takes not
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers.estimate import quantized_kernels, reduction_scratch
+from perf_helpers.estimate import attention_kernels, quantized_kernels, reduction_scratch
 from perf_helpers.estimate.allocator import next_multiple, workspace_bytes
 from perf_helpers.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
+from perf_helpers.estimate.attention_kernels import HALF, Free, Gpu, Step, contiguous_copy
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 WORD = 8  # bytes of an index
 CUB_BYTES = 256  # the parts of what CUB takes are multiples of it
-
-
-class Free(NamedTuple):
-    """One of the blocks held is given back before the operation ends."""
-
-    index: int
-
-
-Step = torch.Tensor | int | Free  # a result that is made, or bytes that are held until the operation ends
 
 
 class Kernels:
@@ -47,9 +37,9 @@ class Kernels:
         is_there: Callable[[torch.Tensor], bool] = lambda _: True,
         rules: Release | None = None,
     ):
-        self._is_there, self._rules = is_there, rules or release()
+        self._is_there = is_there
+        self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         self.workspace_bytes = workspace_bytes(capability)
-        self.capability, self._processors = capability, reduction_scratch.processors(capability)
         newest = capability >= (9, 0)
         # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
@@ -61,24 +51,28 @@ class Kernels:
         `grid_sample`, say; where a GPU takes another operation, `cuda.py` decides."""
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
+        if rule := attention_kernels.RULES.get(packet):
+            return rule(self._gpu, made, *args, **kwargs)
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
         if function.namespace == "bitsandbytes":
             copied, steps, _ = self._of_bitsandbytes(function, made, args, kwargs)
-            return [*(bytes_ for each in copied for bytes_ in _contiguous(each)), *steps]
+            return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
             if packet in _ON_IMAGES:
                 layout = suggest_memory_format(args[max(before + after)])
-            first, last = ([size for n in each for size in _contiguous(args[n], layout)] for each in (before, after))
+            first, last = (
+                [size for n in each for size in contiguous_copy(args[n], layout)] for each in (before, after)
+            )
             return [*first, *made, *last]
         if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
 
     def _of_bitsandbytes(self, function, made, args, kwargs):
-        gpu = self._processors.count, self.capability
+        gpu = self._gpu.processors.count, self._gpu.capability
         return quantized_kernels.program(gpu, function._opname, made, *args, **kwargs)
 
     def multiplies(self, function, args: Sequence, kwargs: dict) -> bool:
@@ -87,7 +81,7 @@ class Kernels:
             return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
         if function.overloadpacket is aten._grouped_mm:  # group by group unless it has a kernel
             return not self._has_grouped_kernel(args[0])
-        if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._rules.keeps_workspaces:
+        if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton does outer products (torch/_native/ops/bmm_outer_product)
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
 
@@ -95,27 +89,28 @@ class Kernels:
         """Return the workspaces that a matmul asks for, a name and bytes each, if cuBLAS or cuBLASLt does it."""
         if not self.multiplies(function, args, kwargs):
             return []
-        by_lt = not (self._rules.keeps_workspaces and self._rules.shares_workspace) and _is_lt(function, args, kwargs)
+        rules = self._gpu.rules
+        by_lt = not (rules.keeps_workspaces and rules.shares_workspace) and _is_lt(function, args, kwargs)
         blas, lt = (WORKSPACES[0], self.workspace_bytes), (WORKSPACES[1], LT_WORKSPACE_BYTES)
-        both = self._rules.keeps_workspaces and self._rules.lt_takes_both
+        both = rules.keeps_workspaces and rules.lt_takes_both
         return [*([blas] if both or not by_lt else []), *([lt] if by_lt else [])]
 
     def _has_grouped_kernel(self, tensor: torch.Tensor) -> bool:
-        return self.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
+        return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
         """Sizes, strides and pointers of each group, and a workspace for each multiprocessor (cuda/GroupMM.cu)."""
         if not self._has_grouped_kernel(first):
             return made
         groups = first.shape[0] if offsets is None else offsets.numel()
-        return [*made, 60 * groups, self._processors.count * (512 if self.capability[0] == 9 else 5376)]
+        return [*made, 60 * groups, self._gpu.processors.count * (512 if self._gpu.capability[0] == 9 else 5376)]
 
     def on_host(self, function, args: Sequence, result) -> list[torch.Tensor]:
         """Return the results that are on the host: the seed and offset of memory-efficient attention's dropout."""
         if function is not aten._scaled_dot_product_efficient_attention.default:
             return []
         dropout = args[5] if len(args) > 5 else 0.0
-        return [] if self._rules.seeds_on_device and not dropout else list(result[2:])
+        return [] if self._gpu.rules.seeds_on_device and not dropout else list(result[2:])
 
     def _norm(self, made, tensor, order=2, dim=None, *_, **__):
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
@@ -129,76 +124,7 @@ class Kernels:
         wider = bytes_each or (max(4, made.element_size()) if made.dtype.is_floating_point else made.element_size())
         casts = not bytes_each and tensor.dtype not in HALF and tensor.dtype is not made.dtype
         copy = [tensor.numel() * made.element_size()] if casts else []
-        return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._processors, wider)
-
-    # ---- attention
-
-    def _efficient_forward(self, made, query, key, value, *_, **__):
-        """Heads beyond 128 are summed in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
-        wide = query.dtype in HALF and value.shape[-1] > 128
-        sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
-        return [*made[2:], *made[:2], *sums] if self._rules.seeds_on_device else [*made, *sums]
-
-    def _efficient_backward(self, made, gradient, query, key, value, bias, *rest, **__):
-        """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
-        fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
-        depends on the shared memory."""
-        batch, heads, length, head = query.shape
-        half, roomy = query.dtype in HALF, self.capability == (8, 0) or self.capability[0] in (9, 10)
-        tight = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
-        dropout = rest[4]
-        # The widest heads whose dK and dV stay in registers; the kernel for 96 takes no dropout.
-        in_registers = 128 if not tight else 96 if self.capability[0] == 8 and not dropout else 64
-        is_small = head <= 64 or (in_registers < head <= 128 if half else not roomy)
-        side = 64 if is_small else 128
-        across = 128 if half and roomy and 64 < head <= 128 else 64
-        tiles = -(-length // side) * -(-head // across) * (16 + 4 * side * across)
-        wide = next_multiple(head, side) + next_multiple(value.shape[-1], side)
-        sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > in_registers else 0
-        rows, tiled = 4 * batch * heads * length, batch * heads * (tiles + sums)
-        copies = _contiguous(gradient.transpose(1, 2))
-        grouped = heads != key.shape[1]  # dK and dV of each query head come first, and are summed for each group
-        of_heads = [heads * each[:, 0].numel() * each.element_size() for each in (key, value)] if grouped else []
-        made = [*copies, *made[:3], *of_heads, *made[3:]]
-        first = len(copies) + len(of_heads)
-        if half:
-            return [*made, rows, tiled, Free(first), Free(first)]
-        products = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
-        return [*made, *products, tiled, Free(first)]
-
-    def _flash_forward(self, made, query, key, value, dropout_p=0.0, *_, **__):
-        """Where few rows leave the card idle the keys are split, and each part is summed in fp32 before all are
-        (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
-        if dropout_p:
-            return [*made[:2], 16, *made[:1:-1]]
-        batch, heads, length, head = query.shape
-        if length == 1 and heads > key.shape[1]:  # grouped queries become rows
-            heads, length = key.shape[1], heads // key.shape[1]
-        keys = 256 if head <= 64 else 128 if head <= 128 else 64
-        parts = _parts(batch * heads * -(-length // 64), 2 * self._processors.count, -(-key.shape[2] // keys))
-        rows = 4 * parts * batch * heads * length
-        wide = next_multiple(head, 32 if head <= 128 else 64)
-        return [*made[:2], rows, rows * wide, *made[2:]] if parts > 1 else made
-
-    def _flash_backward(self, made, gradient, query, key, value, out, *_, **__):
-        """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
-        (flash_attn/flash_api.cpp: mha_bwd)."""
-        batch, heads, length, head = query.shape
-        rows = batch * heads * next_multiple(length, 128)
-        wide = next_multiple(head, 32 if head <= 128 else 64)
-        copies = [bytes_ for each in (gradient, out) for bytes_ in _contiguous(each.transpose(1, 2))]
-        grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
-        return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
-
-    def _cudnn_forward(self, made, *_, **__):
-        """Seed and offset come first."""
-        return [*made[2:], *made[:2]]
-
-    def _cudnn_backward(self, made, gradient, query, key, value, out, *_, **__):
-        """fp32 sums of dQ and of each row (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h:
-        get_fe_workspace_size_node); on compute capability 10 heads of 256 need none of dQ."""
-        rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
-        return [*made, rows if self.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
+        return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._gpu.processors, wider)
 
     # ---- sorts and what is sorted
 
@@ -207,7 +133,7 @@ class Kernels:
         added, or where few rows are asked for often added to fp32 rows at once; few indices need neither
         (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
         count, width = indices.numel(), gradient.shape[-1]
-        copies = [*_contiguous(gradient), *_contiguous(indices)]
+        copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
         if count <= 3072 and not scale_by_frequency:
             return [*copies, *made]
         rows = min(count, weights)
@@ -217,7 +143,7 @@ class Kernels:
         differ = _scan_bytes(count, self._unique_at_once)
         unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
         parts = [rows * WORD, rows * WORD, _scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
-        if rows < 4 * self._processors.count and count // 10 > 3 * rows:
+        if rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
             parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
         else:
             parts += [sums * width * 4]
@@ -242,12 +168,12 @@ class Kernels:
         sort = self._sort_bytes(count, rows) if count > 2304 else 1
         each = count * WORD
         place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
-        return [*made, *checks, *place, *_contiguous(values), each, each, each, sort]
+        return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
         """Smallest and largest at once, and whether they are inside."""
         shared = reduction_scratch.scratch_bytes(
-            index.shape, index.stride(), range(index.dim()), self._processors, 2 * WORD
+            index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
         )
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
@@ -263,7 +189,7 @@ class Kernels:
         """Experts are counted in floats on a CPU, in int32 on a GPU (transformers/integrations/moe.py)."""
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
-        copy = [] if cast else _contiguous(tensor)
+        copy = [] if cast else contiguous_copy(tensor)
         is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
         tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
         return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
@@ -293,7 +219,7 @@ class Kernels:
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
-        copies = [*_contiguous(gradient), *_contiguous(output)]
+        copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
@@ -312,14 +238,14 @@ class Kernels:
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
         """One dimension after the other (TensorTransformations.h: roll_common)."""
-        steps: list[Step] = _contiguous(tensor)
+        steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
         return [*steps, *made]
 
     def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
         layout = _layout_of_convolution(tensor, weight)
-        return [*_contiguous(tensor, layout), *made, *_contiguous(weight, layout)]
+        return [*contiguous_copy(tensor, layout), *made, *contiguous_copy(weight, layout)]
 
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
@@ -329,28 +255,28 @@ class Kernels:
         layout = _layout_of_convolution(tensor, weight)
         rest = iter(made)
         images, weights, bias = (next(rest) if each else None for each in wanted)
-        copies = _contiguous(gradient, layout)
-        whole = _contiguous(tensor) if tensor.dim() == 3 else []  # held to the end
+        copies = contiguous_copy(gradient, layout)
+        whole = contiguous_copy(tensor) if tensor.dim() == 3 else []  # held to the end
         if wanted[1] and not whole:
-            copies += _contiguous(tensor, layout)
+            copies += contiguous_copy(tensor, layout)
         of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
         if not transposed and _is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
             steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
         else:
-            turned = _contiguous(weight, layout) if wanted[0] else []
+            turned = contiguous_copy(weight, layout) if wanted[0] else []
             steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
             steps += [Free(len(whole))] * len(copies)
         if bias is None:
             return steps
         dims = [0, *range(2, gradient.dim())]
-        shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, self._processors)
+        shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, self._gpu.processors)
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
         """A partial norm for each chunk of 65,536 elements: as many for each tensor as for the largest, or just those
         that it has, with the offsets of the tensors that are not empty (cuda/ForeachReduceOp.cu)."""
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
-        if self._rules.compacts_norms:
+        if self._gpu.rules.compacts_norms:
             return [WORD * (1 + sum(map(bool, chunks))), 4 * sum(chunks), *made]
         return [4 * len(chunks) * max(chunks), *made]
 
@@ -368,22 +294,12 @@ def _is_lt(function, args, kwargs) -> bool:
         return False
     bias, rows, columns = args[:3]
     shape, beta = (rows.shape[0], columns.shape[1]), kwargs.get("beta", 1)
-    if min(columns.shape) < 2 or ("out_dtype" in kwargs and bias.dim() == 2):
+    if min(columns.shape) < 2:
         return False
     if bias.numel() == shape[1] == bias.shape[-1:].numel():
         return beta == 1 and bias.is_contiguous()
     takes_matrix = bias.dtype in HALF or function.overloadpacket is aten._addmm_activation
     return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
-
-
-def _parts(blocks: int, places: int, most: int) -> int:
-    """Into how many parts flash splits keys: the fewest that fill the last wave of blocks nearly as well as any."""
-    if blocks >= 0.8 * places:
-        return 1
-    counts = range(1, min(128, places, most) + 1)
-    eligible = [n for n in counts if n == 1 or -(-most // n) != -(-most // (n - 1))]
-    filled = {n: blocks * n / places / -(-blocks * n // places) for n in eligible}
-    return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
 
 
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
@@ -393,11 +309,6 @@ def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
 
 
 # ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first
-
-
-def _contiguous(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
-    """The bytes of the copy that puts a tensor into this order, if one is needed."""
-    return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
 
 
 def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -462,12 +373,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.cumsum: Kernels._scan,
     aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
-    aten._scaled_dot_product_flash_attention: Kernels._flash_forward,
-    aten._scaled_dot_product_flash_attention_backward: Kernels._flash_backward,
-    aten._scaled_dot_product_efficient_attention: Kernels._efficient_forward,
-    aten._scaled_dot_product_efficient_attention_backward: Kernels._efficient_backward,
-    aten._scaled_dot_product_cudnn_attention: Kernels._cudnn_forward,
-    aten._scaled_dot_product_cudnn_attention_backward: Kernels._cudnn_backward,
 }
 # Operations with no rule but that some arguments have to be contiguous: which are copied before the results are made,
 # and which after.

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from perf_helpers.estimate.kernels import HALF
+from perf_helpers.estimate.attention_kernels import HALF
 from perf_helpers.lab.outcomes import Invalid
 
 
