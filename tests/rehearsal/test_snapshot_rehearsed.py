@@ -73,7 +73,8 @@ def test_of_several_ranks_the_first_writes_it(tmp_path):
     run = rehearse(TASK, on="a100", processes=2, snapshot=tmp_path / "ranks", **RECIPE)
     assert run.ok
     traces = pickle.loads((tmp_path / "ranks").read_bytes())["device_traces"]
-    assert [bool(trace) for trace in traces] == [True, False]
+    # Since torch 2.15 each device has an entry for the snapshot itself.
+    assert [any(entry["action"] == "alloc" for entry in trace) for trace in traces] == [True, False]
 
 
 def test_a_place_for_no_file_is_refused(tmp_path):
