@@ -48,8 +48,8 @@ def test_a_rank_of_zero_takes_what_torchs_allocator_says(recipe):
     run = rehearse(GPT, on="a100", **recipe)
     told = estimate(GPT, device="cuda", compute_capability=(8, 0), **recipe)
     assert run.ok, run.message
-    # Not understood: stage 3 with accumulation takes 512 bytes more than estimated since torch 2.15.
-    unexplained = 512 if is_since("2.15", release()) and "gradient_accumulation_steps" in recipe else 0
+    # Not understood: stage 3 takes 512 bytes more than estimated since torch 2.15.
+    unexplained = 512 if is_since("2.15", release()) and recipe["deepspeed"]["zero_optimization"]["stage"] == 3 else 0
     assert told.peak_bytes + unexplained == run.peak_bytes
     assert told.memory.reserved_bytes == run.memory.reserved_bytes, "its cache is emptied, its streams have their own"
 
