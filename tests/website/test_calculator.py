@@ -272,8 +272,9 @@ def test_a_config_json_that_is_pasted_chooses_its_model_or_says_what_is_nearest(
 def test_what_a_pasted_config_is_known_by_is_what_changes_bytes(model, change):
     layers, answers = {"num_hidden_layers": 1}, []
     for config in (layers, layers | change):
-        task = calculator_tables.Task(model, 128, config=config)
-        found = estimate(task, card="a100", attn_implementation="eager", per_device_train_batch_size=2)
+        task = calculator_tables.Task(model, 512, config=config)
+        # In a smaller batch the optimizer's step is the peak, where a dropout's mask is freed already.
+        found = estimate(task, card="a100", attn_implementation="eager", per_device_train_batch_size=8)
         answers.append((calculator_tables.sizing(task.build_config()), (found.peak_bytes, found.memory.reserved_bytes)))
     (one, its_bytes), (other, other_bytes) = answers
     assert (one == other) == (its_bytes == other_bytes)
