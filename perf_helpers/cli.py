@@ -57,6 +57,9 @@ def course(
     fail_on: FailOn = "memory,verdict,speed",
     speeds: Annotated[bool, typer.Option(help="Time a few recipes, for comparison with other days.")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one lesson may take.")] = 900,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Lessons at once (default: 2 on a CPU with the cores and memory, else 1).")
+    ] = None,
 ) -> int:
     """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
     every verdict is the expected one. Else 1, and 2 where it could not run."""
@@ -64,6 +67,7 @@ def course(
     from perf_helpers.course.results import failures, problems, to_send
 
     options = {"lessons": lessons or (), "profile": profile, "strict": strict, "timeout_per_lesson": timeout}
+    options["at_once"] = at_once
     data, worse = run_night(out, baseline, _axes(fail_on), speeds, **options)
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)

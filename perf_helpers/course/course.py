@@ -3,21 +3,28 @@
 A lesson that fails or hangs does not stop the others.
 """
 
+import itertools
 import json
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA
-from perf_helpers.lab import hardware
+from perf_helpers.lab import forkserver, hardware, quiet
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import now, write_whole
-from perf_helpers.texts import nearest_text, positive, shown
+from perf_helpers.texts import nearest_text, positive, shown, whole_number
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
@@ -28,14 +35,18 @@ def run_course(
     strict: bool = False,
     out: str | Path = "build/course",
     timeout_per_lesson: float = 900,
+    at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Execute lessons one after the other and write the report into `out`. Returns the content of results.json.
+    """Execute lessons and write the report into `out`. Returns the content of results.json.
+
+    Lessons that run at once share a machine until one of them times something: then the others wait.
 
     Args:
         lessons: as `find_lessons` takes them.
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
         timeout_per_lesson: in seconds, many times what a lesson takes.
+        at_once: lessons at once; None: two on a CPU that has the cores and the memory, else one.
 
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
@@ -43,6 +54,7 @@ def run_course(
     sources = find_lessons(lessons)
     positive("timeout", timeout_per_lesson)
     choose_profile(profile)
+    at_once = _at_once() if at_once is None else whole_number("at_once", at_once)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
         raise ValueError(f"{out} holds the lessons themselves: name another folder for the executed ones")
@@ -50,22 +62,64 @@ def run_course(
     data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
-    for number, source in enumerate(sources, 1):
+    lock, stopped = quiet.QuietLock(), threading.Event()
+
+    def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A lesson's entry in results.json, and the lesson's own record."""
+        lock.take(source.stem, alone=False)
         say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
-        status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson)
+        try:
+            status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson, environment, stopped)
+        finally:
+            lock.leave(source.stem)
         seconds = round(time.monotonic() - started, 1)
-        decided = record.get("claims", [])
-        lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
-        data["lessons"].append(lesson | {"code": code_of(source)})
-        data["claims"] += decided
-        data["runs"] += [{"lesson": source.stem, **run} for run in record.get("runs", [])]
-        count = Counter(claim["verdict"] for claim in decided)
+        count = Counter(claim["verdict"] for claim in record.get("claims", []))
         verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
-        say(f"        {status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
+        name = f"{source.stem}: " if at_once > 1 else ""
+        say(f"        {name}{status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
+        lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
+        return lesson | {"code": code_of(source)}, record
+
+    with ExitStack() as stack:
+        server = stack.enter_context(forkserver.shared())
+        address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
+        own = [server | ({quiet.LOCK: f"{source.stem} {address}"} if address else {}) for source in sources]
+        stack.enter_context(_terminated_as_interrupted())
+        pool = stack.enter_context(ThreadPoolExecutor(at_once))
+        try:
+            done = [*pool.map(run_one, itertools.count(1), sources, own)]
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    for lesson, record in done:
+        data["lessons"].append(lesson)
+        data["claims"] += record.get("claims", [])
+        data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
     report(out)
     return data
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Treat SIGTERM (a cancelled CI job) as Ctrl-C: the lessons under way are ended, not orphaned."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _at_once() -> int:
+    """How many lessons this machine runs at once: two on a CPU with a core and 6 GiB for each."""
+    machine = hardware.describe()
+    has_room = (machine.cpu_cores or 1) > 1 and psutil.virtual_memory().available > 12 * 2**30
+    return 2 if machine.kind == "cpu" and forkserver.HAS_FORK and has_room else 1
 
 
 def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:

@@ -13,14 +13,13 @@ import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from perf_helpers.course.results import NEEDED
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
 LONG_SECONDS = 60  # a cell that runs so long is told
 WATCH_SECONDS = 10  # how often it is looked for
+STOP_SECONDS = 0.5  # how soon a lesson hears that the course was interrupted
 MARKER = "PERF_HELPERS_COURSE"  # environment variable, with a value of its own for each executed lesson
 ASK_SECONDS = 1.0  # how long a reply of the kernel may lie in the socket unheard of
 WIDGETS = "application/vnd.jupyter.widget-state+json"
@@ -46,8 +46,22 @@ class Judgement(NamedTuple):
     record: dict[str, Any]  # the lesson's own JSON if it is complete and its own, also where it then failed; else {}
 
 
-def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: float) -> Judgement:
-    """Execute the lesson at `source` into the folder `out`, for `timeout` seconds at most, and judge it."""
+def run_lesson(
+    source: Path,
+    out: Path,
+    profile: str,
+    strict: bool,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    stopped: threading.Event | None = None,
+) -> Judgement:
+    """Execute the lesson at `source` into the folder `out` and judge it.
+
+    Args:
+        timeout: seconds after which the lesson is ended.
+        environment: variables that it gets beside those of this process.
+        stopped: ends the lesson, as its timeout would, once it is set.
+    """
     import nbformat
 
     for suffix in (".ipynb", ".json", ".html"):
@@ -64,7 +78,8 @@ def run_lesson(source: Path, out: Path, profile: str, strict: bool, timeout: flo
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
     command += ["--execution-timeout", int(min(timeout, 1e6)) + 60]  # a limit even if this process is gone
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
-    code = _execute([str(part) for part in command], target.with_suffix(".log"), timeout, _Watch(target))
+    own = environment or {}, stopped or threading.Event()
+    code = _execute([str(part) for part in command], target.with_suffix(".log"), timeout, _Watch(target), *own)
     return judge(source.stem, out, code, timeout)
 
 
@@ -154,7 +169,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], None]) -> int | None:
+def _execute(
+    command: list[str],
+    log: Path,
+    timeout: float,
+    watch: Callable[[], None],
+    environment: Mapping[str, str],
+    stopped: threading.Event,
+) -> int | None:
     """Run a command for at most `timeout` seconds, what it prints goes into `log`; nothing that it started survives it.
 
     `watch` is called every few seconds meanwhile. Returns the exit code, None if it was killed.
@@ -162,21 +184,18 @@ def _execute(command: list[str], log: Path, timeout: float, watch: Callable[[], 
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     code = None
-    with log.open("wb") as stream, ExitStack() as at_the_end:
-        if threading.current_thread() is threading.main_thread():
-            # A SIGTERM (a cancelled CI job) interrupts as Ctrl-C does: the lesson under way is ended, not orphaned.
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-            at_the_end.callback(signal.signal, signal.SIGTERM, before)
-        folder = at_the_end.enter_context(tempfile.TemporaryDirectory("-lesson", ignore_cleanup_errors=True))
+    with log.open("wb") as stream, tempfile.TemporaryDirectory("-lesson", ignore_cleanup_errors=True) as folder:
         # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
         own = {MARKER: marker, "TMPDIR": folder, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
-        process = subprocess.Popen(command, stdout=stream, env={**os.environ, **own}, **options)
+        process = subprocess.Popen(command, stdout=stream, env={**os.environ, **environment, **own}, **options)
         try:
-            end = time.monotonic() + timeout
-            while code is None and (left := end - time.monotonic()) > 0:
+            end, next_look = time.monotonic() + timeout, time.monotonic() + WATCH_SECONDS
+            while code is None and not stopped.is_set() and (left := end - time.monotonic()) > 0:
                 with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(min(left, WATCH_SECONDS))
-                watch()
+                    code = process.wait(min(left, STOP_SECONDS))
+                if time.monotonic() >= next_look:
+                    watch()
+                    next_look += WATCH_SECONDS
         finally:
             _end(marker, grace_seconds=0 if code is None else 3)
             process.wait()

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 
-from perf_helpers.lab import hardware, processes, worker
+from perf_helpers.lab import hardware, processes, quiet, worker
 from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -60,18 +60,20 @@ def measured(
     """What is known of an experiment after each of the meters, one after another, until one of them fails.
 
     Args:
-        meters: "memory", "time" or "none", each in a clean process of its own.
+        meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a clean process of its own. In a course
+            other lessons wait while "time" and "none" run.
         timeout: seconds that each may take.
         on_step: as in `processes.execute`.
     """
     known = Outcome()
     for meter in meters:
-        if meter == "memory":
-            outcome = processes.account(experiment, timeout, on_step)
-        elif meter == "time" and known.memory and hardware.is_rehearsal():
-            outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
-        else:
-            outcome = processes.execute(experiment, meter, timeout, on_step)
+        with quiet.experiment(alone=meter in ("time", "none")):
+            if meter == "memory":
+                outcome = processes.account(experiment, timeout, on_step)
+            elif meter == "time" and known.memory and hardware.is_rehearsal():
+                outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
+            else:
+                outcome = processes.execute(experiment, meter, timeout, on_step)
         known = known.joined(outcome)
         yield known
         if not known.ok:

@@ -7,6 +7,8 @@ the environment that it was started in. Where there is no fork (Windows), a fres
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
 the server, and the server ends when the connection to its parent closes, and adopts and ends what a child has left in
 other sessions. Nor does a file: each has a folder of its own, which whoever sees its end removes.
+
+The lessons of a course share one import: the course starts a server (`shared`) that forks a server for each lesson.
 """
 
 import atexit
@@ -20,6 +22,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +37,7 @@ from unittest.mock import patch
 import cloudpickle
 import psutil
 
-from perf_helpers.lab import hardware, optional_packages, outcomes, stack_dumps
+from perf_helpers.lab import hardware, optional_packages, outcomes, quiet, stack_dumps
 
 HAS_FORK = hasattr(os, "fork") and reduction.HAVE_SEND_HANDLE
 
@@ -62,6 +65,9 @@ _NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # and models of transformers do so (ModernBERT, Gemma 3): what their trainings reserve would be drawn with it.
 _DEFAULTS = {"GOMP_SPINCOUNT": "3000", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
 
+# The environment variable with the socket of a course's server.
+COURSE_SERVER = "PERF_HELPERS_SERVER"
+
 Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
 
 own_folder: str | None = None  # of the clean process that this is; None: this is none
@@ -79,7 +85,7 @@ class ForkServer:
     def __init__(self):
         self.measuring: set[int] = set()  # clean processes that are under a meter just now
         self._lock = threading.RLock()
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen | _Joined | None = None
         self._owner = 0  # the process that started it
         self._offered: list[Path] = []  # what was offered by then
         self._forked: set[int] = set()  # by the server of now
@@ -94,22 +100,10 @@ class ForkServer:
                 return
             if is_ours and not (lives and self._forked):
                 self._end()
-            ours, theirs = multiprocessing.Pipe()
-            code = f"import sys; sys.path[:] = {sys.path!r}\n"
-            code += f"from perf_helpers.lab.forkserver import serve; serve({theirs.fileno()}, {with_bitsandbytes})"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
-                env=_DEFAULTS | os.environ | _NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            theirs.close()
-            self._control, self._owner, self._forked = ours, os.getpid(), set()
+            self._process, self._control = _joined() or _started(with_bitsandbytes)
+            self._owner, self._forked = os.getpid(), set()
             self._offered = [*optional_packages.OFFERED]
-            self._end = functools.partial(_end, self._process, ours, self._owner, self._forked)
+            self._end = functools.partial(_end, self._process, self._control, self._owner, self._forked)
             atexit.register(self._end)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
@@ -150,7 +144,89 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen, control: connection.Connection, owner: int, forked: set[int]) -> None:
+def _started(with_bitsandbytes: bool) -> tuple[subprocess.Popen, connection.Connection]:
+    """Start a server of this process's own; return it and the connection to it."""
+    ours, theirs = multiprocessing.Pipe()
+    process = _python(f"serve({theirs.fileno()}, {with_bitsandbytes})", theirs.fileno())
+    theirs.close()
+    return process, ours
+
+
+def _python(call: str, descriptor: int) -> subprocess.Popen:
+    """Start an interpreter that calls a function of this module and inherits the descriptor."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import *; {call}"],
+        pass_fds=[descriptor],
+        env=_DEFAULTS | os.environ | _NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _joined() -> "tuple[_Joined, connection.Connection] | None":
+    """Ask the course's server for a fork. None outside a course, or if a package was offered that its imports lack."""
+    address = os.environ.get(COURSE_SERVER)
+    if not address or optional_packages.OFFERED:
+        return None
+    try:
+        control = connection.Client(address, "AF_UNIX")
+    except OSError:  # it was killed
+        return None
+    return _Joined(control), control
+
+
+class _Joined:
+    """A server that the course's has forked for this process, with the methods of `subprocess.Popen` that are used."""
+
+    def __init__(self, control: connection.Connection):
+        self._control = control
+        self._pid: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, its first message: the course's server may still be importing."""
+        if self._pid is None:
+            self._pid = self._control.recv()
+        return self._pid
+
+    def poll(self) -> int | None:
+        return None if self._pid is None or psutil.pid_exists(self._pid) else 1
+
+    def kill(self) -> None:
+        if self._pid:
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> None:
+        if self._pid:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(self._pid).wait(timeout)
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[dict[str, str]]:
+    """Start a server for the processes of a course, which import the libraries once for all of them.
+
+    Yields:
+        The environment variable by which a process finds it; {} where there is no fork.
+    """
+    if not HAS_FORK:
+        yield {}
+        return
+    with quiet.short_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := os.path.join(folder, "server"))
+        listener.listen(64)
+        process = _python(f"serve_course({listener.fileno()})", listener.fileno())
+        try:
+            yield {COURSE_SERVER: address}
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _end(process: "subprocess.Popen | _Joined", control: connection.Connection, owner: int, forked: set[int]) -> None:
     """End a server that this process, its `owner`, started; a fork of this process only closes its own connection."""
     control.close()  # by which it ends, and removes what is left of its forks
     if owner == os.getpid():
@@ -286,15 +362,46 @@ def remove(folder: str) -> None:
 
 
 def serve(descriptor: int, with_bitsandbytes: bool) -> None:
-    """The fork server's loop: forks when asked to, and collects those that ended. The end of its connection ends and
-    removes everything."""
+    """Be the server of one process."""
+    has_gpus = _import_libraries()
+    _serve(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
+
+
+def serve_course(descriptor: int) -> None:
+    """Be the server of a course: fork a server for each process that connects to the socket."""
+    die_with_parent()
+    has_gpus = _import_libraries()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody collects them: no zombies
+    listener = socket.socket(fileno=descriptor)
+    while True:
+        joined = connection.Connection(listener.accept()[0].detach())
+        if os.fork() == 0:
+            try:
+                os.setsid()
+                die_with_parent()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                joined.send(os.getpid())
+                _serve(joined, has_gpus)
+            finally:
+                os._exit(1)
+        joined.close()
+
+
+def _import_libraries() -> bool:
+    """Import what jobs need; return whether there are GPUs."""
     gc.disable()  # until all is imported, see `_preload`
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
     optional_packages.import_peft()
     _preload(PRELOAD)
-    control = connection.Connection(descriptor)
+    return has_gpus
+
+
+def _serve(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> None:
+    """The fork server's loop: forks when asked to, and collects those that ended. The end of its connection ends and
+    removes everything."""
     parent, children = os.getppid(), {}
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: become the parent of what descendants leave
     with contextlib.suppress(OSError, EOFError):
@@ -395,6 +502,8 @@ def _main(channel: connection.Connection) -> None:
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"] | _NO_DEVICE_BEFORE_FORKS)
+    for name in (COURSE_SERVER, quiet.LOCK):  # the lesson's, not that of what it measures
+        os.environ.pop(name, None)
     sys.path[:], tempfile.tempdir = place["path"], None  # the server's may be another one
     # DataLoader's workers keep sockets there, and leave them when they are killed. Where a socket's name is over 107
     # bytes, as under a long TMPDIR, they hang (cpython issue 93852): on Linux the folder has a short name.

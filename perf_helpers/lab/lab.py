@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perf_helpers import plots
-from perf_helpers.lab import doctor, executors, hardware, processes, progress
+from perf_helpers.lab import doctor, executors, hardware, processes, progress, quiet
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.interleaving import NO_TIME
@@ -151,7 +151,8 @@ class Lab:
             function: takes the task and returns something that JSON can hold (`run.value`). It may be defined in a
                 notebook. Each entry of `measure` calls it in a clean process of its own (memory on CPU: in two, see
                 `memory_meter.MemoryMeter`); it needs no measuring code.
-            measure: as in `train`; ("none",) runs it once with no meter.
+            measure: as in `train`; or, to run it once with no meter, "value" if only what it returns is wanted, and
+                "none" if it reads a clock: a course that runs several lessons at once then lets the others wait.
             samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
             use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
         """
@@ -234,7 +235,11 @@ class Lab:
         try:
             if self._patience <= 0:
                 raise TimeoutError("earlier ones took too long, this one was not waited for")
-            with processes.within(min(seconds, self._patience)), progress.hidden(bool(self.out)):
+            with (
+                quiet.experiment(alone=False),
+                processes.within(min(seconds, self._patience)),
+                progress.hidden(bool(self.out)),
+            ):
                 return question(*arguments, **options)
         except Exception as error:
             self._patience -= time.monotonic() - began
@@ -255,8 +260,8 @@ class Lab:
         usual = {"steps": self.profile.steps, "warmup_steps": self.profile.warmup_steps}
         experiment = Experiment(name=name, task=task or self.task, **(usual | more))
         measure = (measure,) if isinstance(measure, str) else tuple(measure)
-        if not measure or any(each not in ("memory", "time", "none") for each in measure):
-            raise ValueError(f"measure={shown(measure)}: choose from 'memory', 'time', 'none'")
+        if not measure or any(each not in ("memory", "time", "none", "value") for each in measure):
+            raise ValueError(f"measure={shown(measure)}: choose from 'memory', 'time', 'none', 'value'")
         whole_number("processes", experiment.processes, most=MOST_RANKS)
         outcome = Outcome()
         try:
@@ -281,8 +286,9 @@ class Lab:
         if self.executor:  # one place for all meters
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
-        quiet = self._is_unwatched or measure == ("none",)  # without a meter there are no steps to tell
-        with progress.bar(experiment.name, experiment.steps + experiment.warmup_steps, quiet=quiet) as bar:
+        has_steps = {"memory", "time"} & {*measure}  # without a meter nothing counts them
+        steps = experiment.steps + experiment.warmup_steps
+        with progress.bar(experiment.name, steps, quiet=self._is_unwatched or not has_steps) as bar:
             text = progress.BarText(bar, experiment.samples_per_step)
             for known in executors.measured(experiment, measure, timeout, text.on_step):
                 if known.memory:
@@ -342,10 +348,12 @@ class Lab:
         with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
             told = None if self.executor else lambda number: bar.update(number - bar.n)
             how = players, turns, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), told
-            if inside_one:
-                outcome = self._perform(processes.side_by_side, *how, PROCESSES, min(2, self.machine.cpu_cores or 1))
-            else:
-                outcome = self._perform(processes.alternate, *how)
+            with quiet.experiment(alone=True):
+                if inside_one:
+                    at_once = min(2, self.machine.cpu_cores or 1)
+                    outcome = self._perform(processes.side_by_side, *how, PROCESSES, at_once)
+                else:
+                    outcome = self._perform(processes.alternate, *how)
         if not outcome.ok:
             reason = f"{outcome.status}, {outcome.message}"
             print(f"Speed not measured: {reason}.", file=sys.stderr)

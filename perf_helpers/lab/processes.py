@@ -44,7 +44,7 @@ def execute(
         on_step: called with the number of a finished step, a few times a second at most.
     """
     job = functools.partial(worker.perform, experiment, measure)
-    return _done(job, timeout, on_step, measured=measure != "none")
+    return _done(job, timeout, on_step, measured=measure in ("memory", "time", "categories"))
 
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:

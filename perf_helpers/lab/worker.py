@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from perf_helpers.lab import forkserver, hardware, outcomes, stack_dumps
+from perf_helpers.lab import forkserver, hardware, outcomes, quiet, stack_dumps
 from perf_helpers.lab.interleaving import NO_TIME
 from perf_helpers.lab.outcomes import Invalid, Outcome
 from perf_helpers.lab.training import Experiment, infer, train
@@ -34,7 +34,7 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     Args:
         measure: "memory" (two optimizer steps under the memory meter, on a GPU three; of compiled code the last of a
             few), "categories" (two, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under
-            the time meter alone) or "none".
+            the time meter alone), "none", or "value" (no meter, and reading a clock is an error).
         on_step: called after each optimizer step with its number.
     """
     try:
@@ -78,7 +78,8 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
                 steps = experiment.steps + experiment.warmup_steps
                 outcome = _execute(experiment, folder, steps, keep_losses=True, on_pass=meter.stepped)
             return outcome.replace(timing=meter.result(experiment.samples_per_step))
-        return _execute(experiment, folder, experiment.steps, keep_losses=True)
+        with quiet.no_clocks() if measure == "value" else contextlib.nullcontext():
+            return _execute(experiment, folder, experiment.steps, keep_losses=True)
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:

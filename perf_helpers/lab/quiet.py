@@ -1,0 +1,162 @@
+"""A quiet machine for what reads a clock, in a course that runs several lessons at once.
+
+A lesson shares the machine with others until it times something: then the others wait. Between two experiments it lets
+those lessons go first that wait for a quiet machine. The lock is in the course's process (`served`); a lesson reaches
+it by a socket. Outside a course `experiment` does nothing.
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from unittest.mock import patch
+
+from perf_helpers.lab import outcomes
+
+LOCK = "PERF_HELPERS_QUIET"  # environment variable: a lesson's name and the address of the course's lock
+
+
+_CLOCKS = [f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time") for unit in ("", "_ns")]
+_READERS = ("__main__", "perf_helpers.lab.interleaving")  # modules with a learner's functions, and the course's own
+
+
+@contextlib.contextmanager
+def no_clocks() -> Iterator[None]:
+    """Refuse a function of a notebook's that reads a clock in this context: others may run beside it.
+
+    Raises:
+        outcomes.Invalid: it read one.
+    """
+
+    def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            if sys._getframe(1).f_globals.get("__name__") in _READERS:
+                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may run beside it: measure='none'")
+            return clock()
+
+        return read
+
+    with contextlib.ExitStack() as stack:
+        for name in _CLOCKS:
+            stack.enter_context(patch.object(time, name, refusing(name, getattr(time, name))))
+        yield
+
+
+class QuietLock:
+    """A fair readers-writer lock: any number of lessons share the machine, or one is alone."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._sharing: set[str] = set()
+        self._alone: str | None = None
+        self._queue: dict[int, str] = {}  # who waits, in order of arrival
+        self._number = itertools.count()
+
+    def take(self, lesson: str, alone: bool) -> None:
+        """Give up what the lesson holds, then wait until it may share the machine or be alone.
+
+        If the lesson leaves meanwhile it gets neither.
+        """
+        with self._changed:
+            self._release(lesson)
+            self._queue[number := next(self._number)] = lesson
+
+            def may_go() -> bool:
+                is_free = self._alone is None and not (alone and self._sharing)
+                return number not in self._queue or (is_free and next(iter(self._queue)) == number)
+
+            self._changed.wait_for(may_go)
+            if self._queue.pop(number, None):
+                if alone:
+                    self._alone = lesson
+                else:
+                    self._sharing.add(lesson)
+                self._changed.notify_all()
+
+    def leave(self, lesson: str) -> None:
+        """Give up what the lesson holds and what it waits for."""
+        with self._changed:
+            self._queue = {number: other for number, other in self._queue.items() if other != lesson}
+            self._release(lesson)
+
+    def _release(self, lesson: str) -> None:
+        self._sharing.discard(lesson)
+        if self._alone == lesson:
+            self._alone = None
+        self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[str]:
+    """A temporary folder for sockets, whose names may have about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="course-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def served(lock: QuietLock) -> Iterator[str]:
+    """Let other processes take a lock of this one; yields its address, for `LOCK`."""
+    with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # the listener was closed
+                while True:
+                    threading.Thread(target=answer, args=(listener.accept(),), daemon=True).start()
+
+        def answer(lesson: connection.Connection) -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    lock.take(*lesson.recv())
+                    lesson.send(None)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.address
+
+
+class _Lesson:
+    """This process's side of the lock; its threads share what the lesson holds."""
+
+    def __init__(self):
+        self._guard = threading.Lock()
+        self._course: connection.Connection | None = None
+        self._sharing = self._alone = 0  # experiments under way
+
+    @contextlib.contextmanager
+    def experiment(self, alone: bool) -> Iterator[None]:
+        """Perform an experiment in this context: `alone` on a quiet machine, or beside other lessons."""
+        with self._guard:
+            if alone and not self._alone:
+                self._take(alone=True)
+            elif not alone and not self._alone and not self._sharing:
+                self._take(alone=False)  # whoever waits for a quiet machine goes first
+            self._count(alone, 1)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._count(alone, -1)
+                if alone and not self._alone:
+                    self._take(alone=False)
+
+    def _count(self, alone: bool, change: int) -> None:
+        if alone:
+            self._alone += change
+        else:
+            self._sharing += change
+
+    def _take(self, alone: bool) -> None:
+        if LOCK not in os.environ:
+            return
+        name, _, address = os.environ[LOCK].partition(" ")
+        with contextlib.suppress(EOFError, OSError):  # the course was killed
+            self._course = self._course or connection.Client(address, "AF_UNIX")
+            self._course.send((name, alone))
+            self._course.recv()
+
+
+experiment = _Lesson().experiment
