@@ -1,0 +1,146 @@
+"""What reads a clock has the machine alone while a course runs several lessons at once."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from machines import TINY
+
+from perf_helpers.lab import forkserver, processes, quiet
+
+
+def waiting(lock, *request):
+    """A thread that waits for the lock, once it does."""
+    thread = threading.Thread(target=lock.take, args=request, daemon=True)
+    thread.start()
+    until(lambda: not thread.is_alive() or request[0] in lock._queue.values())
+    return thread
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_lessons_share_the_machine_and_one_that_waits_to_be_alone_goes_before_later_ones():
+    lock = quiet.QuietLock()
+    lock.take("a", alone=False)
+    lock.take("b", alone=False)  # both at once
+    timed, later = waiting(lock, "b", True), waiting(lock, "c", False)
+    assert timed.is_alive() and later.is_alive(), "a still shares, and c came after b"
+    again = waiting(lock, "a", False)  # between two experiments
+    timed.join()
+    assert lock._alone == "b" and later.is_alive() and again.is_alive()
+    lock.take("b", alone=False)
+    later.join()
+    again.join()
+    assert lock._sharing == {"a", "b", "c"}
+
+
+def test_whoever_is_alone_is_so_until_it_ends():
+    lock = quiet.QuietLock()
+    lock.take("a", alone=True)
+    others = [waiting(lock, "b", False), waiting(lock, "c", True)]
+    assert all(other.is_alive() for other in others) and lock._alone == "a"
+    lock.leave("c")  # its lesson was killed while it waited
+    others[1].join()
+    lock.leave("a")
+    others[0].join()
+    assert lock._sharing == {"b"} and lock._alone is None
+
+
+ROLE = """
+import sys, time
+from perf_helpers.lab import quiet
+for alone in (False, True, False, True):
+    with quiet.experiment(alone):
+        began = time.monotonic()
+        time.sleep(0.2)
+        print(alone, began, time.monotonic(), flush=True)
+"""
+
+
+def test_between_processes_nothing_runs_beside_what_is_timed():
+    lock = quiet.QuietLock()
+    with quiet.served(lock) as address:
+        names = ["a", "b", "c"]
+        for name in names:
+            lock.take(name, alone=False)
+        lessons = [
+            subprocess.Popen(
+                [sys.executable, "-c", ROLE], env=os.environ | {quiet.LOCK: f"{name} {address}"}, stdout=subprocess.PIPE
+            )
+            for name in names
+        ]
+
+        def ended(name, lesson):
+            lines = lesson.communicate()[0].decode().split("\n")[:-1]
+            lock.leave(name)
+            return [(name, alone == "True", float(began), float(end)) for alone, began, end in map(str.split, lines)]
+
+        answers = {}
+        threads = [
+            threading.Thread(target=lambda pair=pair: answers.update({pair[0]: ended(*pair)}))
+            for pair in zip(names, lessons, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    rows = [row for each in answers.values() for row in each]
+    assert len(rows) == 12
+    for name, alone, began, end in rows:
+        beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > began]
+        assert not (alone and beside), f"{name} was alone, beside {beside}"
+
+
+@pytest.mark.parametrize("clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1)"])
+def test_a_function_that_reads_a_clock_is_refused_where_others_may_run_beside_it(lab, clock):
+    code = f"import time; from perf_helpers.lab.interleaving import in_turns; {clock}"
+    function = eval(f"lambda task: exec({code!r}, {{'__name__': '__main__'}})")
+    with pytest.raises(ValueError, match="measure='none'"):
+        lab.run(function, "reads", task=TINY, measure="value")
+    assert lab.run(function, "reads", task=TINY, measure="none").ok
+
+
+def test_libraries_may_read_clocks(lab):
+    run = lab.train("trained", task=TINY, measure=("value",), per_device_train_batch_size=1, max_steps=1)
+    assert run.ok and run.losses
+
+
+def test_processes_of_a_course_share_one_import_and_each_has_a_server_of_its_own(monkeypatch):
+    code = "from perf_helpers.lab import processes; import os\n"
+    code += "ask = lambda tell: [os.getppid(), 'PERF_HELPERS_SERVER' in os.environ]\n"
+    code += "print(*processes.call(ask, timeout=300), *processes.call(ask, timeout=300), flush=True); input()"
+    with forkserver.shared() as variables:
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | variables}
+        two = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(2)]
+        answers = [one.stdout.readline().split() for one in two]
+        servers = [psutil.Process(int(answer[0])) for answer in answers]
+        assert all(answer[0] == answer[2] and answer[1] == answer[3] == "False" for answer in answers)
+        assert servers[0].pid != servers[1].pid and servers[0].ppid() == servers[1].ppid()
+        course_server = servers[0].parent()
+        two[0].kill()  # with the connection its server ends, and no other
+        two[0].wait()
+        servers[0].wait(30)
+        assert servers[1].is_running()
+    for process in (servers[1], course_server):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(30)
+    two[1].communicate("\n")
+    assert two[1].returncode == 0
+
+
+def test_without_its_course_a_process_starts_a_server_of_its_own():
+    with forkserver.shared() as variables:
+        pass
+    code = "from perf_helpers.lab import processes; import os\nask = lambda tell: os.getppid()\n"
+    code += "print(processes.call(ask, timeout=300), os.getpid())"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    server, caller = done.stdout.split()
+    assert server != caller
