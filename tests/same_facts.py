@@ -30,7 +30,12 @@ def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     prose = re.sub(r"\n(?!\n)[ #]*", " ", prose)  # a code span may be wrapped
     links = {"".join(found).rstrip(".,;:") for found in LINK.findall(prose)}
-    code = {line.strip() for block in fenced for line in block.splitlines() if line.strip()}
+    code = {
+        re.split(" {2,}", line.strip())[0]  # what follows two blanks is a comment
+        for block in fenced
+        for line in block.splitlines()
+        if line.strip()
+    }
     code |= {span.strip() for span in re.findall(r"`([^`]+)`", prose)}
     words = re.sub(r"https?://[^\s\"'`<>()\[\]|]+|\]\([^()\s]+\)", " ", prose)
     numbers = {found.replace(",", "") for found in NUMBER.findall(words)}
