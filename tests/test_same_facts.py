@@ -8,7 +8,7 @@ import pytest
 from same_facts import differences
 
 ROOT = Path(__file__).resolve().parents[1]
-OLD = "Of 1,800 words `a b` takes 0.5 s, see [x](y.md#z) and two more (accumulation-cost).\n\n```\nmake x  makes it\n```\n"
+OLD = "Of 1,800 words `a b` takes 0.5 s, see [x](y.md#z) and two more (accumulation-cost).\n\n```\nmake x  it\n```\n"
 SAME = "See [another text](y.md#z):\n`a\nb` takes 0.5 s for 1800 words.\naccumulation-cost: 2.\n```bash\nmake x\n```\n"
 
 
