@@ -127,8 +127,8 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
     GPU suite."""
     lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
-        known = "speed by the GPU suite" if suites else "speed not measured"
-        lines = [f"No GPU has run the course: memory rehearsed by torch's own allocator; {known}.", ""]
+        known = "speed measured by the GPU suite" if suites else "speed not measured"
+        lines = [f"No GPU has run the whole course: memory rehearsed with torch's own allocator; {known}.", ""]
     one = next(iter(cards.values()))
     there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
     lines += [
@@ -215,7 +215,7 @@ def product_rates(measured: dict[str, dict]) -> str:
     ratios = [f"{row[3] / row[2]:.2g}" for row in rows]
     head = ["CPU", "16-bit flags", "fp32", "bf16", "bf16 / fp32", "fp16", "training in bf16 / in fp32", "measured"]
     lines = [[*row[:4], ratio, *row[4:]] for row, ratio in zip(shown, ratios, strict=True)]
-    return f"Products of 1024 x 1024, GFLOP/s.\n\n{table(head, lines)}"
+    return f"Matmuls of 1024 x 1024, GFLOP/s.\n\n{table(head, lines)}"
 
 
 def _ten(data: dict) -> dict[str, Run]:
@@ -231,7 +231,7 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""
     counted = first.memory is None or first.memory.kind == "counted"
     what = "MiB counted" if counted else PARTS
-    other = "" if task.to_dict() == rehearsed else "; **another model**: to be read downwards, not across"
+    other = "" if task.to_dict() == rehearsed else "; **another model**: compare within this column only"
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"
 
 
@@ -298,7 +298,7 @@ def _estimate() -> str:
         large.append(f"{name} {cost}")
     made_with = versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}."
-    told = f"Large models at 512 tokens, the libraries imported: {'; '.join(large)}."
+    told = f"Large models at 512 tokens, after the libraries were imported: {'; '.join(large)}."
     return "\n\n".join([about, table(head, rows), told, error_table(on_gpus)])
 
 

@@ -18,16 +18,17 @@ def nearness() -> str:
     kept = [row for row in report["rows"] if "rehearsed" in row]
     architectures, optimizers = {row["architecture"] for row in kept}, {row["arguments"]["optim"] for row in kept}
     found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # followed in part, once
-    of_few = f" With few layers followed, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
+    of_few = f" With few layers traced, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
     figures = read_record(PUBLISHED)["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     lines = [
         f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
-        f"capability 7.5 to 9.0) against torch's own allocator, rehearsed ({when}): {_equal_or_off(found)}.{of_few}",
-        f"The allocator itself against torch's, over {lists['traces']:,} random traces of births and deaths: "
-        f"{lists['mismatches']} mismatches.",
-        f"Against {figures['rows']} figures that others measured on real GPUs, like for like: "
-        f"{share(figures['median'])} in the median, 95 of 100 within {share(figures['percentile_95'])}.",
+        f"capability 7.5 to 9.0) compared with torch's own allocator in rehearsals ({when}): "
+        f"{_equal_or_off(found)}.{of_few}",
+        f"The allocator model compared with torch's allocator on {lists['traces']:,} random traces of allocations and "
+        f"frees: {lists['mismatches']} mismatches.",
+        f"Compared with {figures['rows']} figures that others measured on real GPUs with comparable set-ups: median "
+        f"error {share(figures['median'])}, 95 of 100 within {share(figures['percentile_95'])}.",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -53,10 +54,10 @@ def adapters() -> str:
     lines = [
         f"{on_cpu['compared']} generated trainings ({len(kinds)} kinds of adapters; bases of 16, 8 and 4 bits too) on "
         f"a CPU ({made_with}): **{equal} equal to the byte in every category**.",
-        f"{on_cuda['compared']} others for CUDA against torch's own allocator, rehearsed: "
+        f"{on_cuda['compared']} other trainings for CUDA, compared with torch's own allocator in rehearsals: "
         f"{_equal_or_off(on_cuda['estimated'])}.",
-        f"Left out, for peft or the library refuses them, or for values that a rehearsal has not: "
-        f"{on_cpu['left_out'] + on_cuda['left_out']}.",
+        f"{on_cpu['left_out'] + on_cuda['left_out']} more were left out: peft or another library refuses them, or they "
+        "need values that a rehearsal does not have.",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -100,7 +101,7 @@ def cuda_tools() -> str:
     """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
     report = read_record(CUDA_TOOLS)
     head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
-    head += ["all it tells, median", "seconds, median", "own memory, at most", "cannot express"]
+    head += ["whole figure, median error", "seconds, median", "own memory, at most", "cannot express"]
     rows = []
     for row in report["table"]:
         names = ("median_error", "worst_error", "median_error_decoders", "median_error_reserved")
@@ -111,8 +112,9 @@ def cuda_tools() -> str:
     made_with = versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}. {report['note']}".strip()
     told = (
-        "Errors of what a tool says tensors take, against the most allocated; of all it tells, with what it adds for "
-        "the context, fragmentation and safety, against the most reserved. Looked at, and not run: "
+        "Median and worst error: a tool's figure for tensors, compared with the peak of allocated memory. *Whole "
+        "figure*: everything that a tool reports, including its allowance for the context, fragmentation and safety, "
+        "compared with the peak of reserved memory. Examined but not run: "
     )
     told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
     return "\n\n".join([about, table(head, rows), f"{told}.", published_tools()])
@@ -131,11 +133,11 @@ def published_tools() -> str:
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
         off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))
-        worst.append(f"{off:+.2%} of what was {figure} ({name})")
+        worst.append(f"{off:+.2%} of the {figure} memory ({name})")
     head = ["tool", *(f"{figure}, {what}" for figure in figures for what in ("answered", "median error", "worst"))]
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
     about = f"{report['what']}. {made_with}. {report['note']}"
-    told = f"Worst, of ours: {' and '.join(worst)}. Looked at, and not run: "
+    told = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
     told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
     return "\n\n".join([about, table([*head, "refused"], rows), f"{told}."])
 

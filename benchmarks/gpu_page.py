@@ -90,14 +90,15 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
         for key, found in runs
         if key in said and found["peak_bytes"]
     ]
+    kinds = {"strangers": "random configurations"}  # what the record calls them: what the page does
     told = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
     rows = []
     for kind, by in told.items():
         for how, found in by.items():
             of = found["trainings"]
             cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
-            rows.append([kind, how, f"{found['equal']} of {of}", *cells])
-    head = ["trainings", "said by", "equal in all", *SIZES]
+            rows.append([kinds.get(kind, kind), how, f"{found['equal']} of {of}", *cells])
+    head = ["trainings", "method", "all sizes equal", *SIZES]
     return f"{record['machine']}, {versions(record)}, {record['date'][:10]}.\n\n{table(head, rows)}"
 
 

@@ -179,7 +179,7 @@ BREAKS = {
     "computed parameters": (rewrite("parameters", "print(1)"), "are exactly"),
     "few cells": (lambda cells: cells.pop(3), "19 cells; 20 to 50"),
     "many cells": (lambda cells: cells.extend([cells[3]] * 31), "51 cells"),
-    "much prose": (prose("word " * 1801), "words of prose; at most 1800"),
+    "much prose": (prose("word " * 2341), "words of prose; at most 2340"),
     "no question": (title("# It fits."), "the title is a question"),
     "no title": (title("Does it fit?"), "exactly one heading of level one; here 0"),
     "two titles": (prose("# Another?"), "exactly one heading of level one; here 2"),

@@ -121,5 +121,5 @@ def test_the_pages_say_what_the_record_says(report):
             if figure in row
         }
         name = max(off, key=lambda name: abs(off[name]))
-        assert f"{off[name]:+.2%} of what was {figure} ({name})" in text
+        assert f"{off[name]:+.2%} of the {figure} memory ({name})" in text
     assert report["note"] in text and all(f"{name} ({why})" in text for name, why in report["not_run"].items())

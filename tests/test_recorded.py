@@ -291,7 +291,7 @@ def test_the_table_has_a_column_for_each_card_and_none_for_two(build, tmp_path):
     assert f"| vanilla | 14949 (13606) | 7168 / 14336 | out of memory | {size} |" in text
     assert "| 8681 MB against 14949 MB, on V100-SXM2 16 GB | **holds** (0.5) | not decided |" in text
     assert "speed not measured" not in text, "a GPU has run"
-    assert "memory rehearsed by torch's own allocator; speed not measured" in build.rehearsed_recipes(cards, {}, {})
+    assert "speed not measured" in build.rehearsed_recipes(cards, {}, {})
 
 
 def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(rehearse, tmp_path):
