@@ -1,0 +1,104 @@
+"""How long `make course` and `make test` take, for two or more checkouts in turn, by lesson and by stage.
+
+    python benchmarks/measure_builds.py --builds . ../old [--commands course test] [--rounds 2]
+
+A checkout that needs another environment is written FOLDER=VENV, as `make VENV=...` takes it. Setting up is not timed:
+each checkout runs `make extras` first. The order turns round with each round. For a quiet machine.
+"""
+
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from runner import Measurement, read_record
+
+STAGE = re.compile(r"make test: (\w+) took (\d+) (second|minute)s")
+
+
+def make(build: str, *targets: str) -> subprocess.CompletedProcess:
+    """Run targets of a checkout's Makefile, with the tests of its environment and nothing of this one."""
+    folder, _, venv = build.partition("=")
+    command = ["make", "-C", folder, *targets, *([f"VENV={Path(venv).resolve()}"] if venv else [])]
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS")}
+    environment["PYTHONPATH"] = str(Path(folder).resolve())  # an environment may be another checkout's
+    return subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def cases(options) -> dict:
+    named = {}
+    for number, command in itertools.product(range(1, options.rounds + 1), options.commands or ["course"]):
+        builds = options.builds or ["."]
+        for build in builds if number % 2 else builds[::-1]:
+            named[f"{number} {command} {commit(build)}"] = (command, build)
+    return named
+
+
+def commit(build: str) -> str:
+    folder = build.partition("=")[0]
+    return subprocess.run(
+        ["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def measure(runs, options):
+    for build in {build for _, build in runs.values()}:
+        if (done := make(build, "extras")).returncode:
+            raise SystemExit(f"{build} could not be set up:\n{done.stdout[-2000:]}")
+    for name, (command, build) in runs.items():
+        began = time.monotonic()
+        done = make(build, command)
+        row = {"number": name, "command": command, "build": commit(build), "seconds": round(time.monotonic() - began)}
+        yield name, row | {"exit_code": done.returncode} | of_course(build, command) | of_tests(done.stdout)
+
+
+def of_course(build: str, command: str) -> dict:
+    """Seconds of each lesson, and how often each verdict was given."""
+    if command != "course":
+        return {}
+    results = read_record(Path(build.partition("=")[0]) / "build" / "course" / "results.json")
+    verdicts = Counter(claim["verdict"] for claim in results["claims"])
+    failed = [lesson["name"] for lesson in results["lessons"] if lesson["status"] != "ok"]
+    unexpected = sorted(claim["id"] for claim in results["claims"] if not claim["as_expected"])
+    seconds = {lesson["name"]: lesson["seconds"] for lesson in results["lessons"]}
+    return {"lessons": seconds, "failed": failed, "verdicts": dict(verdicts), "unexpected": unexpected}
+
+
+def of_tests(printed: str) -> dict:
+    """Seconds of each stage of `make test`, as far as it says so."""
+    found = {name: int(count) * (60 if unit == "minute" else 1) for name, count, unit in STAGE.findall(printed)}
+    return {"stages": found} if found else {}
+
+
+def conclude(rows: list[dict], options) -> dict:
+    """The medians, and how many times as fast the first build is as each of the others."""
+    medians: dict[str, dict[str, float]] = {}
+    for row in rows:
+        taken = [each["seconds"] for each in rows if (each["command"], each["build"]) == (row["command"], row["build"])]
+        medians.setdefault(row["command"], {})[row["build"]] = statistics.median(taken)
+    first = {command: next(iter(of_builds.values())) for command, of_builds in medians.items()}
+    ratios = {
+        command: {build: round(seconds / first[command], 2) for build, seconds in of_builds.items()}
+        for command, of_builds in medians.items()
+    }
+    return {"median_seconds": medians, "ratios": ratios}
+
+
+BUILDS = Measurement(
+    __doc__,
+    "builds.json",
+    cases,
+    measure,
+    conclude,
+    {"rounds": 2, "builds": [], "commands": []},
+    line=lambda row: json.dumps({name: row[name] for name in ("seconds", "exit_code")}),
+)
+
+if __name__ == "__main__":
+    sys.exit(BUILDS.main())
