@@ -21,8 +21,9 @@ help:
 	@echo "make lab       JupyterLab on the lessons"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
 	@echo "make check     ruff, structure, sizes, generated files up to date: seconds"
-	@echo "make test      check, then the tests and every lesson"
-	@echo "make test-all  test, levels, wheel, and the core of rehearse: what CI runs"
+	@echo "make test      check, the quick tests, and every lesson at the smallest sizes: ten minutes"
+	@echo "make nightly   all other tests: every lesson at its real size, browser, web pages, CPU levels, rehearsals"
+	@echo "make test-all  make test, then make nightly"
 	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
 	@echo "make strangers an hour of the estimate for CUDA against torch's allocator; with NIGHTLY=1 a part of make test-all"
 	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
@@ -57,50 +58,30 @@ check: $(STAMP)
 	$(BIN)/python tests/size.py
 	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
-# What measures time runs by itself; the browser then opens the lessons that it executed. A stage that fails does not stop the next
-# one; the last line says which failed.
-TIMED := tests/compare/test_planted_speeds.py tests/test_lessons.py
-# MINUTES: after so many of them no further stage begins, on a slow machine with a limit, and no lesson six minutes earlier, for the
-# last lesson, the tests after it and the browser take their time; 0: all begin.
-# TIER: an expression of pytest's markers, of the tests that run.
-MINUTES ?= 0
-TIER ?=
-STAGES = failed=; start=$$(date +%s); end=; \
-	if [ $(MINUTES) -gt 0 ]; then end=$$((start + 60 * ($(MINUTES) - 6))); fi; \
-	stage() { \
-		name=$$1; began=$$(date +%s); shift; \
-		if [ $(MINUTES) -gt 0 ] && [ $$((began - start)) -gt $$((60 * $(MINUTES))) ]; then \
-			echo "make $@: $$name is left to the night: $$(((began - start) / 60)) minutes have passed"; return; \
-		fi; \
-		"$$@" || failed="$$failed $$name,"; \
-		echo "make $@: $$name took $$((($$(date +%s) - began + 59) / 60)) minutes"; \
-	};
-SUM = [ -z "$$failed" ] || { echo "make $@: failed in$${failed%,}" >&2; exit 1; }
+# A test's markers (pyproject.toml) say in which tier and stage it runs. ARGS are arguments for pytest, in place of the stages.
 test: check extras build/ipywidgets7
 ifeq ($(ARGS),)
-	@$(STAGES) \
-	stage units $(BIN)/python -m pytest --durations 20 -m "$(TIER)" -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/test_browser.py; \
-	stage lessons env LESSONS_UNTIL=$$end $(BIN)/python -m pytest $(TIMED); \
-	stage browser env LESSONS_UNTIL=$$end $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_browser.py; \
-	$(SUM)
+	$(BIN)/python tests/stages.py daily
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# What .ci/run calls; with NIGHTLY=1 an hour of strangers follows. torch's CUDA build may not be installable everywhere: then it is
-# not tried, and no GPU is rehearsed.
-test-all: $(STAMP)
-	@$(STAGES) \
-	stage test $(MAKE) --no-print-directory test ARGS=; \
-	stage levels $(MAKE) levels; \
-	if $(MAKE) $(CUDA) $(CUDA_VENV)/.stamp; then \
-		[ $(CUDA_VENV) = $(VENV) ] || stage wheel $(MAKE) wheel; \
-		stage rehearse $(MAKE) rehearse LESSONS=core; \
-		if [ -n "$(NIGHTLY)" ]; then stage strangers $(MAKE) strangers; fi; \
+# MINUTES: no stage is begun that would end later (0: no limit). RUN: this run's number; the next one begins with other stages.
+MINUTES ?= 0
+RUN ?= $(or $(GITHUB_RUN_NUMBER),$(shell git rev-list --count --first-parent HEAD 2>/dev/null),0)
+nightly: extras build/ipywidgets7
+	$(BIN)/python tests/stages.py nightly --minutes $(MINUTES) --run $(RUN)
+
+test-all:
+	@$(MAKE) --no-print-directory test ARGS=; failed=$$?; $(MAKE) --no-print-directory nightly && exit $$failed
+
+# What only torch's CUDA build can tell. It may not be installable everywhere: then it is not tried, and no GPU is rehearsed.
+rehearsed: $(STAMP)
+	@if $(MAKE) $(CUDA) $(CUDA_VENV)/.stamp; then \
+		{ [ $(CUDA_VENV) = $(VENV) ] || $(MAKE) wheel; } && $(MAKE) rehearse LESSONS=core; \
 	else \
-		echo "make test-all: torch's CUDA build cannot be installed here: it is not tried, and no GPU is rehearsed" >&2; \
-	fi; \
-	$(SUM)
+		echo "torch's CUDA build cannot be installed here: it is not tried, and no GPU is rehearsed" >&2; \
+	fi
 
 levels: $(STAMP)
 	$(BIN)/python tests/levels.py $(ARGS)
@@ -115,7 +96,7 @@ CUDA_VENV = $(if $(HAS_CUDA),$(VENV),.venv-cuda)
 CUDA = VENV=$(CUDA_VENV) $(if $(HAS_CUDA),,TORCH="torch===$(shell sed -n 's/^torch==//p' constraints.txt)")
 wheel: $(STAMP)
 	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
-	$(CUDA_VENV)/bin/python -m pytest -m "$(TIER)" -n 2 --dist loadfile $(WHEEL_TESTS)
+	$(CUDA_VENV)/bin/python -m pytest -n 2 --dist loadfile $(WHEEL_TESTS)
 
 # On two machines with one GPU each, a T4, and one with two GPUs. LESSONS=core takes what CI does, LESSONS=05,06 those. With all
 # lessons the estimate is also held against torch's allocator anew, which takes an hour; torchao is needed for its optimizers.
@@ -182,5 +163,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna build/peft help course record site lab lessons check test test-all levels rehearse strangers matrix wheel gpu fresh
+.PHONY: extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh
 fresh: ;

@@ -14,6 +14,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would show no pictures in the lessons
 
 
+def pytest_collection_modifyitems(items):
+    """Give a test the markers that follow from what it uses."""
+    for item in items:
+        if "chromium" in item.fixturenames:
+            item.add_marker("browser")
+        if "website" in item.path.parts:
+            item.add_marker("site")
+        if "lab" in item.fixturenames:
+            item.add_marker("process")
+
+
 @pytest.fixture
 def shown(monkeypatch):
     """What was displayed, in order."""

@@ -28,9 +28,12 @@ LONG = "a name of words and/of_none_" + "x" * 90
 SCREENS = {"phone": (360, 740, 3), "projector": (683, 512, 1.5), "desk": (1280, 900, 1)}
 PAGES = ("course/index.html", "course/09_8bit_adam.html", "changes.html", "history.html")
 
-pytestmark = pytest.mark.skipif(
-    not browser.chromium(), reason="no Chromium: apt-get install chromium, or name one in $CHROMIUM"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not browser.chromium(), reason="no Chromium: apt-get install chromium, or name one in $CHROMIUM"
+    ),
+    pytest.mark.browser,
+]
 
 
 def recorded():

@@ -216,6 +216,7 @@ def wrong(shell, words, names):
     return f"{', '.join(found)}: {errors[:300]}" if found else ""
 
 
+@pytest.mark.nightly
 def test_generated_arguments_are_refused_in_one_line_that_helps(shell):
     draw, seen, found = random.Random(int(os.environ.get("BAD_INPUT_SEED", 0))), set(), []
     for words, names in cases(draw):

@@ -41,6 +41,7 @@ def test_measure_prints_one_json_object(tmp_path):
     assert result["machine"]["cpu_cores"] and result["versions"]["torch"]
 
 
+@pytest.mark.nightly
 def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
@@ -83,6 +84,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, hint):
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -124,6 +126,7 @@ def test_a_bad_file_of_lengths_is_one_line_and_exit_code_2(text, hint, tmp_path,
     assert (caught.value.code, told.out) == (2, "") and hint in told.err and len(told.err.splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("9 30 7\n12 5 4")
@@ -139,6 +142,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
     assert run(*words, "--seq-len", "9").returncode == 2
 
 
+@pytest.mark.nightly
 def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
     """Where the Hub does not answer: at an address where nobody listens."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
@@ -146,6 +150,7 @@ def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
     assert "does not answer" in done.stderr and "Retry" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_an_experiment_that_fails_is_exit_code_1():
     done = run("measure", "--model", "mixtral-8x7b", "--memory-only", "--json")
     assert done.returncode == 1
@@ -230,6 +235,7 @@ exec "$@"
 """
 
 
+@pytest.mark.nightly
 def test_without_network_or_home_and_from_a_folder_with_any_name_it_trains(tmp_path):
     """On two ranks, and with a wish for GPUs that nobody has."""
     if os.geteuid() or subprocess.run(["unshare", "--mount", "--net", "ip", "link"], capture_output=True).returncode:
@@ -260,6 +266,7 @@ def test_without_network_or_home_and_from_a_folder_with_any_name_it_trains(tmp_p
     assert not [*here.iterdir()] and not [*temporary.glob("perf_helpers*")]
 
 
+@pytest.mark.nightly
 def test_an_experiment_that_is_killed_is_exit_code_1_and_says_so(tmp_path):
     command = [sys.executable, "-m", "perf_helpers.cli", "measure", *TINY, "--steps", "100000", "--json"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -157,6 +157,7 @@ def without_notebooks(tmp_path):
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.nightly
 def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(tmp_path, without_notebooks):
     for name in ("papermill", "IPython.display"):
         tried = subprocess.run([sys.executable, "-c", f"import {name}"], env=without_notebooks, capture_output=True)

@@ -67,6 +67,7 @@ def expected():
     return words | {part: f"raises {error}" for part, error in RAISES.items()} | ELSE
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(hardware.describe().kind != "cpu", reason="some lines need a GPU to run")
 @pytest.mark.skipif({name: PINNED[name] for name in USED} != INSTALLED, reason="other versions than those pinned")
 def test_each_line_does_what_is_written_here(lesson):

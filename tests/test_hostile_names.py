@@ -139,6 +139,7 @@ def test_pages_have_the_elements_of_plain_names_and_forbid_scripts(pages):
         assert ("meta", ("http-equiv", "content")) in found.found and "script" not in dict(found.found)
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(not browser.chromium(), reason="no Chromium: apt-get install chromium, or name one in $CHROMIUM")
 def test_a_browser_runs_no_script_of_a_name_not_even_one_that_was_not_escaped(pages, tmp_path):
     from playwright.sync_api import sync_playwright

@@ -24,6 +24,7 @@ def would_install(folder, where, *words, **versions):
     return {each["metadata"]["name"] for each in json.loads((folder / "report.json").read_text())["install"]}
 
 
+@pytest.mark.nightly
 def test_what_stands_there_already_is_left_as_it_is(tmp_path):
     assert would_install(tmp_path, tmp_path, ROOT, **THERE) == {"perf-helpers"}
 

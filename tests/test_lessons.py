@@ -1,25 +1,29 @@
-"""Every lesson, executed by papermill under strict with the network cut off, and what its verdicts must be."""
+"""Every lesson, executed by papermill with the network cut off: daily at the smallest sizes, where it has to run and to
+decide its claims; nightly at this machine's sizes under strict, where its verdicts must be the expected ones.
+"""
 
-import json
 import os
 import shutil
-import time
-from datetime import date
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from perf_helpers import claims
 from perf_helpers.course import course
-from perf_helpers.course.report import report
 from perf_helpers.course.results import problems
 from perf_helpers.lab.task import TINY
 
 HERE = Path(__file__).parent
-OUT = HERE.parent / "build" / "lessons"  # where test_browser.py opens them
+OUT = HERE.parent / "build" / "lessons"  # from here, or from build/smallest, test_browser.py opens them
 LESSONS = [path.stem for path in course.find_lessons()]
-# Seconds since the epoch after which no lesson begins, where time is limited (CI on a slow machine); 0: each does.
-UNTIL = float(os.environ.get("LESSONS_UNTIL") or 0)
+# A lesson that differs from this commit also runs under strict each day, unless they are more than MOST_CHANGED.
+SINCE, MOST_CHANGED = os.environ.get("SINCE") or "HEAD^", 3
+
+
+def strictly(test):
+    """A test of the nightly tier that nothing may run beside."""
+    return pytest.mark.nightly(pytest.mark.timed(test))
 
 
 def _path_with(folder):
@@ -31,41 +35,62 @@ def _sabotage(monkeypatch, way):
     monkeypatch.setenv("SABOTAGE", way)
 
 
-HOW = {"profile": "cpu", "strict": True, "out": OUT, "timeout_per_lesson": 600}
+def _offline(out, **how):
+    """The course, run into a folder without the network, and what tried to use it."""
+    shutil.rmtree(out, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", _path_with("offline"))
+        patch.setenv("OFFLINE_ATTEMPTS", str(out / "attempts"))
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        data = course.run_course(out=out, timeout_per_lesson=600, **how)
+    return data | {"attempts": (out / "attempts").read_text() if (out / "attempts").exists() else ""}
 
 
-def _until(end):
-    """The course as far as the time goes. It begins with another lesson each day, so that none is always left out."""
-    first, data = 7 * date.today().toordinal() % len(LESSONS), None
-    for name in LESSONS[first:] + LESSONS[:first]:
-        if data is not None and time.time() > end:
-            break
-        one = course.run_course([name], **HOW)
-        data = one if data is None else data | {key: data[key] + one[key] for key in ("lessons", "claims", "runs")}
-    data["lessons"].sort(key=lambda lesson: lesson["name"])
-    (OUT / "results.json").write_text(json.dumps(data))
-    report(OUT)
-    return data
+def _changed():
+    """The lessons that differ from `SINCE`, if this is a checkout that has it."""
+    command = ["git", "diff", "--name-only", SINCE, "--", "notebooks/*.ipynb"]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    names = {Path(line).stem for line in done.stdout.splitlines()}
+    return [name for name in LESSONS if name in names]
+
+
+@pytest.fixture(scope="session")
+def smallest():
+    return _offline(OUT.with_name("smallest"), profile=TINY.name)
 
 
 @pytest.fixture(scope="session")
 def executed():
-    shutil.rmtree(OUT, ignore_errors=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", _path_with("offline"))
-        patch.setenv("OFFLINE_ATTEMPTS", str(OUT / "attempts"))
-        patch.delenv("HF_HUB_OFFLINE", raising=False)
-        data = _until(UNTIL) if UNTIL else course.run_course(**HOW)
-    data["attempts"] = (OUT / "attempts").read_text() if (OUT / "attempts").exists() else ""
-    return data
+    return _offline(OUT, profile="cpu", strict=True)
 
 
+@pytest.mark.timeout(1800)  # the first one waits for all lessons
+@pytest.mark.parametrize("name", LESSONS)
+def test_every_cell_of_the_lesson_runs_and_every_claim_is_decided(smallest, name):
+    (lesson,) = (lesson for lesson in smallest["lessons"] if lesson["name"] == name)
+    assert lesson["status"] == "ok", lesson["message"]
+    decided = {claim["id"] for claim in smallest["claims"] if claim["lesson"] == name}
+    assert decided == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
+
+
+def test_no_lesson_tries_the_network_at_the_smallest_sizes(smallest):
+    assert smallest["attempts"] == ""
+
+
+@pytest.mark.timed
+@pytest.mark.timeout(1800)
+def test_the_lessons_that_changed_have_the_verdicts_expected(tmp_path):
+    if not 0 < len(changed := _changed()) <= MOST_CHANGED:
+        pytest.skip(f"{len(changed)} lessons changed since {SINCE}: strictly each night, and each day if they are few")
+    data = course.run_course(changed, profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)
+    assert problems(data) == []
+
+
+@strictly
 @pytest.mark.timeout(3000)  # the first one waits for all lessons
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
-    lesson = {lesson["name"]: lesson for lesson in executed["lessons"]}.get(name)
-    if UNTIL and lesson is None:
-        pytest.skip("the time was up: left to the night")
+    (lesson,) = (lesson for lesson in executed["lessons"] if lesson["name"] == name)
     assert lesson["status"] == "ok", lesson["message"]
     decided = {claim["id"]: claim for claim in executed["claims"] if claim["lesson"] == name}
     assert decided.keys() == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
@@ -74,10 +99,12 @@ def test_the_lesson_runs_and_its_verdicts_are_the_expected_ones(executed, name):
     assert {claim["verdict"] for claim in decided.values()} - {"not testable here"}
 
 
+@strictly
 def test_the_course_is_ok_as_a_whole(executed):
     assert LESSONS and problems(executed) == []
 
 
+@strictly
 def test_the_report_is_one_page_under_5_mb_that_opens_from_disk_and_links_every_executed_lesson(executed):
     page = (OUT / "index.html").read_text()
     assert len(page.encode()) < 5_000_000
@@ -86,15 +113,15 @@ def test_the_report_is_one_page_under_5_mb_that_opens_from_disk_and_links_every_
         assert f'href="{name}.html"' in page and (OUT / f"{name}.html").exists()
 
 
+@strictly
 def test_no_lesson_tries_the_network(executed):
     assert executed["attempts"] == ""
 
 
+@strictly
 def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
     """The measured values, decided once more with each claim turned around: no decided claim may come out the same."""
     ledger, turned = claims.load(), 0
-    if UNTIL and not any(ledger[each["id"]].direction in ("below", "above") for each in executed["claims"]):
-        pytest.skip("the time was up before a lesson with such a claim: left to the night")
     for decision in executed["claims"]:
         claim = ledger[decision["id"]]
         if decision["verdict"] not in ("holds", "refuted") or claim.direction not in ("below", "above"):
@@ -103,7 +130,7 @@ def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
         value = tuple(decision["interval"]) if decision["interval"] else decision["value"]
         assert claims.decide(reversed_claim, value, True) != decision["verdict"], claim.id
         turned += 1
-    assert turned > (0 if UNTIL else 10)
+    assert turned > 10
 
 
 def _reversed(claim):
@@ -112,6 +139,7 @@ def _reversed(claim):
     return dataclasses.replace(claim, direction={"below": "above", "above": "below"}[claim.direction], no_effect=None)
 
 
+@strictly
 @pytest.mark.parametrize("strict, status", [(False, "ok"), (True, "failed")])
 def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatch, strict, status):
     _sabotage(monkeypatch, "refused_estimate")
@@ -123,6 +151,7 @@ def test_a_lesson_outlives_its_estimate_unless_it_is_strict(tmp_path, monkeypatc
     assert bool(result["claims"]) != strict
 
 
+@strictly
 @pytest.mark.timeout(1500)
 def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp_path, monkeypatch):
     _sabotage(monkeypatch, "failed_comparison")
@@ -138,6 +167,7 @@ def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp
     assert {f"{cost['id']}: {problem} ({why})" for cost in costs} <= {*problems(result)}
 
 
+@strictly
 def test_checkpointing_that_is_silently_ignored_fails_its_lesson(tmp_path, monkeypatch):
     _sabotage(monkeypatch, "ignored_checkpointing")
     result = course.run_course(["06"], profile="cpu", strict=True, out=tmp_path, timeout_per_lesson=600)

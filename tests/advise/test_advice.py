@@ -36,6 +36,7 @@ def home(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------- against real trainings
 
 
+@pytest.mark.nightly
 @cpu_only
 @pytest.mark.parametrize(("name", "precision"), [("machine", {}), ("native", {"bf16": True})], ids=["fp32", "bf16"])
 def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_not(
@@ -86,6 +87,7 @@ def test_a_rehearsal_has_the_memory_the_context_and_the_capability_of_the_advice
     assert found.found_bytes == 32 * MB and "measured" not in repr(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(build.problem() or not build.interpreter(), reason="torch's CUDA build is not here")
 def test_what_is_advised_for_a_gpu_takes_as_much_in_a_rehearsal(task, lab):
     only = {"optim": "sgd", "gradient_checkpointing": False, "bf16": True}

@@ -75,6 +75,7 @@ QLORA = {"bf16": False, "dtype": "bfloat16", "gradient_checkpointing": True, "op
 QLORA |= search.known.QLORA.arguments
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("memory", [12, 24, 48, 80, 2000])
 def test_the_largest_model_is_the_last_that_fits(ask, memory):
     advice = ask(Task("llama-3-8b", seq_len=2048), memory=memory * GB, may=["QLoRA"], largest="model")
@@ -86,6 +87,7 @@ def test_the_largest_model_is_the_last_that_fits(ask, memory):
     assert all(f"{name} needs about" in "".join(advice.notes) for name in following)
 
 
+@pytest.mark.nightly
 def test_what_shallow_models_tell_is_told_before_all_layers_are_followed(ask, told, monkeypatch):
     seen, estimate = [], advice.estimate
     monkeypatch.setattr(advice, "estimate", lambda *task, **asked: seen.append("estimate") or estimate(*task, **asked))

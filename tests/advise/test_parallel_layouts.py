@@ -46,6 +46,7 @@ def large():
 # ---- bytes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -61,6 +62,7 @@ def test_where_nothing_is_cut_the_bytes_are_the_estimates(name, more):
     assert (told.bytes_a_rank, told.source) == (followed.needed_bytes(CONTEXT_BYTES), "followed")
 
 
+@pytest.mark.nightly
 def test_more_ranks_than_are_followed_have_smaller_shards(monkeypatch):
     monkeypatch.setattr(parallel_layouts, "MOST_FOLLOWED", 4)
     told = by_name(parallelism(TASK, cards=16, card="h100", per_device_train_batch_size=1))["FSDP"].bytes_a_rank
@@ -75,6 +77,7 @@ def test_a_model_that_accelerate_cannot_shard_is_told_so():
     assert any(note.startswith("FSDP was left out: bert-tiny cannot be followed") for note in told.notes)
 
 
+@pytest.mark.nightly
 def test_what_cannot_fit_by_its_states_alone_is_not_followed(large):
     whole = [each for each in large["hopeless"].layouts if not each.is_cut]
     assert {each.source for each in whole} == {"states alone"}
@@ -115,6 +118,7 @@ def test_other_families_can_be_cut(name):
 # ---- messages
 
 
+@pytest.mark.nightly
 def test_what_is_sent_is_what_rings_send(small):
     layouts, weights = by_name(small), 4 * TASK.parameters()
     assert layouts["DDP"].bytes_a_step == pytest.approx(2 * 3 / 4 * weights, rel=0.01)
@@ -130,12 +134,14 @@ def sent(**arguments):
     return {name: layout.bytes_a_step for name, layout in by_name(told).items()}
 
 
+@pytest.mark.nightly
 def test_weights_are_gathered_for_every_pass_and_gradients_summed_once(small):
     weights, three = 4 * TASK.parameters(), sent(gradient_accumulation_steps=3)
     assert three["DDP"] == by_name(small)["DDP"].bytes_a_step
     assert three["FSDP"] == pytest.approx((2 * 3 + 1) * 3 / 4 * weights, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
     plain, half = sent(), sent(bf16=True)
     assert half["FSDP"] == pytest.approx(plain["FSDP"] / 2, rel=0.01) and half["DDP"] == plain["DDP"]
@@ -159,6 +165,7 @@ def test_deepspeed_that_is_not_here_is_asked_for(monkeypatch):
         sent(sharding="deepspeed")
 
 
+@pytest.mark.nightly
 def test_checkpointing_sums_a_fifth_time_in_each_block():
     assert sent(gradient_checkpointing=True)["tensor 4"] == 5 / 4 * sent()["tensor 4"]
 
@@ -276,6 +283,7 @@ def test_practitioners_would_do_the_same(name, task, question, choice):
     assert answer.choice == choice, f"{name}: {answer!r}"
 
 
+@pytest.mark.nightly
 def test_405_billion_are_shared_out_over_fast_links_and_cut_over_slow_ones():
     """Llama 3 (arXiv:2407.21783, table 4) and torchtitan have tensor parallelism inside a host, FSDP or stages between
     hosts; the guides' tree takes stages where links are slow. An update has 512 samples, 2 million tokens: so not

@@ -21,6 +21,7 @@ def usual(tmp_path_factory):
     return night(tmp_path_factory.mktemp("usual"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sabotage", PLANTED)
 def test_a_planted_regression_is_named_with_its_claim_or_run_and_its_category(usual, tmp_path, sabotage):
     found = compare(usual, night(tmp_path, sabotage))
@@ -29,6 +30,7 @@ def test_a_planted_regression_is_named_with_its_claim_or_run_and_its_category(us
         assert any(all(word in line for word in words) for line in lines), (words, found.to_text())
 
 
+@pytest.mark.nightly
 def test_the_same_code_has_not_moved_by_a_byte(usual, tmp_path):
     found = compare(usual, night(tmp_path))
     assert [change for change in found.changes if change["axis"] != "speed"] == [], found.to_text()

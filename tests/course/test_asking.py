@@ -47,6 +47,7 @@ def test_a_reply_that_came_while_sending_is_heard_a_second_later():
     assert kind == "execute_reply" and seconds < 3 * ASK_SECONDS
 
 
+@pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
     """Should this fail, Jupyter has mended it: `asking` can go."""
     _, seconds = asyncio.run(heard(AsyncZMQSocketChannel, timeout=6.0))

@@ -61,6 +61,7 @@ def test_the_flags_of_older_pages_are_gone(tmp_path, flag):
         TrainingArguments(str(tmp_path), **{flag: True})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "given", "expected"), [(2, None, "1"), (1, None, ""), (2, "3", "3")])
 def test_torchrun_gives_each_of_several_processes_one_thread_unless_told(tmp_path, ranks, given, expected):
     (path := tmp_path / "script.py").write_text("import os; print(f\"<{os.environ.get('OMP_NUM_THREADS', '')}>\")")

@@ -8,6 +8,7 @@ import torch
 from lesson_24 import functions
 
 
+@pytest.mark.nightly
 def test_torch_finds_pips_own_compiler_only_where_cuda_home_names_it():
     found = functions().searched()
     assert {name: ready for name, (ready, _) in found.items()} == {

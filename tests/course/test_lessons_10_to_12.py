@@ -120,6 +120,7 @@ SHARP = Task(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("function", "expected"),
     [(function, HOLDS) for function in RIGHT.values()] + [(function, REFUTED) for function in WRONG.values()],
@@ -186,6 +187,7 @@ def test_a_backend_that_runs_other_operations_is_not_eager(backend, expected):
     assert verdict("compile-eager", found[1] / found[0]) is expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("events", "expected"), [([], REFUTED), (["cudaGraphLaunch"], HOLDS)])
 def test_a_graph_that_is_replayed_is_seen(monkeypatch, events, expected):
     """`replayed` runs here with nothing compiled and a profiler that saw what is planted."""

@@ -48,6 +48,7 @@ class Obeying(Trainer):
             return super().compute_loss(*given, **named)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("trainer", "expected"), [(Trainer, REFUTED), (Obeying, HOLDS)])
 def test_a_trainer_that_obeyed_fp16_would_be_seen(trainer, expected):
     found = lesson(Trainer=trainer).flagged(None)

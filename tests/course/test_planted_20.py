@@ -76,6 +76,7 @@ def test_scales_that_are_not_counted_would_make_it_four_bits(lesson, scale, expe
     assert verdict("footprint-tells", packed / (packed + scales)) is expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("forgets", "expected"), [(False, HOLDS), (True, REFUTED)])
 def test_sides_that_are_one_and_the_same_say_nothing(lesson, forgets, expected):
     prompts = [lesson.text(1, 5 + number, number)[0] for number in range(6)]
@@ -108,6 +109,7 @@ def learnt(lesson):
     return lesson
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("id", ["quantized-error", "nf4-error"])
 def test_two_bits_are_seen_to_harm_and_a_copy_is_not(learnt, id):
     rows = learnt.text(64, 32, 10**6)

@@ -109,6 +109,7 @@ class TestMemory:
         for id in ("low-cpu-mem-usage", "shards-cap"):
             assert (verdict(id, mapped / usual), verdict(id, mapped / mapped)) == (HOLDS, REFUTED)
 
+    @pytest.mark.nightly
     def test_a_checkpoint_that_was_saved_in_four_bits_takes_less(self, lab, lesson):
         pytest.importorskip("bitsandbytes")
         in_four = partial(lesson.load, quantization_config=lesson.four_bits, device_map="cpu")
@@ -128,6 +129,7 @@ class TestLayersOnDisk:
         right = lesson.answer_of(lesson.load(lesson.one))
         return (lesson.answer_of(model) - right).abs().max().item()
 
+    @pytest.mark.nightly
     def test_as_it_is(self, lesson):
         for model in (lesson.hooked(lesson.one), lesson.offloaded(lesson.one)):
             assert verdict("offload-same", self.apart(lesson, model)) is HOLDS

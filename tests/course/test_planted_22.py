@@ -112,6 +112,7 @@ def test_what_lets_go_holds_nothing_and_settings_that_are_set_are_there(searchin
     assert verdict("hpo-applies-best", float(made.args.learning_rate == gave)) is HOLDS
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("settings", "expected"), [({}, REFUTED), ({"warmup_steps": 0.0}, HOLDS)])
 def test_a_fraction_that_stands_there_keeps_fractions(searching, settings, expected):
     rows = searching.warmed_up(**settings)
@@ -129,6 +130,7 @@ def test_a_careful_space_refuses_a_misspelt_name(searching, guarded, expected):
     assert verdict("hpo-unknown-name", float(raised)) is expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("remedied", "expected"), [(False, REFUTED), (True, HOLDS)])
 def test_a_seed_that_is_set_before_the_model_is_made_is_the_trials_own(searching, remedied, expected):
     made = searching.trainer_of(*([searching.seeded] if remedied else []), **SHORT)

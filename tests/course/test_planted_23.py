@@ -272,6 +272,7 @@ class TestFragments:
 
         return rest
 
+    @pytest.mark.nightly
     def test_segments_that_grow_leave_less_and_a_switch_that_does_nothing_does_not(self, rest):
         plain, expandable = rest(""), rest("expandable_segments:True")
         assert verdict("oom-fragments", expandable / plain) is HOLDS

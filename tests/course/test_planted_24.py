@@ -95,6 +95,7 @@ def test_what_runs_on_a_gpu_runs_without_one_given_its_answers():
     assert rows and rows[0][1] > 0 and rows[0][2:] == [90, None, 0x40]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -183,6 +183,7 @@ def test_without_a_fault_the_verdicts_are_the_expected_ones():
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("id", "lab", "cells", "expected"),
     [

@@ -148,6 +148,7 @@ class TestTwoHosts:
                 assert run.ok, run.message
                 assert max(rank["value"] for rank in run.ranks) >= messages * 0.05  # it cannot be less, however quick
 
+    @pytest.mark.nightly
     def test_the_command_that_lesson_15_shows_trains_on_two_hosts(self, tmp_path):
         text = (SOURCES / "15_dp_and_ddp.py").read_text("utf-8")
         options = re.search(r"# torchrun (--nnodes 2 .*) script\.py", text)[1]
@@ -242,6 +243,7 @@ class TestOffload:
 
 
 class TestZero:
+    @pytest.mark.nightly
     def test_ranks_that_only_copy_each_other_split_nothing(self, machine, lab):
         names = lesson("16_zero", "class Traffic", "def with_fsdp(")
         kinds = ("weights", "gradients", "optimizer_states")

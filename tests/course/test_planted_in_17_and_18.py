@@ -65,6 +65,7 @@ PARALLEL = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("planted", "verdicts"),
     [

@@ -30,6 +30,7 @@ def learning(device, **base):
     return estimate(TASK, device=device, peft=adalora, **base).memory.trainable_parameters
 
 
+@pytest.mark.nightly
 def test_ranks_of_adalora_learn_where_peft_sends_them_to_a_quantized_base():
     assert learning("cuda", load_in_4bit=True) == learning("cuda") + ADAPTERS
     assert learning("cpu", load_in_4bit=True) == learning("cuda")

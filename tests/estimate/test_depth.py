@@ -19,6 +19,7 @@ RECIPES = {
 STATES = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimizer_states")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("recipe", "device"), [*zip(RECIPES, ["cuda", "cuda", "cpu"], strict=True)])
 def test_two_shallow_models_tell_the_peak_of_a_deep_one_to_a_hundredth(recipe, device):
     arguments = {"per_device_train_batch_size": 2} | RECIPES[recipe]

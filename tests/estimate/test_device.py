@@ -187,6 +187,7 @@ OF_ACCUMULATION = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", OF_ACCUMULATION, ids=str)
 def test_micro_batches_that_are_not_followed_ask_for_what_those_like_them_did(options):
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.

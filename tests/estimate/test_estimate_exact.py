@@ -288,6 +288,7 @@ def test_a_training_is_exact(pair, both):
     assert (estimated.peak_bytes, estimated.breakdown) == (counted.peak_bytes, counted.breakdown)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("architecture", "dtype", "given"), NAMED, ids=lambda value: str(value)[:40])
 def test_a_training_in_the_type_that_the_configuration_names_is_exact(
     architecture, dtype, given, configurations, tmp_path

@@ -32,6 +32,7 @@ def peft():
         pytest.skip(why)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", [{"device": "cpu"}, T4], ids=["cpu", "cuda"])
 def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
     a, b = LARGE, LARGE | {"gradient_checkpointing": True, "optim": "sgd"}
@@ -56,6 +57,7 @@ def test_all_sums_are_exact_and_the_peaks_are_those_of_estimates(where):
     json.dumps(shown)
 
 
+@pytest.mark.nightly
 def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
     found = explain(LLAMA, LARGE, LARGE | adapters(), device="cpu")
     states = {tensor: sizes for tensor, sizes in found.tensors.items() if tensor[0] == "optimizer_states"}
@@ -76,6 +78,7 @@ def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
     assert found.warnings["A"] == () and "the frozen weights are in fp32" in found.warnings["B"][0]
 
 
+@pytest.mark.nightly
 def test_experts_that_stay_whole_and_norms_that_are_cast_are_told():
     found = explain(MIXTURE, BATCH | {"dtype": "bfloat16"} | adapters(), QLORA | adapters(), card="t4")
     assert found.warnings["A"] == ()
@@ -100,6 +103,7 @@ def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
     assert copies.endswith(f"{300 * 64 * 2 / 1e3:.1f} kB")
 
 
+@pytest.mark.nightly
 def test_checkpointing_through_which_no_gradient_flows_is_told():
     again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     frozen = BATCH | {"freeze": "embeddings"}  # of a text model transformers lets the embeddings' result require one

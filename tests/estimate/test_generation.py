@@ -53,6 +53,7 @@ def test_a_prompt_that_was_learnt_is_in_the_cache_once_or_an_old_peft_is_named(l
     assert estimate(LLAMA, device="cpu", training=False, **options).peak_bytes == run.peak_bytes
 
 
+@pytest.mark.nightly
 @needs_peft
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_model_with_lora_writes_as_many_tokens(lab, beams):

@@ -33,6 +33,7 @@ def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, argument
     assert found.packed is None, "BERT is no causal model"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("passes", [1, 2])
 def test_packed_batches_too(passes):
     """With two micro-batches the worst is not the one with most tokens: in the second there are gradients already."""

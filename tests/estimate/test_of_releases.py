@@ -47,6 +47,7 @@ def task_of(folder, kind, architecture, sizes, seq_len):
     return Task(str(file), seq_len=seq_len)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "architecture"), [("gptj", "GPTJForCausalLM"), ("codegen", "CodeGenForCausalLM")])
 def test_gpt_j_has_fused_attention_since_transformers_5_24(lab, tmp_path, kind, architecture):
     task = task_of(tmp_path, kind, architecture, GPT_J, seq_len=256)

@@ -33,6 +33,7 @@ def offered(monkeypatch, tmp_path):
     assert optional_packages.offer("deepspeed") is None
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("stage", "recipe"),
@@ -50,6 +51,7 @@ def test_a_rank_takes_on_a_cpu_what_is_measured(offered, tmp_path, stage, recipe
     assert estimate(TASK, device="cpu", **recipe).peak_bytes == run.peak_bytes
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 def test_the_second_training_in_a_process_is_followed_as_if_it_were_alone(offered):
     recipe = zero(3) | {"processes": 2, "device": "cuda", "compute_capability": (8, 0), "max_steps": 2}
@@ -58,6 +60,7 @@ def test_the_second_training_in_a_process_is_followed_as_if_it_were_alone(offere
     assert shallow.reserved[1] == alone.memory.reserved_bytes
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 def test_one_process_needs_no_launcher(offered, tmp_path):
     recipe = zero(2) | {"processes": 1}
@@ -67,6 +70,7 @@ def test_one_process_needs_no_launcher(offered, tmp_path):
     assert estimate(TASK, device="cpu", **recipe).peak_bytes == run.peak_bytes
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
     parameters = TASK.parameters()
@@ -101,6 +105,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_without_deepspeed_one_is_told_how_to_get_it(tmp_path):
     """In a process of its own: that of the tests may have been offered it."""
     if not optional_packages.missing("deepspeed"):

@@ -50,6 +50,7 @@ def known():
     return of
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2", "vit"])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_between_the_traces_the_answer_is_the_estimate(known, name, choice):
@@ -68,6 +69,7 @@ def test_between_the_traces_the_answer_is_the_estimate(known, name, choice):
         assert quick.operation == said.peak_operation and quick.phase == said.peak_phase
 
 
+@pytest.mark.nightly
 def test_on_a_gpu_too(known):
     found, choice = known("bert-tiny", "cuda"), Choice("fp16", False, 2, "AdamW")
     found.learn(choice)
@@ -77,6 +79,7 @@ def test_on_a_gpu_too(known):
     assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "way", [Inference(), Inference("fp32", 24), Inference("bf16", 24, 3), Inference("4 bits", 24, 1, "eager")], ids=str
@@ -164,6 +167,7 @@ def test_choices_begin_with_the_nearest_and_are_those_of_the_device():
     assert precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("positions, lengths", [(20, (20,)), (70, (32, 64))])
 def test_a_model_of_few_positions_is_fitted_too(positions, lengths):
     config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": positions}

@@ -22,6 +22,7 @@ def predicted(**options):
     return estimate(TINY, **{"device": "cpu", "per_device_train_batch_size": 2} | options)
 
 
+@pytest.mark.nightly
 def test_one_rank_of_two_is_within_a_thousandth():
     found, lowest = predicted(processes=2), float("inf")
     # A communication thread may hold a bucket a moment longer, in one rank or in both: of some runs the lowest rank.
@@ -50,6 +51,7 @@ def test_a_rank_of_fsdp2_keeps_its_share_and_gathers_layers_in_turn():
     assert kept.memory.breakdown["weight_copies"] > shared.memory.breakdown["weight_copies"], "gathered until backward"
 
 
+@pytest.mark.nightly
 def test_gradients_of_fsdp2_wait_whole_for_the_last_micro_batch():
     once, twice = (estimate(GPT, processes=2, fsdp=True, gradient_accumulation_steps=n, **CUDA) for n in (1, 2))
     assert twice.memory.breakdown["gradients"] > 2 * once.memory.breakdown["gradients"]
@@ -68,6 +70,7 @@ def test_cuda_is_modelled_and_says_so():
     assert "on an H100" in found.assumptions[0]
 
 
+@pytest.mark.nightly
 def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
     def sizes(found):  # a timeline was once cut at other operations, with the same sizes
         return dataclasses.replace(found.memory, timeline=None)

@@ -268,6 +268,7 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     assert told.weights == run.weights == str(task.weights())
 
 
+@pytest.mark.nightly
 @needs_peft
 @pytest.mark.parametrize(
     ("bits", "given"),
@@ -366,6 +367,7 @@ def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
     assert "weights and gradients alone" in refused
 
 
+@pytest.mark.nightly
 def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
     """Techniques are described and compared on float32: "bf16" leaves the weights in it."""
     task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)

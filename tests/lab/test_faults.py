@@ -319,6 +319,7 @@ SMALL_SHM = """
 """
 
 
+@pytest.mark.nightly
 def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed(lab, tmp_path):
     code = textwrap.dedent(SMALL_SHM).format(path=sys.path, out=str(tmp_path))
     words = ["unshare", "--mount", sys.executable, "-c", code]
@@ -361,6 +362,7 @@ NO_LOOPBACK = """
 """
 
 
+@pytest.mark.nightly
 def test_ranks_without_a_loopback_interface_are_refused_before_torch_looks_for_it(lab, tmp_path):
     code = textwrap.dedent(NO_LOOPBACK).format(path=sys.path, out=str(tmp_path))
     if os.geteuid() or subprocess.run(["unshare", "--net", "true"]).returncode:
@@ -412,6 +414,7 @@ BEFORE_AND_AFTER = """
 """
 
 
+@pytest.mark.nightly
 def test_a_clock_that_is_set_back_a_day_in_mid_run_changes_no_figure(lab, undisturbed, tmp_path):
     library, code = tmp_path / "set_back.so", tmp_path / "set_back.c"
     code.write_text(textwrap.dedent(SET_BACK))
@@ -474,6 +477,7 @@ def kernel(lab, tmp_path):
     process.communicate()
 
 
+@pytest.mark.nightly
 def test_of_a_kernel_that_is_killed_in_mid_run_nothing_survives(kernel):
     process, hangs = kernel
     hangs()

@@ -38,6 +38,7 @@ def test_the_server_has_imported_torch_and_touched_no_device(lab):
     assert lab.run(look, measure=("none",)).value == [True, without_gpu, False]
 
 
+@pytest.mark.nightly
 def test_the_server_imports_only_what_a_job_names():
     """bitsandbytes takes a quarter of the time, and most jobs need none."""
     code = textwrap.dedent(
@@ -54,6 +55,7 @@ def test_the_server_imports_only_what_a_job_names():
     assert done.stdout.split("\n")[:2] == ["[False, True]", "[True, True]"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wanted", [False, True])
 def test_bitsandbytes_is_imported_beside_the_first_job_where_the_second_will_need_it(lab, wanted):
     if lab.machine.gpus:

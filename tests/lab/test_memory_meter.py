@@ -245,6 +245,7 @@ def test_the_timeline_has_the_peak_and_the_phases_in_order(lab):
     assert order == ["forward", "backward", "step"]
 
 
+@pytest.mark.nightly
 def test_checkpointing_moves_the_peak_of_the_activations(lab):
     plain = lab.train("plain", measure=("memory",), per_device_train_batch_size=4)
     checkpointed = lab.train("ckpt", measure=("memory",), per_device_train_batch_size=4, gradient_checkpointing=True)
@@ -293,6 +294,7 @@ def test_an_operation_is_told_with_its_module(lab, reentrant):
     assert told["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("compiling_steps", "is_whole"), [(3, True), (None, False)])
 def test_only_a_meter_that_knows_of_compiled_code_leaves_a_model_whole(lab, compiling_steps, is_whole):
     def graphs(task):

@@ -17,6 +17,7 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.nightly
 def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(folder, tmp_path):
     assert optional_packages.offer("some_extra") is None
     assert sys.path[-1] == str(folder), "what is installed comes first"
@@ -30,6 +31,7 @@ def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(fo
     assert run.ok and run.value == 42, run.message
 
 
+@pytest.mark.nightly
 def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(optional_packages, "OFFERED", [])
     lab = Lab("cpu", out=tmp_path / "out", lesson="tests")

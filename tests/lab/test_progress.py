@@ -76,6 +76,7 @@ def test_nothing_is_drawn_where_nobody_looks(terminal, monkeypatch, where):
     assert bars[0].disable and terminal.getvalue() == ""
 
 
+@pytest.mark.nightly
 def test_what_takes_long_shows_a_bar(terminal, tmp_path, monkeypatch):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     lab, task = Lab("cpu"), Task("bert-tiny", seq_len=16, dataset_size=40)

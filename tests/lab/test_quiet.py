@@ -11,7 +11,7 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import forkserver, processes, quiet
+from perf_helpers.lab import forkserver, quiet
 
 
 def waiting(lock, *request):

@@ -93,6 +93,7 @@ def test_a_rank_that_ends_is_named_with_its_reason(provoke, fault, status, messa
     assert run.status == status and run.message.startswith(message), run
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_and_the_one_that_waits_for_it_are_told_with_their_lines(provoke, tmp_path):
     def hang(rank):
         (tmp_path / f"reached {rank}").touch()

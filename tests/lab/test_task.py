@@ -202,6 +202,7 @@ def test_weights_and_data_follow_from_the_seed():
     assert names[0].equal(names[1]) and not names[0].equal(names[2])
 
 
+@pytest.mark.nightly
 def test_a_learnable_task_can_be_learnt():
     import torch
 

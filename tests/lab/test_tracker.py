@@ -39,6 +39,7 @@ def counted(lab):
     return [lab.run(fsdp, f"{turn}", task=TASK, processes=2, measure="memory") for turn in range(2)]
 
 
+@pytest.mark.nightly
 def test_a_rank_keeps_its_share_of_weights_gradients_and_states(counted):
     whole, parts = 4 * counted[0].memory.parameters, counted[0].memory.phase_breakdowns["step"]
     assert parts["weights"] == pytest.approx(whole / 2, rel=0.02)
@@ -61,6 +62,7 @@ def test_counts_are_the_same_each_time(counted):
     assert 0 <= uneven < 0.001 * first.peak_bytes, "the second rank has a word less"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reshard", [True, False])
 def test_one_rank_followed_is_what_ranks_count(lab, counted, reshard):
     def function(task):

@@ -41,6 +41,7 @@ def test_the_rank_at_fault_is_named_and_not_the_one_that_noticed(lab, how, statu
     assert run.status == status and run.message.startswith(message)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_with_the_timeout(lab, tmp_path):
     def hang(task):
         (tmp_path / str(os.getpid())).touch()

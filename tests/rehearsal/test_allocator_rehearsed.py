@@ -31,6 +31,7 @@ def newer_than(release_of_torch):
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_nearly_full_card_is_counted_as_torch_counts_it(measure, expandable):
     """With several options at once, so that each rule takes part."""
@@ -40,11 +41,13 @@ def test_a_nearly_full_card_is_counted_as_torch_counts_it(measure, expandable):
     assert found["traces"] == 75 and found["out_of_memory"] > 5 and found["mismatches"] == []
 
 
+@pytest.mark.nightly
 def test_default_settings_are_counted_as_torch_counts_them(measure):
     found = measure.rehearsed(measure.FULL, "", [f"test-{number}" for number in range(150)])
     assert found["traces"] == 150 and found["retries"] > 20 and found["mismatches"] == []
 
 
+@pytest.mark.nightly
 def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
     """The comparison can fail: 64 MiB instead of torch's 20 for a large segment."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64")
@@ -53,6 +56,7 @@ def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
     assert found["mismatches"]
 
 
+@pytest.mark.nightly
 def test_the_rules_of_another_release_are_found_out(measure):
     """Free blocks of one size are frequent enough that the traces tell releases apart."""
     here, seeds = release(), [f"test-{number}" for number in range(40)]
@@ -66,6 +70,7 @@ def test_the_rules_of_another_release_are_found_out(measure):
 RESERVE = "expandable_segments:True,expandable_segments_reserve:"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(newer_than("2.15"), reason="options of torch 2.15")
 @pytest.mark.parametrize(
     ("card", "text"),
@@ -93,6 +98,7 @@ def of_environment():
     return reserved
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cuda", "plain", "reserved"),
     [("64", None, 64), (None, "32", 32), ("64", "32", 64), ("", "32", 20)],
@@ -114,6 +120,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.nightly
 def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(measure):
     def ours(text):
         try:

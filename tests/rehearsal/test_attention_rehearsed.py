@@ -42,6 +42,7 @@ def letters(capability: tuple[int, int], count: int = attention_cases.COUNT, see
     return run.value
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", attention_cases.CAPABILITIES, ids=str)
 def test_attention_takes_the_kernel_that_torch_takes(capability):
     from test_attention import selected

@@ -24,6 +24,7 @@ for module in (measure_cuda, sys.modules[__name__]):
 SEED = 20
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", measure_cuda.CAPABILITIES, ids=str)
 def test_allocated_is_what_torchs_allocator_says(capability, tmp_path):
     found = []
@@ -45,6 +46,7 @@ QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 256, "int
 QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "tie_word_embeddings": True}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
 def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
     """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
@@ -63,6 +65,7 @@ MODERN = {"model_type": "modernbert", "hidden_size": 384, "num_attention_heads":
 MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 
 
+@pytest.mark.nightly
 def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
     """A block of 512 KiB more than it asks for, with fewer free ones to choose from."""
     config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
@@ -88,6 +91,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
 def test_what_writes_takes_what_torchs_allocator_says(capability):
     with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
@@ -99,6 +103,7 @@ def test_what_writes_takes_what_torchs_allocator_says(capability):
             assert said == found, (task.model, options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, monkeypatch):
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", shared)
@@ -110,6 +115,7 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
     assert (said.peak_bytes, said.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
     """Of whole sequences of steps: also what blocks of one shape leave behind for the next."""
@@ -135,6 +141,7 @@ def loop_that_empties(task):
         optimizer.zero_grad()
 
 
+@pytest.mark.nightly
 def test_what_was_free_is_given_back_where_the_training_says_so():
     task = Task("gpt2", seq_len=64, config={"n_layer": 2, "n_embd": 512, "n_head": 8, "vocab_size": 8000})
     ways = [
@@ -161,6 +168,7 @@ def loop_that_checkpoints(task):
     model.train()(**batch).loss.backward()
 
 
+@pytest.mark.nightly
 def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
     task = Task("llama-2-7b", seq_len=640, config=LLAMA | {"vocab_size": 777})
     with Rehearsal(card("t4")) as stage:
@@ -184,6 +192,7 @@ def loop_that_autocasts(task, dtype, attention):
         optimizer.zero_grad()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_loop_of_ones_own_autocasts_as_on_a_gpu(dtype, attention):

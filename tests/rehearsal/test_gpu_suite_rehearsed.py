@@ -29,6 +29,7 @@ def report(tmp_path_factory):
     return out / "tiny-rehearsed-a100.jsonl"
 
 
+@pytest.mark.nightly
 def test_a_rehearsed_suite_has_bytes_and_no_times(report):
     data = gpu_page.content(Store(report, Kept).read())
     assert data["machine"]["rehearsed"] and data["machine"]["name"] == "rehearsed A100 80 GB"
@@ -53,6 +54,7 @@ def test_its_claims_are_decided_by_memory_alone(report):
     assert claims["fp16-faster"]["verdict"] == "not testable here" and "rehearsal" in claims["fp16-faster"]["missing"]
 
 
+@pytest.mark.nightly
 def test_the_estimate_is_what_torchs_allocator_says(report):
     rows = build_page.held_against({"suite": build_page.of_suite(gpu_page.content(Store(report, Kept).read()))})
     assert rows

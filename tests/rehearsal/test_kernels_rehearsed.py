@@ -61,6 +61,7 @@ def names_of(capability, cases=(*kernel_cases.RUNS, *kernel_cases.DRAWN)):
     return [name for name in names if capability >= (8, 0) or ("flash" not in name and "bf16" not in name)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_kernels_ask_for_what_the_rules_say(capability):
     names = names_of(capability)
@@ -84,6 +85,7 @@ def of_all_kinds(_):
     return [list(each.shape) for each in (images.grad, torch.bmm(column, row), weight.grad)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 0), (8, 9), (12, 0)], ids=str)
 def test_kernels_of_all_kinds_are_answered(capability):
     with Rehearsal(card(None, capability, "40GB")) as stage:

@@ -46,6 +46,7 @@ def hang_in(path):
     return hang
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_that_is_killed_is_a_run_that_says_so_and_the_next_one_is_undisturbed(temporary, tmp_path):
     def kill(task):
         os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
@@ -72,6 +73,7 @@ rehearse(hang_in(Path({told!r})), on="t4")
 """
 
 
+@pytest.mark.nightly
 def test_of_a_rehearsal_whose_caller_is_killed_nothing_survives(temporary, tmp_path):
     told = tmp_path / "told"
     caller = subprocess.Popen([sys.executable, "-c", CALLER.format(path=sys.path, told=str(told))])

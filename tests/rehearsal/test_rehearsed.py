@@ -74,6 +74,7 @@ def swiglu(tokens):
 
 
 # Peaks on a real A100, in MiB: linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, torch's side.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "function, size, published",
     [
@@ -103,6 +104,7 @@ print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("card", ["t4", "h100"])
 @pytest.mark.parametrize("arguments", [{"per_device_train_batch_size": 4}, {"fp16": True, "optim": "adafactor"}])
 def test_the_lab_counts_what_a_plain_script_counts(card, arguments):
@@ -143,12 +145,14 @@ def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
     assert here(masks, True) == [64 * 30 + 64 * 64] * 2
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_ends_with_torchs_own_words():
     run = rehearse(Task("bert-large", seq_len=512), on="t4", per_device_train_batch_size=64)
     assert run.status == "out of memory" and run.memory is None
     assert "CUDA out of memory. Tried to allocate" in run.message and "14.56 GiB" in run.message
 
 
+@pytest.mark.nightly
 def test_a_card_of_the_users_own_and_a_function():
     def loop(task):
         import torch
@@ -162,6 +166,7 @@ def test_a_card_of_the_users_own_and_a_function():
     assert run.value == [[8, 6], 5_000_000_000] and run.peak_bytes > 8 * SMALL.parameters()
 
 
+@pytest.mark.nightly
 def test_two_ranks_have_a_device_each():
     alone = rehearse(SMALL, on="t4", per_device_train_batch_size=4)
     both = rehearse(SMALL, on="t4", processes=2, per_device_train_batch_size=4)
@@ -351,6 +356,7 @@ def test_a_norm_is_not_below_zero(here):
     assert here(signs) is False
 
 
+@pytest.mark.nightly
 def test_small_whole_numbers_reach_the_other_ranks():
     def asked(task):
         import torch
@@ -406,6 +412,7 @@ def exchanged(task):
     }
 
 
+@pytest.mark.nightly
 def test_collectives_give_what_equal_ranks_would_get():
     run = rehearse(exchanged, on="a100", task=SMALL, processes=2)
     assert run.ok, run.message
@@ -509,6 +516,7 @@ PLANTED = {  # what goes before, the wrong line, its error
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
     before, wrong, error = PLANTED[name]
@@ -540,6 +548,7 @@ def test_a_stand_in_that_does_not_compile_gives_the_reason_and_leaves_nothing(mo
     assert list(build.cache().iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_command_line(tmp_path):
     words = [sys.executable, "-m", "perf_helpers.cli", "rehearse"]
     options = ["--compute-capability", "8.0", "--device-memory", "16GB", "--model", "bert-tiny", "--seq-len", "32"]

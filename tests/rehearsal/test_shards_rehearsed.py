@@ -16,6 +16,7 @@ LLAMA = Task(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("task", "recipe"),
     [
@@ -35,6 +36,7 @@ def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
     assert told.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
 
 
+@pytest.mark.nightly
 def test_what_accelerate_cannot_shard_is_said_by_both():
     """accelerate 1.15 divides the input embedding again, though BERT has it in a part that is divided already."""
     recipe = {"processes": 2, "fsdp": True, "per_device_train_batch_size": 2}

@@ -46,6 +46,7 @@ def with_deaths_sorted(events):
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("recipe", "arranged"),
     [({}, list), ({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"}, with_deaths_sorted)],
@@ -62,6 +63,7 @@ def test_a_rehearsal_and_an_estimate_allocate_and_free_the_same(tmp_path, recipe
     assert any(name.endswith("modeling_bert.py") for name in frames)
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_ends_with_it(tmp_path):
     small = card("t4", device_memory="600MB")
     run = rehearse(Task("bert-small", seq_len=128), on=small, snapshot=tmp_path / "full", per_device_train_batch_size=8)
@@ -69,6 +71,7 @@ def test_what_does_not_fit_ends_with_it(tmp_path):
     assert "oom" in [entry["action"] for entry in trace_of(tmp_path / "full")]
 
 
+@pytest.mark.nightly
 def test_of_several_ranks_the_first_writes_it(tmp_path):
     run = rehearse(TASK, on="a100", processes=2, snapshot=tmp_path / "ranks", **RECIPE)
     assert run.ok
@@ -123,6 +126,7 @@ def events_of_both(random_trace, performed, text, seeds):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [10, 11, -1])
 def test_the_allocator_tells_what_torch_records(measure, number, monkeypatch):
     room, text = measure.CONFIGURATIONS[number]

@@ -34,6 +34,7 @@ def zero(stage, **more):
 SMALL = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -54,6 +55,7 @@ def test_a_rank_of_zero_takes_what_torchs_allocator_says(recipe):
     assert told.memory.reserved_bytes == run.memory.reserved_bytes, "its cache is emptied, its streams have their own"
 
 
+@pytest.mark.nightly
 def test_states_on_the_host_take_nothing_of_the_card():
     run = rehearse(GPT, on="a100", processes=2, **zero(2, **SMALL, offload_optimizer={"device": "cpu"}))
     assert run.ok, run.message

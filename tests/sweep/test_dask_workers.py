@@ -57,6 +57,7 @@ def test_workers_work_at_once_and_never_two_on_one_device(client):
     assert any(a[0] < b[1] and b[0] < a[1] for a in here for b in there), "at no moment did both work"
 
 
+@pytest.mark.nightly
 def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_nothing(client, tmp_path):
     mark, release = tmp_path / "began", tmp_path / "release"
 
@@ -129,6 +130,7 @@ def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(cli
     assert outcome.ok and [attempt["status"] for attempt in outcome.attempts] == ["killed", "ok"]
 
 
+@pytest.mark.nightly
 def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
     endless = Experiment("endless", TINY, steps=10**6)
 
@@ -204,6 +206,7 @@ def test_by_dasks_own_executor_equal_calls_are_two_experiments(client):
     assert first.value != second.value and first.attempts[0]["address"] in client.nthreads()
 
 
+@pytest.mark.nightly
 def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_performed_it(
     client, elsewhere, tmp_path
 ):

@@ -44,6 +44,7 @@ def quick(monkeypatch):
     return replace
 
 
+@pytest.mark.nightly
 def test_a_sweep_is_performed_by_several_workers_at_once_and_kept_in_one_store(client, tmp_path):
     told = []
     with Workers(client, tell=told.append) as executor:
@@ -252,6 +253,7 @@ def command(tmp_path):
 HEAD = "measure = 'memory'\n[task]\nseq_len = 16\n"
 
 
+@pytest.mark.nightly
 def test_the_command_prints_one_object_says_what_failed_and_leaves_nothing(command, tmp_path):
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     start, left = command
@@ -265,6 +267,7 @@ def test_the_command_prints_one_object_says_what_failed_and_leaves_nothing(comma
     assert all(map(gone, left()))
 
 
+@pytest.mark.nightly
 def test_an_interrupted_command_is_exit_code_130_and_leaves_nothing(command, tmp_path):
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     start, left = command

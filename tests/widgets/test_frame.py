@@ -75,6 +75,7 @@ CLAIM = {"id": "x", "lesson": "05_callbacks", "verdict": "holds", "as_expected":
 RECORD = {"lesson": "05_callbacks", "complete": True, "runs": [], "claims": [CLAIM]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "verdict"), [(2, ("failed", "in a widget: ZeroDivisionError: division by zero")), (3, ("ok", ""))]
 )

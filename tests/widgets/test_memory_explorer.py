@@ -57,6 +57,7 @@ def test_a_move_is_answered_at_once_and_told_as_interpolated_until_it_is_traced(
     wait(lambda: "</b> traced" in text(shown))
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, tmp_path):
     small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32}
     images = tmp_path / "config.json"
@@ -89,6 +90,7 @@ def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab,
     assert asked[1] == lab.task.replace(seq_len=None) or asked[1] == lab.task
 
 
+@pytest.mark.nightly
 def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown, tmp_path):
     small = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
     (tmp_path / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3, "vocab_size": 64}))
@@ -106,6 +108,7 @@ def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, sho
     wait(lambda: "gradients" in text(shown))
 
 
+@pytest.mark.nightly
 def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
     explorers.memory(lab)
     first, count = box(shown).model_id, len(alive())

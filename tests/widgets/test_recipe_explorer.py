@@ -76,6 +76,7 @@ def test_days_are_not_mixed(lab, shown, no_estimates):
     assert "then" in text(shown) and "today" not in text(shown)
 
 
+@pytest.mark.nightly
 def test_an_estimate_stands_beside_the_runs_without_a_speed(lab, shown):
     lab.runs = [run("small", 100, 4.0)]
     estimate(TASK, device="cpu", per_device_train_batch_size=4)

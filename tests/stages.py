@@ -1,0 +1,69 @@
+"""Runs the tests in stages, the daily tier or the nightly one, and says what each stage took.
+
+    python tests/stages.py daily                       what `make test` runs after `make check`
+    python tests/stages.py nightly                     everything else, whatever it takes
+    python tests/stages.py nightly --minutes 45 --run 7
+        as much of it as fits; each run begins two stages further on, so that no stage is left out three times in a row
+
+A stage that fails does not stop the next one. Exit code 0 if none failed.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTEST = [sys.executable, "-m", "pytest"]
+TWO = ["-n", "2", "--dist", "loadfile"]
+CHECKED = [f"--ignore=tests/{name}" for name in ("test_repo.py", "test_notebooks.py", "course/test_ledger.py")]
+LESSONS = "--ignore=tests/test_lessons.py"
+VENV = f"VENV={Path(sys.executable).parents[1]}"
+# {stage: (the minutes it takes on two quiet cores, its command)}. What is timed has the machine alone.
+DAILY = {
+    "units": (5, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
+    "lessons": (4, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
+}
+NIGHTLY = {
+    "lessons": (16, [*PYTEST, "-m", "nightly and timed"]),
+    "browser": (9, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
+    "units": (22, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
+    "levels": (6, ["make", "levels", VENV, "ARGS=--lowest"]),
+    "rehearse": (15, ["make", "rehearsed", VENV]),
+}
+
+
+def chosen(stages: dict, minutes: float, run: int) -> Iterator[str]:
+    """The stages of a run, in the order in which they are begun, as far as they fit; without a limit all of them."""
+    names = [*stages]
+    first = 2 * run % len(names) if minutes else 0
+    began = time.monotonic()
+    for name in names[first:] + names[:first]:
+        passed = (time.monotonic() - began) / 60
+        if minutes and passed and passed + stages[name][0] > minutes:
+            print(f"make test: {name} is left out: {passed:.0f} of {minutes:g} minutes have passed", flush=True)
+        else:
+            yield name
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tier", choices=["daily", "nightly"])
+    parser.add_argument("--minutes", type=float, default=0, help="after which no stage is begun (default: no limit)")
+    parser.add_argument("--run", type=int, default=0, help="number of this run, by which the first stage is chosen")
+    given = parser.parse_args(arguments)
+    stages, failed = DAILY if given.tier == "daily" else NIGHTLY, []
+    for name in chosen(stages, given.minutes, given.run):
+        began = time.monotonic()
+        if subprocess.run(stages[name][1], cwd=ROOT).returncode:
+            failed.append(name)
+        print(f"make test: {name} took {time.monotonic() - began:.0f} seconds", flush=True)
+    if failed:
+        print(f"make test: failed in {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
