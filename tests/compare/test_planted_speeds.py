@@ -12,6 +12,8 @@ from nights import night, sabotaged
 
 from perf_helpers.compare.compare import compare
 
+pytestmark = [pytest.mark.nightly, pytest.mark.timed]
+
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory):
