@@ -33,6 +33,7 @@ from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
 from perf_helpers import plots
+from perf_helpers.cards import named
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import SINCE, Verdict, load
@@ -95,7 +96,7 @@ def rehearsals() -> dict[str, dict]:
         data = read_record(path)
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
-        found[data["card"]] = data
+        found[named(data["card"]).name] = data  # as it is called today
     return found
 
 

@@ -202,7 +202,7 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 def course(path, rehearsed, **claim):
     """A course's results.json on an A100, with one claim and one training."""
     data = recorded()["a100"]
-    data["machine"] |= {"name": "rehearsed A100 80 GB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
+    data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
     data["runs"][0]["lesson"] = "14_all_together"
     decision = {"id": "accumulation-memory", "lesson": "05_gradient_accumulation", "verdict": "holds", "value": 0.5}
     decision |= {"as_expected": True, "interval": None, "quantity": "peak / peak", "note": "", "rehearsed": rehearsed}
@@ -231,7 +231,7 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     kept.write_text(json.dumps(rehearsal()))
     monkeypatch.setattr(build, "RESULTS", tmp_path)
     monkeypatch.setattr(measured_speedups, "RECORDED", tmp_path)
-    assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
+    assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GiB"]
     assert measured_speedups.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
     measured.unlink()
     assert results.recorded(tmp_path) == {} and measured_speedups.nearest_recorded(None, "cuda", (8, 0)) is None
@@ -261,7 +261,7 @@ def test_what_does_not_say_that_it_was_rehearsed_is_no_rehearsal(build, monkeypa
 
 def test_the_recorded_rehearsals_say_what_they_are_and_have_no_times(build):
     cards = build.rehearsals()
-    assert {"A100 80 GB", "H100 80 GB", "T4 16 GB"} <= set(cards)
+    assert {"A100 80 GiB", "H100 80 GiB", "T4 16 GiB"} <= set(cards)
     for data in cards.values():
         assert data["assumed_context_bytes"] and data["host"] and data["versions"]["torch"] and data["date"]
         assert len(data["rows"]) == 10 and all(row["peak_bytes"] or row["message"] for row in data["rows"])
@@ -305,7 +305,7 @@ def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(reh
     with pytest.raises(ValueError, match="not rehearsed on H100"):
         rehearse.decided(tmp_path, CARDS["h100"])
     path = course(tmp_path / "results.json", rehearsed=False)
-    path.write_text(path.read_text().replace("NVIDIA A100", "rehearsed A100 80 GB"))  # a name alone proves nothing
+    path.write_text(path.read_text().replace("NVIDIA A100", "rehearsed A100 80 GiB"))  # a name alone proves nothing
     with pytest.raises(ValueError, match="not rehearsed on A100"):
         rehearse.decided(tmp_path, card)
 

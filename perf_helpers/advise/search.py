@@ -213,6 +213,7 @@ class RecipeSearch:
     ranking: Ranking
     ask: "Once"  # by which all looks are taken
     line: Callable[..., Line]  # of a task with training arguments, by its number of layers
+    on_gpu: bool = False  # whether the memory is a card's, whose sizes are in GiB
     of_the_leanest: bool = False  # recipe alone: no other was looked at
     count: int = 0  # estimates asked for so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order

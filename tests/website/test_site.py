@@ -121,7 +121,7 @@ def test_a_claims_history_has_every_record_and_calls_a_rehearsal_so():
     history = claim_history.History.read()
     entries = history.before["eighteen-bytes"]
     assert [entry.date for entry in entries] == sorted(entry.date for entry in entries)
-    assert {entry.machine for entry in entries} >= {"Intel Xeon, 2 cores", "T4 16 GB, rehearsed"}
+    assert {entry.machine for entry in entries} >= {"Intel Xeon, 2 cores", "T4 16 GiB, rehearsed"}
     assert any(entry.machine.endswith("library matrix") and "torch 2.11" in entry.libraries for entry in entries)
     newest = dict(history.now["eighteen-bytes"])
     assert set(newest) <= set(history.machines) and len(newest) > 2
