@@ -28,9 +28,9 @@ BUDGETS = (
         9_676,
         50,
     ),
-    ("benchmarks", ["benchmarks/*.py"], 7_133, 40),
+    ("benchmarks", ["benchmarks/*.py"], 7_200, 40),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_420, 24),
-    ("README.md", ["README.md"], 140, 1),
+    ("README.md", ["README.md"], 182, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 350, 1),
 )
 

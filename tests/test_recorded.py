@@ -94,8 +94,9 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
     for data in measured.values():
         decided = results.decided_anew(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
-        assert f"{len(decided)} claims: {verdicts['holds']} hold, " in counts
-        assert f"{verdicts['refuted']} refuted, " in counts
+        apart = verdicts["not testable here"]
+        told = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
+        assert told in counts and f"{apart} more are not testable there" in counts
         assert build.caption(data) in counts and build.caption(data) in page
         assert [claim["id"] for claim in decided if f"`{claim['id']}`" not in page] == []
     for name, data in cards.items():
@@ -133,6 +134,25 @@ def test_a_page_that_lost_a_marker_is_named(build, copied):
     told = r"rehearsal.md has 0 places for <!-- rehearsed: made by benchmarks/build.py -->"
     with pytest.raises(ValueError, match=told):
         build.main(["--check"])
+
+
+def test_readme_counts_what_the_picture_of_the_report_counts(build):
+    measured = results.recorded(RESULTS)
+    data = build.newest(measured)
+    number = Counter(claim["verdict"] for claim in results.decided_anew(data["claims"]))
+    testable = number.total() - number["not testable here"]
+    told = build.finding(measured)
+    assert f"{number['refuted']} of {testable} testable" in told and f"{number['holds']} hold" in told
+
+
+def test_readme_lists_every_lesson_with_its_minutes_and_where_to_open_it(build):
+    measured = results.recorded(RESULTS)
+    rows = [line for line in build.lessons(measured).splitlines() if "notebooks/" in line]
+    seconds = {lesson["name"]: lesson["seconds"] for lesson in build.newest(measured)["lessons"]}
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    for name, row in zip(names, rows, strict=True):
+        assert f"(notebooks/{name}.ipynb)" in row and f"| {max(round(seconds[name] / 60), 1)} |" in row
+        assert row.count(f"/notebooks/{name}.ipynb)") == 2, "Colab and Binder"
 
 
 def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():

@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "website"))
 claim_history, lesson_pages, pictures, recorded_lessons, site_pages = map(
     importlib.import_module, ("claim_history", "lesson_pages", "pictures", "recorded_lessons", "site_pages")
 )
-PICTURES = ("lesson", "calculator", "report")
+PICTURES = ("report", "lesson", "calculator")
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
 NO_GUESS = "<div><b>○ no guess</b>: measured 3.1 MB; next time, put a number first. The estimate said 3 MB</div>"

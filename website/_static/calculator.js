@@ -37,6 +37,7 @@ const WORDS = {
 const QUESTIONS = ["method", "precision", "optimizer", "checkpointing", "accumulation"];
 const SEGMENTS = ["default", "expandable"];
 const LETTER = 8; // pixels of one letter in the names of the cards' lines
+const LINES = " Dotted lines: the memory that torch can use of cards sold with this size.";
 const TOO_THIN = 0.002; // of the peak: a category that never has more is left out of pictures
 const FITS = { yes: "Fits", no: "Does not fit", edge: "May not fit" };
 const SIGNS = { yes: "✓", no: "✗", edge: "?" };
@@ -262,7 +263,7 @@ class Calculator {
     const own = shown.map((category) => [this._swatch(category), this.categories[category][0], parts[category]]);
     const about = element("p", { class: "calculator-about" }, `At the peak ${bytesText(memory.peakBytes)} are in use. It is in the ${phase}, at this `);
     const reserved = `The allocator reserves at most ${bytesText(memory.reservedBytes)}.`;
-    about.append("operation: ", ...step, module ? ` (module ${module}). ` : ". ", reserved);
+    about.append("operation: ", ...step, module ? ` (module ${module}). ` : ". ", reserved, LINES);
     const legend = [...own, ...rest].map(([swatch, name, size]) => {
       return element("li", {}, swatch.cloneNode(), ` ${name} ${bytesText(size)}`);
     });
