@@ -45,7 +45,7 @@ def calculator(page: Page) -> bytes:
     page.goto(f"{HOST}calculator.html#{CHOICE}")
     page.add_style_tag(content=PLAIN)
     page.locator("#calculator-answer[data-done=all]").wait_for()
-    return seen(page, page.locator("#calculator"), 672)
+    return seen(page, page.locator("#calculator"), 698)
 
 
 def counted(page: Page) -> bytes:

@@ -120,7 +120,9 @@ class Sources:
 
         text = re.sub(rf"\[([^\[\]]+)\]\({NOWHERE}[^)]*\)", r"\1", LINK.sub(link, text))
         if self.repository:
-            return text.replace(UNPUBLISHED, self.repository)
+            return re.sub(r" \(The project has no public address yet:[^)]*\)", "", text).replace(
+                UNPUBLISHED, self.repository
+            )
         return re.sub(rf"\[([^\[\]]+)\]\(https://[^)]*{UNPUBLISHED}[^)]*\)", r"\1", text)
 
     def readme(self) -> None:

@@ -111,6 +111,14 @@ def test_links_lead_somewhere_from_the_site(tmp_path):
     assert "[c](https://github.com/me/course/blob/main/environment.yml)" in with_one
 
 
+def test_links_to_the_repository_lead_there_if_it_is_known_and_are_texts_otherwise(tmp_path):
+    text = "[Colab](https://colab.research.google.com/github/OWNER/perf-helpers/blob/main/a.ipynb) [b](https://x.org/y)"
+    unknown = site_pages.Sources(tmp_path / "a", None).linked(text, Path())
+    assert unknown == "Colab [b](https://x.org/y)"
+    known = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path())
+    assert known == text.replace("OWNER/perf-helpers", "me/course")
+
+
 def test_a_lesson_is_opened_elsewhere_only_where_the_repository_is_known(tmp_path):
     colab = "(https://colab.research.google.com/github/me/course/blob/main/notebooks/05_x.ipynb)"
     assert colab in site_pages.Sources(tmp_path / "a", "me/course").launch("05_x.ipynb")
