@@ -554,7 +554,7 @@ def addresses(text):
 def test_pages_name_one_address_of_the_repository():
     with open(ROOT / "pyproject.toml", "rb") as file:
         address = tomllib.load(file)["project"]["urls"]["Repository"]
-    for page in ("README.md", "docs/running.md", "notebooks/INSTRUCTOR.md"):
+    for page in ("README.md", "docs/running.md"):
         assert addresses((ROOT / page).read_text()) == {address.removeprefix("https://github.com/")}, page
 
 
