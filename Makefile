@@ -17,6 +17,7 @@ FRESH := fresh
 endif
 
 help:
+	@echo "make setup     create .venv; every other target does so first"
 	@echo "make course    run every lesson, then build/course/index.html tells what held on this machine"
 	@echo "make lab       JupyterLab on the lessons"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
@@ -44,6 +45,8 @@ record: course
 
 site: $(STAMP)
 	$(BIN)/python website/site_pages.py $(ARGS)
+
+setup: $(STAMP)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS) notebooks/
@@ -163,5 +166,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh
+.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh
 fresh: ;

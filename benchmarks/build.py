@@ -9,7 +9,7 @@ python benchmarks/build.py --check                  write nothing; exit code 1 i
 Of the library matrix (matrix.json) it also makes perf_helpers/course/since.json: what lessons say of versions.
 
 results/README.md is made as a whole and has every table. Some of them also stand in pages that people write, each
-between its markers: in the README how many claims hold, in docs/rehearsal.md the memory of the guides' ten recipes, in
+between its markers: in the README the claims and the lessons, in docs/rehearsal.md the guides' ten recipes, in
 docs/estimate.md the estimate beside other tools. PLACES says which block belongs into which page.
 
 What was measured and what was rehearsed (results/rehearsed/, by rehearse.py) stay apart: no file of the one is read as
@@ -33,6 +33,7 @@ from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
 from perf_helpers import plots
+from perf_helpers.cards import named
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import SINCE, Verdict, load
@@ -45,7 +46,8 @@ from perf_helpers.texts import name_text
 
 ROOT = RESULTS.parent
 PLACES = {  # block between markers: the page that has it
-    "scoreboard": ROOT / "README.md",
+    "finding": ROOT / "README.md",
+    "lessons": ROOT / "README.md",
     "machines": ROOT / "docs" / "trust.md",
     "rehearsed": ROOT / "docs" / "rehearsal.md",
     "card": ROOT / "docs" / "rehearsal.md",
@@ -59,6 +61,7 @@ ON_GPUS = RESULTS / "estimate_cuda.json"  # by --estimates
 MATRIX = RESULTS / "matrix.json"  # by benchmarks/matrix.py
 PRODUCTS = Path(__file__).with_name("products.toml")
 NIGHTS = RESULTS / "nights.json"  # by benchmarks/measure_nights.py
+PARTS_OF_COURSE = {"00": "I See", "04": "II One GPU", "15": "III Many devices", "19": "IV Beyond"}  # by first lesson
 SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
 PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
 
@@ -95,7 +98,7 @@ def rehearsals() -> dict[str, dict]:
         data = read_record(path)
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
-        found[data["card"]] = data
+        found[named(data["card"]).name] = data  # as it is called today
     return found
 
 
@@ -116,10 +119,70 @@ def picture(data: dict) -> None:
         axes.figure.savefig(data["file"].with_suffix(".png"), dpi=120, metadata={"Software": None})
 
 
+def newest(measured: dict[str, dict]) -> dict:
+    """Return the newest recorded course run."""
+    return max(measured.values(), key=lambda data: data["date"])
+
+
+def verdicts(data: dict) -> tuple[int, int, str]:
+    """Return how many claims a course run refutes, how many it could test, and the other verdicts in words. The counts
+    are those of its report."""
+    number = Counter(claim["verdict"] for claim in decided_anew(data["claims"]))
+    apart = number.pop(Verdict.NOT_TESTABLE, 0)
+    text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "
+    return (
+        number[Verdict.REFUTED],
+        number.total(),
+        f"{text}{number[Verdict.TOO_SMALL]} too small to tell; {apart} more are not testable there",
+    )
+
+
+def finding(measured: dict[str, dict]) -> str:
+    """Return README's first finding: how many claims the newest recorded run refutes, of those it could test."""
+    data = newest(measured)
+    refuted, testable, others = verdicts(data)
+    return (
+        f"- **{refuted} of {testable} testable statements are refuted on today's libraries**; {others} "
+        f"([every claim with its number](results/README.md#scoreboard): {caption(data)})."
+    )
+
+
 def counts(measured: dict[str, dict]) -> str:
-    """The scoreboard in one line a machine: how many of its claims have which verdict."""
-    lines = [f"- **{_count(decided_anew(data['claims']))}** ({caption(data)})" for data in measured.values()]
-    return "\n".join([*lines, "", "[Every claim with its number](results/README.md#scoreboard)."])
+    """Return the scoreboard, one line per machine: how many of the claims that it could test have which verdict."""
+    lines = []
+    for name, data in measured.items():
+        refuted, testable, others = verdicts(data)
+        lines.append(f"- **{name}**: of {testable} claims {refuted} are refuted, {others} ({caption(data)})")
+    return "\n".join(lines)
+
+
+def lessons(measured: dict[str, dict]) -> str:
+    """Return README's table of lessons: names from the bibliography, questions from the notebooks, minutes from the
+    newest recorded run, addresses from pyproject.toml."""
+    data = newest(measured)
+    seconds = {lesson["name"]: lesson["seconds"] for lesson in data["lessons"]}
+    names = re.findall(r"(?m)^## ((\d\d) .+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text(encoding="utf-8"))
+    titles = {number: name for name, number in names}
+    repository = address().removeprefix("https://github.com/")
+    rows = []
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        colab = f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{path.name}"
+        binder = f"https://mybinder.org/v2/gh/{repository}/main?urlpath=lab/tree/notebooks/{path.name}"
+        took = f"{max(round(seconds[path.stem] / 60), 1)}" if path.stem in seconds else "not recorded"
+        name = f"[{titles[path.name[:2]]}](notebooks/{path.name})"
+        question = first.splitlines()[0].removeprefix("# ")
+        part = PARTS_OF_COURSE.get(path.name[:2], "")
+        rows.append([part, name, question, took, f"[Colab]({colab}) [Binder]({binder})"])
+    about = "Minutes of computing in the newest recorded run, rounded; all lessons together took "
+    about += f"{sum(seconds.values()) / 60:.0f} minutes ({caption(data)})."
+    return f"{table(['part', 'lesson', 'question', 'minutes', 'open'], rows)}\n\n{about}"
+
+
+def address() -> str:
+    """Return the repository's address, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["urls"]["Repository"]
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
@@ -361,7 +424,8 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
         ValueError: the markers of a block are missing in its page, or stand there twice.
     """
     blocks = {
-        "scoreboard": counts(measured),
+        "finding": finding(measured),
+        "lessons": lessons(measured),
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
         "card": gpu_page.beside_a_card(suites),
@@ -389,7 +453,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         "Each number stands with its machine; numbers of different machines are not one. "
         "A number without an interval is an exact count or a single measurement.",
         "## Scoreboard",
-        "\n".join(f"- **{name}**: {caption(data)}" for name, data in measured.items()),
+        counts(measured),
         _claims_table({name: data["claims"] for name, data in measured.items()}, "not measured"),
         *(
             f"![Peak memory of the guides' ten recipes on {name}]({path.relative_to(RESULTS)})"

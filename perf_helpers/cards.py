@@ -13,7 +13,7 @@ from perf_helpers.texts import arguments_of_kind, nearest_text, of_kind, parse_b
 CONTEXT_BYTES = 530 << 20
 CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
 # Of a card's memory, that is kept free for what no estimate follows: longer samples, a communicator's buffers, a larger
-# context. From 16 GB on it covers, with CONTEXT_BYTES, the largest of those 19 contexts.
+# context. From 16 GiB on it covers, with CONTEXT_BYTES, the largest of those 19 contexts.
 MARGIN = 0.05
 DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
 
@@ -38,7 +38,7 @@ class Card:
 OF_BOARD = 0.94  # the least share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
 # What names of one card differ in: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
 _NO_NAME = re.compile(
-    r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gb|[^a-z0-9]"
+    r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gi?b|[^a-z0-9]"
 )
 
 
@@ -52,9 +52,9 @@ CARDS = {
     key: Card(it["name"], (*it["capability"],), parse_bytes(it["memory"]), is_board=it.get("board", False))
     for key, it in _KNOWN.items()
 }
-# By what is left of their names: "4090", "RTX 4090 24 GB".
+# By what is left of their names: "4090", "RTX 4090 24 GiB" and "RTX 4090 24 GB".
 _BY_NAME = {_plain(word): key for key, entry in _KNOWN.items() for word in (key, entry["name"], *entry.get("also", ()))}
-SIZES = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as they are sold: 8 GB are 8 * 2^30 bytes
+SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # sold as "8 GB": 8 * 2^30 bytes
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
@@ -84,7 +84,7 @@ def card(
     whole_number("devices", devices, most=16)
     if name is not None and device_memory is None:
         return replace(named(name), capability=capability, devices=devices)
-    described = "GPU of compute capability {}.{}, {:.3g} GB".format(*capability, memory_bytes / 1e9)
+    described = "GPU of compute capability {}.{}, {:.3g} GiB".format(*capability, memory_bytes / 2**30)
     return Card(described if name is None else named(name).name, capability, memory_bytes, devices)
 
 

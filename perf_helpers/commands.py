@@ -123,8 +123,10 @@ def estimate(
         about |= fits[0].to_dict() if fits else {}
         answer({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
-    peak = f"peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-    lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}", *_sizes(memory), *map(repr, fits)]
+    on_gpu = estimated.device == "cuda"
+    peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, in the {memory.peak_phase}"
+    sizes = _sizes(memory, on_gpu)
+    lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}", *sizes, *map(repr, fits)]
     answer([*lines, f"followed in {estimated.seconds:.1f} s", *(f"- {text}" for text in estimated.assumptions)])
 
 
@@ -214,12 +216,14 @@ def rehearse(
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
         run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
-    assumed = f"assumed: a CUDA context of {bytes_text(on.context_bytes)}, no workspace for cuDNN's convolutions"
+    assumed = (
+        f"assumed: a CUDA context of {bytes_text(on.context_bytes, binary=True)}, no workspace for cuDNN's convolutions"
+    )
     weights = f"; {run.weights}" if run.weights else ""
     lines = [f"{function or model} on {on.name}, rehearsed: {run.status}{weights}"]
     if memory := run.memory:
-        peak = f"  allocated at the peak {bytes_text(memory.peak_bytes)}, in the {memory.peak_phase}"
-        lines += [peak, *_sizes(memory)]
+        peak = f"  allocated at the peak {bytes_text(memory.peak_bytes, binary=True)}, in the {memory.peak_phase}"
+        lines += [peak, *_sizes(memory, binary=True)]
     figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)}
     answer(figures if json_output else [*lines, f"- {assumed}"])
     return _code(run)
@@ -311,12 +315,12 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _sizes(memory: Memory | None) -> list[str]:
-    """The parts of a peak, where they are known, and what the allocator reserved."""
+def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
+    """Return the parts of a peak, if they are known, and what the allocator reserved; `binary` as in `bytes_text`."""
     parts = (memory and memory.breakdown) or {}
-    lines = [f"  {name_text(category):<18} {bytes_text(size):>12}" for category, size in parts.items() if size]
+    lines = [f"  {name_text(category):<18} {bytes_text(size, binary):>12}" for category, size in parts.items() if size]
     if memory and memory.reserved_bytes:
-        lines.append(f"  reserved by the allocator {bytes_text(memory.reserved_bytes)}")
+        lines.append(f"  reserved by the allocator {bytes_text(memory.reserved_bytes, binary)}")
     return lines
 
 

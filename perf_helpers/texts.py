@@ -35,20 +35,28 @@ def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
     return f"{number} {unit}".strip()
 
 
-def bytes_text(size: float | None) -> str:
-    """Bytes in the unit a person would use (decimal: 1 MB = 10^6 bytes); None and unknown read "not measured"."""
+def bytes_text(size: float | None, binary: bool = False) -> str:
+    """Return bytes in a readable unit; None and unknown read "not measured".
+
+    Args:
+        size: in bytes.
+        binary: use GiB, MiB and KiB (2^30, 2^20, 2^10), as makers of GPUs and torch do; default: GB, MB and kB. Use it
+            wherever the text names a GPU, so that "24 GiB" can be compared with what a training needs.
+    """
     if not is_measured(size):
         return "not measured"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= scale:
-            return f"{size / scale:,.2f} {unit}" if unit == "GB" else f"{size / scale:,.1f} {unit}"
+    for unit in ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB"):
+        if abs(size) >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:,.{2 if unit[0] == 'G' else 1}f} {unit}"
     return f"{size:,.0f} B"
 
 
-def bytes_unit(largest: float) -> tuple[float, str]:
-    """The unit for an axis of bytes that ends at `largest`, as (bytes, name). It changes at twice the unit, so that the
-    axis has more than one whole number."""
-    return (1e9, "GB") if largest >= 2e9 else (1e6, "MB") if largest >= 2e6 else (1e3, "kB")
+def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
+    """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. It
+    changes at twice the unit, so that the axis has more than one whole number."""
+    large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
+    unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
+    return _UNITS[unit], unit
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -66,9 +74,10 @@ def name_text(category: str) -> str:
     return category.replace("_", " ")
 
 
-def parts_text(parts: Mapping[str, int]) -> str:
-    """Bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB". Without what is 0."""
-    return ", ".join(f"{name_text(name)} {bytes_text(size)}" for name, size in parts.items() if size > 0)
+def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
+    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB", without what is
+    0; `binary` as in `bytes_text`."""
+    return ", ".join(f"{name_text(name)} {bytes_text(size, binary)}" for name, size in parts.items() if size > 0)
 
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ def test_a_card_by_name_by_its_figures_and_by_both():
     assert card("T4") == CARDS["t4"]
     own = card(compute_capability=(8, 0), device_memory="16GB", devices=2)
     assert (own.capability, own.memory_bytes, own.devices) == ((8, 0), 16_000_000_000, 2)
-    assert "8.0, 16 GB" in own.name
+    assert "8.0, 14.9 GiB" in own.name
     assert card("a100", device_memory="20GiB").memory_bytes == 20 * 2**30
 
 
@@ -45,7 +45,7 @@ def test_an_unknown_context_is_none():
     assert (context_bytes((7, 0)), context_bytes((9, 0))) == (1341 * 2**20, 767 * 2**20)
 
 
-SOLD = re.compile(r" (\d+) GB$")  # how a name ends
+SOLD = re.compile(r" (\d+) GiB$")  # how a name ends
 
 
 def test_forty_cards_have_a_source_and_no_more_memory_than_they_are_sold_with():
@@ -65,7 +65,7 @@ def test_forty_cards_have_a_source_and_no_more_memory_than_they_are_sold_with():
         "t4": ["T4", "Tesla T4", "NVIDIA T4"],
         "4090": ["RTX 4090", "RTX_4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090 24GB"],
         "a100": ["A100 80GB", "a100-80gb", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
-        "a100-40": ["A100 40 GB", "NVIDIA A100-SXM4-40GB", "a100_40gb"],
+        "a100-40": ["A100 40 GB", "A100 40 GiB", "NVIDIA A100-SXM4-40GB", "a100_40gb"],
         "v100-32": ["Tesla V100-SXM2-32GB", "V100 32GB"],
         "h100": ["NVIDIA H100 80GB HBM3"],
         "4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER"],
@@ -96,8 +96,10 @@ MARGIN_BYTES = int(MARGIN * T4.memory_bytes)
 def test_fits_with_the_margin_or_does_not_and_says_both():
     fits = estimated(10**9, ROOM - MARGIN_BYTES - 1).fits("Tesla T4")
     assert fits and fits.answer is True
-    assert "fits the T4 16 GB: 14.85 GB needed (555.7 MB of it assumed for the CUDA context), 15.63 GB" in repr(fits)
-    assert "a margin of 781.7 MB (5%) stays free" in repr(fits)
+    assert "fits the T4 16 GiB: 13.83 GiB needed (530.0 MiB of it assumed for the CUDA context), 14.56 GiB" in repr(
+        fits
+    )
+    assert "a margin of 745.5 MiB (5%) stays free" in repr(fits)
     assert not estimated(ROOM + 1, ROOM + 1).fits(T4)
     assert "does not fit the T4" in repr(estimated(ROOM + 1).fits("t4"))
 
@@ -107,7 +109,7 @@ def test_fits_with_the_margin_or_does_not_and_says_both():
     [
         (estimated(10**9, ROOM - MARGIN_BYTES + 1), "within the margin"),
         (estimated(ROOM, 2 * ROOM), "cached segments"),  # what is allocated fits, what is cached does not
-        (estimated(10**9, 10**9, (8, 0)), r"compute capability 8.0, not for the 7.5 of the T4.*card='T4 16 GB'"),
+        (estimated(10**9, 10**9, (8, 0)), r"compute capability 8.0, not for the 7.5 of the T4.*card='T4 16 GiB'"),
         (estimated(10**9, None, None, "cpu"), "for a CPU"),
     ],
 )

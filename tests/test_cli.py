@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -298,3 +300,21 @@ def test_compare_and_report_read_a_recorded_run(tmp_path):
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
     assert run("compare", str(damaged), str(recorded[-1])).returncode == 2
+
+
+@pytest.mark.nightly
+def test_the_command_of_the_readme_prints_the_sizes_that_are_pasted_below_it():
+    """Sizes, not sentences: these may be said in better words."""
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    versions = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
+    if not all(f"\n{each}\n" in pinned for each in versions):
+        pytest.skip(f"the README's answer is that of constraints.txt, not of {', '.join(versions)}")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    found = re.search(r"```\n\$ \.venv/bin/perf-helpers (estimate .*?[^\\])\n(.*?)```", readme, re.DOTALL)
+    command, pasted = found.groups()
+    done = run(*shlex.split(command.replace("\\\n", " ")))
+    *shown, about_more = pasted.splitlines()
+    printed = done.stdout.splitlines()
+    sizes = [re.findall(r"[\d.]+ [KMG]iB", "\n".join(lines)) for lines in (shown, printed[: len(shown)])]
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 8
+    assert len(printed) == len(shown) + int(re.search(r"and (\d+) lines", about_more)[1])

@@ -404,7 +404,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     text = build.gpu_suites(suites, cards)
     head = "| run | MiB allocated / reserved | MiB device-used | samples/s | against | MB, V100 (guide) |"
     assert "**The guides' ten recipes, and their speeds against each other.**" in text and "Forty trainings" not in text
-    assert f"{head} H100 80 GB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
+    assert f"{head} H100 80 GiB, rehearsed |" in text, "of the cards that are rehearsed the one of the same kind"
     assert "| vanilla | 20480 / 21504 | 22528 | 1.2 |  | 14949 | 7158 / 7626 |" in text
     half = "vanilla: 2.00 (1.96 to 2.04) x, memory 1.02 x"
     assert f"| half precision | 20890 / 21914 | 22938 | 2.4 | {half} | 13939 | 6578 / 6758 |" in text

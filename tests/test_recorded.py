@@ -94,8 +94,9 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
     for data in measured.values():
         decided = results.decided_anew(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
-        assert f"{len(decided)} claims: {verdicts['holds']} hold, " in counts
-        assert f"{verdicts['refuted']} refuted, " in counts
+        apart = verdicts["not testable here"]
+        told = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
+        assert told in counts and f"{apart} more are not testable there" in counts
         assert build.caption(data) in counts and build.caption(data) in page
         assert [claim["id"] for claim in decided if f"`{claim['id']}`" not in page] == []
     for name, data in cards.items():
@@ -133,6 +134,25 @@ def test_a_page_that_lost_a_marker_is_named(build, copied):
     told = r"rehearsal.md has 0 places for <!-- rehearsed: made by benchmarks/build.py -->"
     with pytest.raises(ValueError, match=told):
         build.main(["--check"])
+
+
+def test_readme_counts_what_the_picture_of_the_report_counts(build):
+    measured = results.recorded(RESULTS)
+    data = build.newest(measured)
+    number = Counter(claim["verdict"] for claim in results.decided_anew(data["claims"]))
+    testable = number.total() - number["not testable here"]
+    told = build.finding(measured)
+    assert f"{number['refuted']} of {testable} testable" in told and f"{number['holds']} hold" in told
+
+
+def test_readme_lists_every_lesson_with_its_minutes_and_where_to_open_it(build):
+    measured = results.recorded(RESULTS)
+    rows = [line for line in build.lessons(measured).splitlines() if "notebooks/" in line]
+    seconds = {lesson["name"]: lesson["seconds"] for lesson in build.newest(measured)["lessons"]}
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    for name, row in zip(names, rows, strict=True):
+        assert f"(notebooks/{name}.ipynb)" in row and f"| {max(round(seconds[name] / 60), 1)} |" in row
+        assert row.count(f"/notebooks/{name}.ipynb)") == 2, "Colab and Binder"
 
 
 def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():
@@ -202,7 +222,7 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 def course(path, rehearsed, **claim):
     """A course's results.json on an A100, with one claim and one training."""
     data = recorded()["a100"]
-    data["machine"] |= {"name": "rehearsed A100 80 GB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
+    data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
     data["runs"][0]["lesson"] = "14_all_together"
     decision = {"id": "accumulation-memory", "lesson": "05_gradient_accumulation", "verdict": "holds", "value": 0.5}
     decision |= {"as_expected": True, "interval": None, "quantity": "peak / peak", "note": "", "rehearsed": rehearsed}
@@ -231,7 +251,7 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     kept.write_text(json.dumps(rehearsal()))
     monkeypatch.setattr(build, "RESULTS", tmp_path)
     monkeypatch.setattr(measured_speedups, "RECORDED", tmp_path)
-    assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GB"]
+    assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GiB"]
     assert measured_speedups.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
     measured.unlink()
     assert results.recorded(tmp_path) == {} and measured_speedups.nearest_recorded(None, "cuda", (8, 0)) is None
@@ -261,7 +281,7 @@ def test_what_does_not_say_that_it_was_rehearsed_is_no_rehearsal(build, monkeypa
 
 def test_the_recorded_rehearsals_say_what_they_are_and_have_no_times(build):
     cards = build.rehearsals()
-    assert {"A100 80 GB", "H100 80 GB", "T4 16 GB"} <= set(cards)
+    assert {"A100 80 GiB", "H100 80 GiB", "T4 16 GiB"} <= set(cards)
     for data in cards.values():
         assert data["assumed_context_bytes"] and data["host"] and data["versions"]["torch"] and data["date"]
         assert len(data["rows"]) == 10 and all(row["peak_bytes"] or row["message"] for row in data["rows"])
@@ -305,7 +325,7 @@ def test_only_memory_claims_that_were_decided_are_kept_of_a_rehearsed_course(reh
     with pytest.raises(ValueError, match="not rehearsed on H100"):
         rehearse.decided(tmp_path, CARDS["h100"])
     path = course(tmp_path / "results.json", rehearsed=False)
-    path.write_text(path.read_text().replace("NVIDIA A100", "rehearsed A100 80 GB"))  # a name alone proves nothing
+    path.write_text(path.read_text().replace("NVIDIA A100", "rehearsed A100 80 GiB"))  # a name alone proves nothing
     with pytest.raises(ValueError, match="not rehearsed on A100"):
         rehearse.decided(tmp_path, card)
 

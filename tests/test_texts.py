@@ -2,7 +2,7 @@
 
 import pytest
 
-from perf_helpers import texts
+from perf_helpers import cards, texts
 from perf_helpers.unknown import Unknown
 
 
@@ -44,6 +44,20 @@ def test_a_number_has_as_many_digits_as_asked_for_or_is_whole(value, text):
 )
 def test_bytes_are_shown_in_a_persons_unit(size, text):
     assert texts.bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, "not measured"), (512, "512 B"), (1536, "1.5 KiB"), (530 << 20, "530.0 MiB"), (24 << 30, "24.00 GiB")],
+)
+def test_bytes_beside_a_card_are_in_the_units_that_cards_are_sold_in(size, text):
+    assert texts.bytes_text(size, binary=True) == text
+
+
+def test_no_card_is_named_in_decimal_units_and_old_names_are_still_known():
+    for key, card in cards.CARDS.items():
+        assert card.name.endswith(" GiB") and cards.named(card.name.replace("GiB", "GB")) == cards.CARDS[key]
+    assert all(name.endswith(" GiB") for name in cards.SIZES)
 
 
 @pytest.mark.parametrize(("largest", "unit"), [(100, "kB"), (1.9e6, "kB"), (2e6, "MB"), (1.9e9, "MB"), (2e9, "GB")])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from perf_helpers.cards import named
 from perf_helpers.course.results import course_runs, decided_anew
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -65,7 +66,7 @@ def _rehearsed():
         *_, path = sorted(folder.glob("*.json"))
         data = json.loads(path.read_text("utf-8"))
         if course := data["course"]:
-            yield f"{data['card']}, rehearsed", course | {"versions": data["versions"]}, True
+            yield f"{named(data['card']).name}, rehearsed", course | {"versions": data["versions"]}, True
 
 
 def _told(versions: dict[str, str]) -> str:

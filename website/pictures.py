@@ -1,17 +1,19 @@
-"""README's pictures: a lesson and the calculator as the built site has them, and the report of the newest recorded run.
+"""Makes README's pictures: a lesson and the calculator from the built site, and the report of the newest recorded run.
 
 python website/site_pages.py --pictures     the site, and then notebooks/pictures/{lesson,calculator,report}.png
 
-Each is what a window shows in headless Chromium, in 256 colours at most, which keep text sharp.
+Each is a screenshot of headless Chromium, in at most 256 colours, which keep text sharp.
 """
 
 import base64
+import io
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import PIL.Image
 from claim_history import RESULTS
 from playwright.sync_api import Locator, Page, sync_playwright
 from recorded_lessons import smaller
@@ -20,48 +22,68 @@ from perf_helpers.course.report import report
 from perf_helpers.course.results import course_runs
 
 FOLDER = RESULTS.parent / "notebooks" / "pictures"
-WINDOW, SCALE = {"width": 960, "height": 528}, 1.5  # in pixels of CSS; of the picture to each of them
+WIDTH, SCALE = 960, 1.5  # in pixels of CSS; of the picture per pixel of CSS
 HOST = "http://pictures.invalid/"  # whose files are a folder's
 CHOICE = "model=llama-3.2-1b&method=lora&precision=bf16-weights&checkpointing=on&batch=4&length=2048&card=4090"
+# Bars of the site that would take room, and the line of a sticky header that would cover what is shown.
+PLAIN = ".bd-header, .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article { display: none !important; }"
 
 
-def lesson(page: Page) -> Locator:
-    """A question, guessed."""
+def lesson(page: Page) -> bytes:
+    """A guess before it is committed, and below it what is revealed after that."""
     page.goto(f"{HOST}notebooks/01_anatomy_of_memory.html")
-    guess = page.locator("form.guess input[type=number]")
-    guess.fill("100")
-    guess.press("Enter")
-    return page.locator("section", has=guess).last
+    page.add_style_tag(content=PLAIN)
+    guess = page.locator("form.guess").first
+    guess.locator("input[type=number]").fill("100")
+    before = seen(page, page.locator("section", has=guess).last, 280)
+    guess.locator("button").click()
+    return stacked(before, seen(page, page.locator("details.reveal").first, 312))
 
 
-def calculator(page: Page) -> Locator:
+def calculator(page: Page) -> bytes:
     """A choice, answered."""
     page.goto(f"{HOST}calculator.html#{CHOICE}")
+    page.add_style_tag(content=PLAIN)
     page.locator("#calculator-answer[data-done=all]").wait_for()
-    return page.locator("#calculator")
+    return seen(page, page.locator("#calculator"), 698)
 
 
-def counted(page: Page) -> Locator:
+def counted(page: Page) -> bytes:
     """The report's verdicts, counted."""
     page.goto(f"{HOST}index.html")
-    return page.locator("body")
+    return seen(page, page.locator("body"), 478)
+
+
+def seen(page: Page, place: Locator, height: int) -> bytes:
+    """What a window shows from a place on."""
+    page.set_viewport_size({"width": WIDTH, "height": height})
+    place.evaluate("each => scrollTo(0, scrollY + each.getBoundingClientRect().top - 16)")
+    return page.screenshot()
+
+
+def stacked(*pictures: bytes) -> bytes:
+    """Pictures of one width, one below the other."""
+    images = [PIL.Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+    whole, top = PIL.Image.new("RGB", (images[0].width, sum(image.height for image in images))), 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.height
+    whole.save(made := io.BytesIO(), "PNG")
+    return made.getvalue()
 
 
 def make(site: Path, to: Path = FOLDER) -> None:
-    """Write the pictures, of a site that is built."""
+    """Write the pictures of a built site into a folder."""
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
         newest = max(course_runs(RESULTS), key=lambda run: run["date"])
         shutil.copyfile(newest["file"], Path(made, "results.json"))
         report(made)  # without its lessons' pages, which are out of sight
         chosen = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=chosen, args=["--no-sandbox", "--disable-gpu"])
-        for go, folder, name in (lesson, site, "lesson"), (calculator, site, "calculator"), (counted, made, "report"):
-            page = browser.new_page(viewport=WINDOW, device_scale_factor=SCALE)
+        for take, folder, name in (lesson, site, "lesson"), (calculator, site, "calculator"), (counted, made, "report"):
+            page = browser.new_page(viewport={"width": WIDTH, "height": 528}, device_scale_factor=SCALE)
             files = Path(folder)
             page.route("**", lambda route, _, at=files: route.fulfill(path=at / urlsplit(route.request.url).path[1:]))
-            place = go(page)
-            page.add_style_tag(content=".bd-header { position: static !important; }")
-            place.evaluate("each => scrollTo(0, scrollY + each.getBoundingClientRect().top - 16)")
-            png = smaller(base64.b64encode(page.screenshot()).decode())
+            png = smaller(base64.b64encode(take(page)).decode())
             (to / f"{name}.png").write_bytes(base64.b64decode(png))
         browser.close()

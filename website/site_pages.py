@@ -1,12 +1,12 @@
-"""Builds the static site from what was recorded: results/, the pages that people wrote, and the ledger.
+"""Builds the static site from the recorded results, the written pages, and the ledger of claims.
 
     python website/site_pages.py                              build/site/index.html
     python website/site_pages.py --repository owner/name      with links to the sources, to Colab and to Binder
     python website/site_pages.py --pictures                   and README's pictures of it, by pictures.py
 
-Every lesson stands as a recorded machine executed it; every claim has a page of its own, with all that recorded runs,
-rehearsals and the library matrix say of it. Other pages are those of the repository. Links between them become links of
-the site; those to other files lead to the repository where its address is known.
+Each lesson is shown as a recorded machine executed it. Each claim has a page of its own, with its results in recorded
+runs, rehearsals and the library matrix. Other pages are those of the repository. Links between them become links of the
+site; links to other files lead to the repository if its address is known.
 """
 
 import argparse
@@ -31,7 +31,19 @@ from perf_helpers.course.results import measured_text
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 SOURCE, SITE = ROOT / "build" / "site-source", ROOT / "build" / "site"
-GUIDES = ("estimate", "rehearsal", "sweeps", "nights", "gpu-suite", "scripts", "trust", "coverage", "words")
+GUIDES = (
+    "running",
+    "findings",
+    "estimate",
+    "rehearsal",
+    "sweeps",
+    "nights",
+    "gpu-suite",
+    "scripts",
+    "trust",
+    "releases",
+)
+GUIDES += ("coverage", "words")
 PAGES = [  # of the repository, in the site's order; the README is taken apart
     *(f"docs/{name}.md" for name in GUIDES),
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/upstream/*.md")),
@@ -39,9 +51,9 @@ PAGES = [  # of the repository, in the site's order; the README is taken apart
 ]
 PUBLISHED = ROOT / "results" / "published.json"
 APPS = [path.name for path in sorted(HERE.glob("*.md"))]  # pages that compute in the browser
-# The README's section that the first page begins with, after the introduction up to these words.
-FIRST, SECOND = "What was found", "**Guess, then measure.**"
-MOVED = {"What you learn": "lessons.md", "Read on": "guides.md"}  # its sections that become pages
+MOVED = {"Lessons": "lessons.md", "Read on": "guides.md"}  # README's sections that become pages
+# What pyproject.toml calls the repository until it is published.
+UNPUBLISHED = "OWNER/perf-helpers"
 LINK = re.compile(r"(?P<before>\]\(|(?:src|href)=\")(?P<to>[^)\"\s#:]+)(?P<anchor>#[^)\"\s]*)?(?=[)\"])")
 NOWHERE = "nowhere:"  # where a link leads that cannot be followed; it is taken out
 LESSON = re.compile(r"(?m)^\| *(?P<part>[^|]*?) *\| \[(?P<title>[^\]]*)\]\((?P<name>notebooks/\w+)\.ipynb\)")
@@ -106,11 +118,17 @@ class Sources:
             at = f"https://github.com/{self.repository}/blob/main/{name}" if self.repository else NOWHERE
             return f"{found['before']}{at}{found['anchor'] or ''}"
 
-        return re.sub(rf"\[([^\[\]]+)\]\({NOWHERE}[^)]*\)", r"\1", LINK.sub(link, text))
+        text = re.sub(rf"\[([^\[\]]+)\]\({NOWHERE}[^)]*\)", r"\1", LINK.sub(link, text))
+        if self.repository:
+            return re.sub(r" \(The project has no public address yet:[^)]*\)", "", text).replace(
+                UNPUBLISHED, self.repository
+            )
+        return re.sub(rf"\[([^\[\]]+)\]\(https://[^)]*{UNPUBLISHED}[^)]*\)", r"\1", text)
 
     def readme(self) -> None:
-        """The README as the first page, with the findings first, and as those that some of its sections become."""
-        start, *parts = re.split(r"(?m)^## ", self.linked((ROOT / "README.md").read_text("utf-8"), Path()))
+        """Write the README as the first page, without badges from elsewhere, and some of its sections as pages."""
+        text = re.sub(r"(?m)^\[!\[.*\n", "", (ROOT / "README.md").read_text("utf-8"))
+        start, *parts = re.split(r"(?m)^## ", self.linked(text, Path()))
         sections = dict(part.split("\n", 1) for part in parts)
         learn, more = (sections.pop(title) for title in MOVED)
         by_part: dict[str, list[str]] = {}
@@ -120,10 +138,8 @@ class Sources:
         trees = "\n".join(toctree(names, part) for part, names in by_part.items())
         self.put("lessons.md", f"# The lessons\n{learn}\n{trees}")
         self.put("guides.md", f"# Read on\n{more}\n{toctree(PAGES)}")
-        head, more = start.split(SECOND)
-        sections = {FIRST: sections.pop(FIRST), "What it is": f"\n{SECOND}{more}"} | sections
         body = "".join(f"## {title}\n{text}" for title, text in sections.items())
-        self.put("index.md", f"{head}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
+        self.put("index.md", f"{start}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
 
     def lessons(self) -> None:
         """The lessons as the newest record has them, and their notebooks to be taken along."""

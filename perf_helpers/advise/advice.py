@@ -109,8 +109,9 @@ class Advice(Shown):
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
+        size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
-        head = f"{self.task.model}{length}, {self.effective_batch} samples a step, {bytes_text(self.memory_bytes)} "
+        head = f"{self.task.model}{length}, {self.effective_batch} samples a step, {size(self.memory_bytes)} "
         head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
         head += f", {self.weights}" + ", unless a recipe says dtype" * self._says_dtype
         notes = list(self.notes)
@@ -118,10 +119,10 @@ class Advice(Shown):
             notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
         if not self.recipes:
             needed, over = self.smallest.needed_bytes, self.margin_bytes - self.smallest.headroom_bytes
-            head += f": nothing fits. The smallest ({self.smallest.name}) needs {bytes_text(needed)}, "
-            head += f"{bytes_text(over)} over"
+            head += f": nothing fits. The smallest ({self.smallest.name}) needs {size(needed)}, "
+            head += f"{size(over)} over"
             rows = [
-                [change.name, "fits" if change.fits else "does not", bytes_text(change.needed_bytes), change.text]
+                [change.name, "fits" if change.fits else "does not", size(change.needed_bytes), change.text]
                 for change in self.changes
             ]
             assumed = [change.assumption for change in self.changes if change.assumption]
@@ -129,8 +130,8 @@ class Advice(Shown):
         rows = [
             [
                 recipe.name,
-                bytes_text(recipe.needed_bytes),
-                bytes_text(recipe.headroom_bytes),
+                size(recipe.needed_bytes),
+                size(recipe.headroom_bytes),
                 "not measured here" if recipe.speed is None else f"{recipe.speed:.2f} x",
                 "; ".join(dict.fromkeys(cost.partition(":")[0] for cost in recipe.costs)) or "nothing",
             ]
@@ -246,7 +247,11 @@ def advise(
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
     capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
     if kind == "cuda" and not (named_capability or here):
-        sold = "" if device else f", for {bytes_text(limit)} is what one is sold with; device='cpu' is this CPU"
+        sold = (
+            ""
+            if device
+            else f", for {bytes_text(limit, binary=True)} is what one is sold with; device='cpu' is this CPU"
+        )
         assumed = (f"Assumed: a GPU{sold}; compute capability 9.0, an H100's. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
     must, fixed = dict(must or {}), Arguments.of(must or {})
@@ -265,7 +270,9 @@ def advise(
     line = functools.partial(depth.line, **whose)
     with progress.bar("advising", bar_format="{desc}: look {n}, {elapsed}{postfix}") as bar, within(timeout):
         task_to_fit = _with_enough_data(task, effective_batch)
-        search = RecipeSearch(task_to_fit, predict, room, context, choices, ranking, Once(bar), line)
+        search = RecipeSearch(
+            task_to_fit, predict, room, context, choices, ranking, Once(bar), line, on_gpu=kind == "cuda"
+        )
         if largest is None:
             fitting = search.find(most)
             smallest = None if fitting else search.smallest()
@@ -276,7 +283,8 @@ def advise(
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
-    free = f"{margin:.0%} of the memory, {bytes_text(limit - room)}, are left free for what no estimate follows."
+    free = bytes_text(limit - room, binary=kind == "cuda")
+    free = f"{margin:.0%} of the memory, {free}, are left free for what no estimate follows."
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
@@ -376,8 +384,8 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
         following = max(faster, key=ranking.key)
         its_needs = search.too_large[following]
-        why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs)}, "
-        why_not_next += f"{bytes_text(its_needs - search.limit)} more than may be used"
+        why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs, search.on_gpu)}, "
+        why_not_next += f"{bytes_text(its_needs - search.limit, search.on_gpu)} more than may be used"
     return Recipe(
         name=choices.name(candidate),
         arguments=choices.arguments(candidate),

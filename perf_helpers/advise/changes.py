@@ -28,7 +28,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
     on_top = search.needed(smallest) - estimated.peak_bytes
     changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
-    changes.append(_offloaded(search.limit, breakdowns, on_top))
+    changes.append(_offloaded(search.limit, breakdowns, on_top, search.on_gpu))
     return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
 
 
@@ -67,12 +67,12 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     return Change("sharding", text, devices is not None, needed, assumption)
 
 
-def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
+def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
     """The optimizer states on the host; None where there are none."""
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None
     needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
     assumption = "Offload: the optimizer states and their update are on the host, and nothing else moves."
-    text = f"optimizer states off the device: {bytes_text(states)} on the host"
+    text = f"optimizer states off the device: {bytes_text(states, binary=on_gpu)} on the host"
     return Change("offload", text, needed <= limit, needed, assumption)

@@ -1,5 +1,6 @@
 """Which parallelism: the guides' decision tree over layouts of a model on several cards, with what speaks for it."""
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from perf_helpers.texts import arguments_of_kind, bytes_text, whole_number
 
 _WORTH_CUTTING = 1.2  # times as fast must a model that is cut be by the model of seconds: that is no better than this
 _FORBIDDEN = ("fsdp", "deepspeed", "parallelism_config")
+
+_size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,17 +38,17 @@ class Parallelism(Shown):
     notes: tuple[str, ...]  # what the figures stand for
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
-        where = f"{self.cards} cards of {bytes_text(self.card_bytes)}" + f" in {self.hosts} hosts" * (self.hosts > 1)
+        where = f"{self.cards} cards of {_size(self.card_bytes)}" + f" in {self.hosts} hosts" * (self.hosts > 1)
         fitting = sum(layout.fits for layout in self.layouts)
         shown = [*self.layouts[: min(6, fitting)], *self.layouts[fitting : fitting + 2]]
         rows = [
             [
                 layout.name,
                 "fits" if layout.fits else "does not",
-                bytes_text(layout.bytes_a_rank),
+                _size(layout.bytes_a_rank),
                 layout.source,
-                bytes_text(layout.bytes_a_step),
-                bytes_text(layout.bytes_between_hosts),
+                _size(layout.bytes_a_step),
+                _size(layout.bytes_between_hosts),
                 f"{shown[0].seconds_a_sample / layout.seconds_a_sample:.2f} x",
             ]
             for layout in shown
@@ -138,7 +141,7 @@ def parallelism(
         branch = "the model does not fit one card, its largest layer does"
     if alone > room and least == math.inf and planner.largest_layer(tries_checkpointing) > room:
         branch = "not even the largest layer fits one card"
-    why = f"{branch[0].upper()}{branch[1:]}: all on one needs {bytes_text(alone)}, a card has {bytes_text(limit)}, of "
+    why = f"{branch[0].upper()}{branch[1:]}: all on one needs {_size(alone)}, a card has {_size(limit)}, of "
     why += f"which {MARGIN:.0%} are kept free. " + (_why(chosen, others, room) if fitting else _nothing(chosen, room))
     return Parallelism(
         task=task,
@@ -170,15 +173,15 @@ def _of_bytes(cards: int) -> Iterator[str]:
 
 
 def _why(chosen: Layout, others: list[Layout], room: int) -> str:
-    text = f"{chosen.name} needs {bytes_text(chosen.bytes_a_rank)} a rank and sends {bytes_text(chosen.bytes_a_step)}"
+    text = f"{chosen.name} needs {_size(chosen.bytes_a_rank)} a rank and sends {_size(chosen.bytes_a_step)}"
     text += " a step."
     if simpler := [each for each in others if each.effort < chosen.effort]:
         least = min(simpler, key=lambda each: each.effort)
-        text += f" {least.name} is simpler and {bytes_text(least.bytes_a_rank - room)} too large."
+        text += f" {least.name} is simpler and {_size(least.bytes_a_rank - room)} too large."
     return text
 
 
 def _nothing(smallest: Layout, room: int) -> str:
-    text = f"Nothing fits: the smallest, {smallest.name}, needs {bytes_text(smallest.bytes_a_rank)} a rank, "
-    text += f"{bytes_text(smallest.bytes_a_rank - room)} too much. More cards, a smaller batch, "
+    text = f"Nothing fits: the smallest, {smallest.name}, needs {_size(smallest.bytes_a_rank)} a rank, "
+    text += f"{_size(smallest.bytes_a_rank - room)} too much. More cards, a smaller batch, "
     return text + "an optimizer with smaller states, or offload to the host (advise tells what would help)."

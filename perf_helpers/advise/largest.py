@@ -49,7 +49,7 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
     fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
-    told = f" {task.model} needs about {bytes_text(needed)}"
+    told = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
     if not fewer:
         return f"{told}."
     (size,) = parameters([task.replace(config={"num_hidden_layers": fewer})])

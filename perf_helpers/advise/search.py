@@ -213,6 +213,7 @@ class RecipeSearch:
     ranking: Ranking
     ask: "Once"  # by which all looks are taken
     line: Callable[..., Line]  # of a task with training arguments, by its number of layers
+    on_gpu: bool = False  # whether the memory is a card's, whose sizes are in GiB
     of_the_leanest: bool = False  # recipe alone: no other was looked at
     count: int = 0  # estimates asked for so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
@@ -220,8 +221,7 @@ class RecipeSearch:
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
     notes: list[str] = field(default_factory=list)  # what was not looked at, and why
     at_once: int = field(default_factory=lambda: min(hardware.this_machine().cpu_cores or 1, _MOST_AT_ONCE))  # recipes
-    # Bytes of weights, gradients and optimizer states, the same whatever the activations are: by the other techniques.
-    _states: dict[frozenset[Technique], int] = field(default_factory=dict)
+    _states: dict[frozenset[Technique], int] = field(default_factory=dict)  # bytes besides activations
 
     def find(self, most: int) -> list[Candidate]:
         """The best recipes that fit, at most `most`, the best first.

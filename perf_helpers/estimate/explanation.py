@@ -87,15 +87,17 @@ class Explanation:
         }
 
     def __repr__(self) -> str:
+        size = functools.partial(bytes_text, binary=self.a.device == "cuda")
+
         def line(name: str, *texts: Any) -> str:
-            shown = (f"{'+' * (each > 0)}{bytes_text(each)}" if isinstance(each, int) else each or "" for each in texts)
+            shown = (f"{'+' * (each > 0)}{size(each)}" if isinstance(each, int) else each or "" for each in texts)
             return f"  {name:<64} {' '.join(f'{each:>11}' for each in shown)}".rstrip()
 
         def pair(name: str, a: int, b: int) -> str:
-            return line(name, bytes_text(a), bytes_text(b), b - a)
+            return line(name, size(a), size(b), b - a)
 
         recipes = {"A": self.a, "B": self.b}
-        peaks = {n: f"{bytes_text(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()}
+        peaks = {n: f"{size(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()}
         lines = [f"{n}: {peak}; {recipes[n].weights}" for n, peak in peaks.items()]
         lines += [line("switches, one after the other", "price", "alone")]
         lines += [line(name, *prices) for name, prices in self.switches.items()]

@@ -96,14 +96,15 @@ class WorstBatch:
         )
 
     def __repr__(self) -> str:
+        on_gpu = self.estimate.device == "cuda"
         tokens, (rows, width) = sum(self.lengths), max(self.shapes[self.step], key=lambda shape: shape[0] * shape[1])
         lines = [
             f"{len(self.lengths):,} samples of {min(self.lengths)} to {max(self.lengths)} tokens, "
             f"{len(self.shapes):,} steps; the worst is step {self.step + 1}, {rows} x {width} tokens; "
             f"{self.weights}",
-            f"padded: peak {bytes_text(self.estimate.peak_bytes)}; {self.padded_tokens:,} tokens, "
+            f"padded: peak {bytes_text(self.estimate.peak_bytes, on_gpu)}; {self.padded_tokens:,} tokens, "
             f"{1 - tokens / self.padded_tokens:.0%} of them padding",
-            *([f"packed: peak {bytes_text(self.packed.peak_bytes)}; {tokens:,} tokens"] if self.packed else []),
+            *([f"packed: peak {bytes_text(self.packed.peak_bytes, on_gpu)}; {tokens:,} tokens"] if self.packed else []),
             f"worst first: samples {', '.join(map(str, self.order[:16]))}{', ...' * (len(self.order) > 16)}",
             *([repr(self.fits)] if self.fits is not None else []),
         ]

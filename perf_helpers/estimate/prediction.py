@@ -72,10 +72,14 @@ class Fits:
         """One sentence: what is needed, what is there, and the margin."""
         why = self.answer.why if isinstance(self.answer, Unknown) else ""
         answer = "it is UNKNOWN whether it fits" if why else "fits" if self.answer else "does not fit"
-        context = f" ({bytes_text(self.context_bytes)} of it assumed for the CUDA context)" * bool(self.context_bytes)
-        there = f"{bytes_text(self.card.memory_bytes)} there{', the whole board' * self.card.is_board}"
-        margin = f"a margin of {bytes_text(self.card.memory_bytes * cards.MARGIN)} ({cards.MARGIN:.0%}) stays free"
-        text = f"{self.what}: {answer} the {self.card.name}: {bytes_text(self.needed_bytes)} needed{context}"
+        context = f" ({bytes_text(self.context_bytes, binary=True)} of it assumed for the CUDA context)" * bool(
+            self.context_bytes
+        )
+        there = f"{bytes_text(self.card.memory_bytes, binary=True)} there{', the whole board' * self.card.is_board}"
+        margin = bytes_text(self.card.memory_bytes * cards.MARGIN, binary=True)
+        margin = f"a margin of {margin} ({cards.MARGIN:.0%}) stays free"
+        needed = bytes_text(self.needed_bytes, binary=True)
+        text = f"{self.what}: {answer} the {self.card.name}: {needed} needed{context}"
         return f"{text}, {there}, of which {margin}" + f"; {why}" * bool(why)
 
 
@@ -138,7 +142,8 @@ class MemoryEstimate:
         return asdict(self)
 
     def __repr__(self) -> str:
-        return f"{self.name}: would peak at {bytes_text(self.peak_bytes)} on {self.device}"
+        peak = bytes_text(self.peak_bytes, binary=self.device == "cuda")
+        return f"{self.name}: would peak at {peak} on {self.device}"
 
 
 def predict(

@@ -76,9 +76,11 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
         text = f"NVML gives nothing ({silent}): device-used memory can only be asked of CUDA."
         yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it says what is wrong."))
     for gpu in machine.gpus if machine.kind == "cuda" else ():
-        subject, free = f"GPU {gpu.index}", _amount(gpu.free_bytes)
+        subject, free = f"GPU {gpu.index}", _amount(gpu.free_bytes, binary=True)
         capability = "{}.{}".format(*gpu.capability) if gpu.capability else "unknown"
-        text = f"{gpu.name or 'an NVIDIA GPU'} with {_amount(gpu.memory_bytes)} of memory, {free} of it free"
+        text = (
+            f"{gpu.name or 'an NVIDIA GPU'} with {_amount(gpu.memory_bytes, binary=True)} of memory, {free} of it free"
+        )
         yield Finding("ok", subject, f"{text}; compute capability {capability}, driver {gpu.driver or 'unknown'}.")
         if gpu.free_bytes is not None and gpu.free_bytes < LITTLE_BYTES:
             text = f"Only {free} of its memory are free: other programs hold the rest."
@@ -217,5 +219,5 @@ def is_untested_torch(version: str) -> bool:
     return here > newest
 
 
-def _amount(size: int | None) -> str:
-    return "an unknown amount" if size is None else bytes_text(size)
+def _amount(size: int | None, binary: bool = False) -> str:
+    return "an unknown amount" if size is None else bytes_text(size, binary)

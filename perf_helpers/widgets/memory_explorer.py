@@ -260,10 +260,10 @@ def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, in
     needed = sum(parts.values())
     where = html.escape(f"in {answer.phase}, at {answer.operation}")
     smallest = next((name for name, size in SIZES.items() if size >= needed), None)
-    text = f"<b>{bytes_text(needed)}</b> {answer.how}: the peak is {where}. "
+    text = f"<b>{bytes_text(needed, binary=True)}</b> {answer.how}: the peak is {where}. "
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():
-        text += f"; {name} ({bytes_text(size)}) is {'large enough' if size >= needed else 'too small'}"
+        text += f"; {name} ({bytes_text(size, binary=True)}) is {'large enough' if size >= needed else 'too small'}"
     if answer.attention is not None:
         kernels = " and ".join(answer.attention)
         text += f". Attention takes the {kernels} kernel" if kernels else ". Attention is plain: no fused kernel"

@@ -20,12 +20,13 @@ _FAR = 8  # a limit so many times larger than what is shown does not stretch the
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Bytes by category as one stacked bar with a legend, and the limits (bytes by name) as lines across it. The title
-    says what these bytes are, e.g. "Peak"; it is only read out."""
+    """Draw bytes by category as one stacked bar with a legend, and the limits (bytes by name: cards) as lines across
+    it. Sizes are in GiB, as those of cards are. The title says what these bytes are, e.g. "Peak"; it is only read
+    out."""
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
     end = 1.08 * max(total, above if above < _FAR * total else total)
-    words = f"{title} {bytes_text(total)}: {parts_text(parts)}"
+    words = f"{title} {bytes_text(total, binary=True)}: {parts_text(parts, binary=True)}"
     return _draw("bar", words=words, parts=parts, total=total, limits=limits, end=end)
 
 

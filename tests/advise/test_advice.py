@@ -190,8 +190,8 @@ def test_a_margin_is_left_free_and_named(ask, followed):
 @pytest.mark.parametrize(
     ("options", "device", "capability", "assumed"),
     [
-        ({"memory": "80GB"}, "cuda", (9, 0), "for 80.00 GB is what one is sold with"),
-        ({"memory": "24GiB"}, "cuda", (9, 0), "for 25.77 GB is what one is sold with"),
+        ({"memory": "80GB"}, "cuda", (9, 0), "for 74.51 GiB is what one is sold with"),
+        ({"memory": "24GiB"}, "cuda", (9, 0), "for 24.00 GiB is what one is sold with"),
         ({"memory": "80GB", "device": "cpu"}, "cpu", None, None),
         ({"memory": "7GB"}, "cpu", None, None),
         ({"memory": "7GB", "device": "cuda"}, "cuda", (9, 0), "a GPU; compute capability 9.0"),

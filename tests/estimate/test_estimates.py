@@ -172,9 +172,9 @@ class TestCommandLine:
 
     def test_a_card_has_a_capability_and_a_memory(self):
         told = self.run("--card", "T4").stdout
-        assert "bert-tiny on T4: peak" in told and "bert-tiny: fits the T4 16 GB: " in told and "margin of" in told
+        assert "bert-tiny on T4: peak" in told and "bert-tiny: fits the T4 16 GiB: " in told and "margin of" in told
         words = ["estimate", "--model", "gpt2-large", "--card", "t4", "--per_device_train_batch_size", "2"]
-        assert "gpt2-large: does not fit the T4 16 GB: " in CliRunner().invoke(cli.app, words).stdout
+        assert "gpt2-large: does not fit the T4 16 GiB: " in CliRunner().invoke(cli.app, words).stdout
         wrong = self.run("--card", "t5")
         assert isinstance(wrong.exception, ValueError) and "no card 't5'" in str(wrong.exception)
 

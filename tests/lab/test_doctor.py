@@ -32,7 +32,7 @@ def test_a_good_machine_has_nothing_to_repair(monkeypatch):
         (replace(GOOD, gpus=(T4,)), "note", "precision", "no native bf16", "fp16=True"),
         (replace(GOOD, gpus=(replace(T4, capability=(6, 1)),)), "note", "precision", "no native bf16", "fp32"),
         (replace(GOOD, gpus=(replace(T4, capability=(7, 0)),)), "error", "GPU 0", "CUDA 13 dropped", "CUDA 12.6"),
-        (replace(GOOD, gpus=(replace(T4, free_bytes=10**9),)), "warning", "GPU 0", "Only 1.00 GB", "nvidia-smi"),
+        (replace(GOOD, gpus=(replace(T4, free_bytes=10**9),)), "warning", "GPU 0", "Only 953.7 MiB", "nvidia-smi"),
         (replace(GOOD, gpus=(H200, T4)), "note", "GPUs", "2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"),
         (replace(GOOD, visible_reason="'-1' ends it"), "note", "GPU", "'-1' ends it", "unset CUDA_VISIBLE_DEVICES"),
         (replace(GOOD, nvml_reason="Unknown Error"), "warning", "NVML", "Unknown Error", "nvidia-smi"),

@@ -32,7 +32,7 @@ def report(tmp_path_factory):
 @pytest.mark.nightly
 def test_a_rehearsed_suite_has_bytes_and_no_times(report):
     data = gpu_page.content(Store(report, Kept).read())
-    assert data["machine"]["rehearsed"] and data["machine"]["name"] == "rehearsed A100 80 GB"
+    assert data["machine"]["rehearsed"] and data["machine"]["name"] == "rehearsed A100 80 GiB"
     rows = {(row["part"], row["name"]): row for row in data["rows"]}
     for (part, name), row in rows.items():
         if part == "ten" and " against " not in name:  # all ten of the guides', fp16 and 8-bit Adam too

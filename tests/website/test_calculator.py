@@ -24,6 +24,7 @@ from test_tables import INDEX, KEYS, MADE_WITH
 from perf_helpers import cards
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import optional_packages
+from perf_helpers.texts import bytes_text
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables
@@ -245,13 +246,13 @@ def test_a_config_json_that_is_pasted_chooses_its_model_or_says_what_is_nearest(
     field, told = page.locator("#calculator-config"), page.locator("#calculator-pasted")
     other = {"num_hidden_layers": 7, "quantization_config": {"load_in_4bit": True}}
     for text, words in (
-        (json.dumps(config), f"In memory it is {MODEL}: chosen above."),
+        (json.dumps(config), f"In memory this is the same as {MODEL}, which is now chosen above."),
         (
             json.dumps(config | other),
-            f"{MODEL}, and differs in num_hidden_layers (7, not 2), quantization_config (given",
+            f"{MODEL}; it differs in num_hidden_layers (7, not 2), quantization_config (given",
         ),
         (json.dumps({"model_type": "<b>"}), "its model_type is none of bert"),
-        ('{"model_type": "be', "It cannot be read"),
+        ('{"model_type": "be', "This is not the config.json"),
     ):
         field.fill(text)
         assert words in told.inner_text()
@@ -296,8 +297,9 @@ def test_trainings_that_others_measured_stand_beside_the_answer(site, page):
     page.locator("#calculator-published summary").click()
     told = page.locator("#calculator-published summary").inner_text()
     errors = sorted(abs(row["error"]) for row in kept)
-    assert f"of {len(kept)} trainings" in told and f"worst is {100 * errors[-1]:.2f} %" in told
-    assert f"median error is {50 * (errors[len(kept) // 2] + errors[(len(kept) - 1) // 2]):.2f} %" in told
+    assert f"with {len(kept)} trainings" in told and f"worst is {100 * errors[-1]:.2f} %" in told
+    median = 50 * (errors[len(kept) // 2] + errors[(len(kept) - 1) // 2])
+    assert f"median error of the estimate is {median:.2f} %" in told
     rows = page.locator("#calculator-published tbody tr")
     for row, text, link in zip(kept, rows.all_inner_texts(), rows.locator("a").all(), strict=True):
         repository, file, *_ = row["source"].split(", ")
@@ -317,3 +319,55 @@ def test_the_page_keeps_the_standard_and_nothing_on_it_is_cut_off(site, page):
     page.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true; })")
     assert page.evaluate(CUT) == [] and page.evaluate(OVERLAPPING) == []
     assert browser.violations(page) == []
+
+
+def test_a_line_says_on_focus_and_on_hover_which_cards_it_stands_for(site, page):
+    shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
+    lines = page.locator(".calculator-line")
+    assert lines.count() > 5
+    sizes = [int(size) for size in re.findall(r"sold with (\d+) GiB", " ".join(labels(lines)))]
+    assert len(sizes) == len(set(sizes)) == lines.count() - 1, "one line per size, and the chosen card's"
+    for label in labels(lines):
+        assert re.fullmatch(r"RTX 4090 24 GiB: 23\.64 GiB, the chosen card|Cards sold with .*: [\d.]+ GiB", label)
+    line = lines.nth(1)
+    hint = line.locator("xpath=following-sibling::*[1]")
+    assert not hint.is_visible()
+    line.focus()
+    assert hint.is_visible() and hint.inner_text() == line.get_attribute("aria-label")
+    page.keyboard.press("Escape")
+    assert not hint.is_visible()
+    line.hover()
+    assert hint.is_visible()
+
+
+def labels(elements):
+    return [each.get_attribute("aria-label") for each in elements.all()]
+
+
+def test_the_operation_at_the_peak_has_a_plain_name_and_its_own_in_a_hint(site, page):
+    shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
+    term = page.locator(".calculator-term")
+    assert "aten." not in term.inner_text() and "aten." in term.get_attribute("aria-label")
+    term.focus()
+    assert term.locator("xpath=following-sibling::*[1]").inner_text().startswith("aten.")
+
+
+def test_sizes_on_the_page_are_those_that_the_package_writes_beside_a_card(site, page):
+    found = shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
+    told = page.locator("#calculator-answer").inner_text()
+    assert f"At the peak {bytes_text(found['peak'], binary=True)} are in use" in told
+    assert not re.search(r"\d (kB|MB|GB)\b", told)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
+def test_every_operation_of_the_published_tables_has_a_plain_name():
+    operations = {label[2] for model, key in KEYS for part in table(model, key)["parts"] for label in part["labels"]}
+    script = "import { operationText } from './operations.js'; const names = JSON.parse(process.argv[1]);"
+    script += "console.log(JSON.stringify(names.map(operationText)))"
+    command = ["node", "--input-type=module", "-e", script, json.dumps(sorted(operations))]
+    done = subprocess.run(command, cwd=ROOT / "website" / "_static", capture_output=True, text=True, check=True)
+    assert [name for name in json.loads(done.stdout) if re.search(r"\baten\b|[._]|^$", name)] == []
+
+
+def table(model, key):
+    return calculator_tables.read(ROOT / "website" / "_static" / "tables" / model / f"{key}.json.gz")

@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "website"))
 claim_history, lesson_pages, pictures, recorded_lessons, site_pages = map(
     importlib.import_module, ("claim_history", "lesson_pages", "pictures", "recorded_lessons", "site_pages")
 )
-PICTURES = ("lesson", "calculator", "report")
+PICTURES = ("report", "lesson", "calculator")
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
 NO_GUESS = "<div><b>○ no guess</b>: measured 3.1 MB; next time, put a number first. The estimate said 3 MB</div>"
@@ -111,6 +111,14 @@ def test_links_lead_somewhere_from_the_site(tmp_path):
     assert "[c](https://github.com/me/course/blob/main/environment.yml)" in with_one
 
 
+def test_links_to_the_repository_lead_there_if_it_is_known_and_are_texts_otherwise(tmp_path):
+    text = "[Colab](https://colab.research.google.com/github/OWNER/perf-helpers/blob/main/a.ipynb) [b](https://x.org/y)"
+    unknown = site_pages.Sources(tmp_path / "a", None).linked(text, Path())
+    assert unknown == "Colab [b](https://x.org/y)"
+    known = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path())
+    assert known == text.replace("OWNER/perf-helpers", "me/course")
+
+
 def test_a_lesson_is_opened_elsewhere_only_where_the_repository_is_known(tmp_path):
     colab = "(https://colab.research.google.com/github/me/course/blob/main/notebooks/05_x.ipynb)"
     assert colab in site_pages.Sources(tmp_path / "a", "me/course").launch("05_x.ipynb")
@@ -121,7 +129,7 @@ def test_a_claims_history_has_every_record_and_calls_a_rehearsal_so():
     history = claim_history.History.read()
     entries = history.before["eighteen-bytes"]
     assert [entry.date for entry in entries] == sorted(entry.date for entry in entries)
-    assert {entry.machine for entry in entries} >= {"Intel Xeon, 2 cores", "T4 16 GB, rehearsed"}
+    assert {entry.machine for entry in entries} >= {"Intel Xeon, 2 cores", "T4 16 GiB, rehearsed"}
     assert any(entry.machine.endswith("library matrix") and "torch 2.11" in entry.libraries for entry in entries)
     newest = dict(history.now["eighteen-bytes"])
     assert set(newest) <= set(history.machines) and len(newest) > 2

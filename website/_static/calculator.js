@@ -1,9 +1,10 @@
-/** The page that tells whether a training fits: its controls, and what is shown of an answer. */
+/** The page that answers whether a training fits a card: its controls, and what it shows of the answer. */
 
 import { nearest } from "./configs.js";
 import { element, fold, tableOf } from "./elements.js";
 import { LENGTH_UNIT } from "./events.js";
 import { breakdown, largest, memoryOf, timeline } from "./memory.js";
+import { operationText } from "./operations.js";
 
 const TABLES = new URL("tables/", import.meta.url);
 const LABELS = {
@@ -12,22 +13,22 @@ const LABELS = {
   precision: "Precision",
   optimizer: "Optimizer",
   checkpointing: "Gradient checkpointing",
-  accumulation: "Accumulated micro-batches",
+  accumulation: "Gradient accumulation steps",
   batch: "Micro-batch",
-  length: "Tokens in a sequence",
+  length: "Tokens per sequence",
   card: "Card",
   segments: "Allocator",
 };
 const WORDS = {
-  full: "all weights learn",
+  full: "train all weights",
   lora: "LoRA, rank 16",
-  qlora: "QLoRA: 4 bits, rank 16",
+  qlora: "QLoRA, rank 16, 4-bit weights",
   fp32: "fp32",
   fp16: "fp16 autocast, fp32 weights",
   bf16: "bf16 autocast, fp32 weights",
   "bf16-weights": "bf16 weights",
   adamw: "AdamW",
-  "adamw-8bit": "AdamW, 8 bits",
+  "adamw-8bit": "8-bit AdamW",
   adafactor: "Adafactor",
   sgd: "SGD",
   default: "usual segments",
@@ -35,9 +36,10 @@ const WORDS = {
 };
 const QUESTIONS = ["method", "precision", "optimizer", "checkpointing", "accumulation"];
 const SEGMENTS = ["default", "expandable"];
-const NAMED_CARDS = ["t4", "4090", "a100-40", "a100", "h200"]; // whose lines have names, beside the chosen one's
+const LETTER = 8; // pixels of one letter in the names of the cards' lines
+const LINES = " Dotted lines: the memory that torch can use of cards sold with this size.";
 const TOO_THIN = 0.002; // of the peak: a category that never has more is left out of pictures
-const FITS = { yes: "Fits", no: "Does not fit", edge: "It is unknown whether it fits" };
+const FITS = { yes: "Fits", no: "Does not fit", edge: "May not fit" };
 const SIGNS = { yes: "✓", no: "✗", edge: "?" };
 
 const part = (name) => document.getElementById(`calculator-${name}`);
@@ -50,10 +52,10 @@ const numbers = [0, 1, 2].map(
   (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }),
 );
 
-/** Bytes in the unit a person would use, as the package's `bytes_text`. */
+/** Bytes in a readable unit, binary as the memory of cards is: the package's `bytes_text(size, binary=True)`. */
 function bytesText(size) {
-  const [scale, unit, digits] =
-    [[1e9, "GB", 2], [1e6, "MB", 1], [1e3, "kB", 1]].find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
+  const units = [[2 ** 30, "GiB", 2], [2 ** 20, "MiB", 1], [2 ** 10, "KiB", 1]];
+  const [scale, unit, digits] = units.find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
   return `${numbers[digits].format(size / scale)} ${unit}`;
 }
 
@@ -71,9 +73,14 @@ class Calculator {
     for (const name of Object.keys(LABELS)) this._addControl(name);
     const versions = Object.entries(index.versions).filter(([, version]) => version);
     const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
-    part("versions").textContent = `Traced with ${made}; laid out as torch 2.13 and 2.14 do.`;
+    part("versions").textContent = `Traced with ${made}. The allocator's layout is that of torch 2.13 and 2.14.`;
     part("config").addEventListener("input", (event) => this._paste(event.target.value));
     this.read(new URLSearchParams(location.hash.slice(1)));
+    let width = innerWidth;
+    addEventListener("resize", () => {
+      if (width !== innerWidth) this.update(); // there may be room for other names
+      width = innerWidth;
+    });
     addEventListener("hashchange", () => {
       this.read(new URLSearchParams(location.hash.slice(1)));
       this.update();
@@ -129,17 +136,17 @@ class Calculator {
     try {
       found = nearest(text, this.index.models);
     } catch (error) {
-      return say(`It cannot be read as one of this page's models: ${error.message}.`);
+      return say(`This is not the config.json of a model on this page: ${error.message}.`);
     }
     const [name, differs] = found;
     if (differs.length) {
       const fields = differs.map(([field, there, here]) => `${field} (${there}, not ${here})`).join(", ");
       const ask = element("code", {}, this.command({ ...this.choice, model: "config.json" }));
-      return say(`There is no table of it. The nearest is ${name}, and differs in ${fields}. What answers it: `, ask);
+      return say(`This page has no table of that model. The nearest is ${name}; it differs in ${fields}. For an answer, run: `, ask);
     }
     this.controls.model.value = name;
     this.update();
-    return say(`In memory it is ${name}: chosen above.`);
+    return say(`In memory this is the same as ${name}, which is now chosen above.`);
   }
 
   /** What is chosen, by the names of the controls. */
@@ -176,7 +183,7 @@ class Calculator {
     if (recipe === null) {
       history.replaceState(null, "", address);
       const { name } = this.cards.get(choice.card);
-      part("state").textContent = `There is no table of this recipe for the ${name}: choose another precision or card.`;
+      part("state").textContent = `This page has no table of this recipe for the ${name}. Choose another precision or card.`;
       return;
     }
     const memory = this.memory(recipe, choice);
@@ -202,11 +209,12 @@ class Calculator {
 
   _show(choice, memory) {
     const card = this.cards.get(choice.card);
-    const there = `${bytesText(card.memory)} there, of which ${bytesText(card.limit)} may be used`;
-    const context = `${bytesText(card.context)} of it assumed for the CUDA context`;
+    const there = `torch can use ${bytesText(card.memory)} of this card, ${bytesText(card.limit)} with a safety margin`;
+    const context = `including ${bytesText(card.context)} assumed for the CUDA context`;
     const verdict = part("verdict");
-    const needed = `${bytesText(memory.neededBytes)} needed (${context})`;
-    verdict.textContent = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}: ${needed}, ${there}. ${this._weights(choice)}`;
+    const needed = `the training needs ${bytesText(memory.neededBytes)} (${context})`;
+    const answer = `${SIGNS[memory.fits]} ${FITS[memory.fits]} the ${card.name}`;
+    verdict.textContent = `${answer}: ${needed}, and ${there}. ${this._weights(choice)}`;
     verdict.dataset.fits = memory.fits;
     this._showPeak(card, memory);
     this._showTimeline(memory);
@@ -235,9 +243,8 @@ class Calculator {
     const end = 1.08 * Math.max(memory.neededBytes, Math.min(card.memory, 8 * memory.neededBytes));
     const shown = [...parts.keys()].filter((category) => parts[category] > 0);
     const words = shown.map((category) => `${this.categories[category][0]} ${bytesText(parts[category])}`);
-    const where = `${phase}, ${operation}${module ? ` of ${module}` : ""}`;
-    const bar = element("div", { class: "calculator-bar", role: "img" });
-    bar.setAttribute("aria-label", `Peak ${bytesText(memory.peakBytes)}: ${words.join(", ")}`);
+    const name = operationText(operation);
+    const step = name === operation ? [name] : hinted("span", { class: "calculator-term", role: "note" }, name, operation);
     const pieces = [
       ...shown.map((category) => [parts[category], this.categories[category][1], words[shown.indexOf(category)]]),
       [memory.neededBytes - card.context - memory.peakBytes, "var(--calculator-cached)", "reserved, not in use"],
@@ -246,44 +253,62 @@ class Calculator {
     const fill = pieces.map(([size, colour, title]) =>
       element("div", { style: `width:${percent(size / end)};background:${colour}`, title }),
     );
-    bar.append(element("div", { class: "calculator-fill" }, ...fill), ...this._lines(card, end));
+    const label = `Peak ${bytesText(memory.peakBytes)}: ${words.join(", ")}`;
+    const filled = element("div", { class: "calculator-fill", role: "img", "aria-label": label }, ...fill);
+    const bar = element("div", { class: "calculator-bar" }, filled, ...this._lines(card, end));
     const rest = [
       [element("span", { class: "calculator-swatch calculator-cached" }), "reserved, not in use", pieces.at(-2)[0]],
       [element("span", { class: "calculator-swatch calculator-context" }), "CUDA context, assumed", card.context],
     ];
     const own = shown.map((category) => [this._swatch(category), this.categories[category][0], parts[category]]);
-    const reserved = `the allocator reserves ${bytesText(memory.reservedBytes)} at the most`;
+    const about = element("p", { class: "calculator-about" }, `At the peak ${bytesText(memory.peakBytes)} are in use. It is in the ${phase}, at this `);
+    const reserved = `The allocator reserves at most ${bytesText(memory.reservedBytes)}.`;
+    about.append("operation: ", ...step, module ? ` (module ${module}). ` : ". ", reserved, LINES);
+    const legend = [...own, ...rest].map(([swatch, name, size]) => {
+      return element("li", {}, swatch.cloneNode(), ` ${name} ${bytesText(size)}`);
+    });
     const table = tableOf(
-      `At the peak ${bytesText(memory.peakBytes)} are in use, in the ${where}; ${reserved}.`,
+      "What is in memory at the peak",
       ["what", "size", "bytes"],
       [...own, ...rest].map(([swatch, name, size]) => {
         return [element("span", {}, swatch, ` ${name}`), bytesText(size), numbers[0].format(size)];
       }),
     );
-    part("peak").replaceChildren(bar, table);
+    part("peak").replaceChildren(bar, element("ul", { class: "calculator-legend" }, ...legend), about, table);
   }
 
-  /** The cards' memories as lines across a bar that ends at so many bytes; those with room have names. */
+  /**
+   * The cards' memories as lines across a bar that ends at so many bytes: the chosen card's, and a dotted one for each
+   * size in which cards are sold, at the least that torch can use of them. A line says on hover and focus which cards
+   * it stands for.
+   */
   _lines(chosen, end) {
-    const lines = [];
-    const named = [chosen, ...NAMED_CARDS.map((key) => this.cards.get(key))].filter((card) => card.memory <= end);
-    const taken = [];
-    for (const card of new Set(named)) {
-      const place = card.memory / end;
-      if (taken.every((other) => Math.abs(other - place) > 0.36)) {
-        taken.push(place);
-        const side = place > 0.8 ? "right" : place < 0.2 ? "left" : "middle";
-        lines.push(element("span", { class: `calculator-name ${side}`, style: `left:${percent(place)}` }, card.name));
-      }
+    const bySize = new Map();
+    for (const card of [...this.cards.values()].sort((one, other) => one.memory - other.memory)) {
+      if (card.memory > end) break;
+      const [size] = /\d+ GiB$/.exec(card.name);
+      bySize.set(size, [...(bySize.get(size) ?? []), card]);
     }
-    for (const card of this.cards.values()) {
-      if (card.memory > end) continue;
-      const kind = card === chosen ? " chosen" : "";
-      const title = `${card.name}: ${bytesText(card.memory)}`;
-      const style = `left:${percent(card.memory / end)}`;
-      lines.push(element("div", { class: `calculator-line${kind}`, style, title }));
-    }
-    return lines;
+    const sold = [...bySize].map(([size, cards]) => [size, cards[0].memory / end, cards]);
+    const lines = chosen.memory > end ? [] : [[chosen.name, chosen.memory / end, [chosen]]];
+    lines.push(...sold.sort(([, one], [, other]) => other - one)); // the largest gets its name first
+    const width = part("peak").clientWidth;
+    const taken = []; // from where to where there is a name, in pixels
+    return lines.flatMap(([name, place, cards], number) => {
+      const isChosen = cards[0] === chosen && number === 0;
+      const list = cards.map((card) => `${card.name}: ${bytesText(card.memory)}`);
+      const text = isChosen ? `${list[0]}, the chosen card` : `Cards sold with ${name}. ${list.join("; ")}`;
+      const side = place > 0.8 ? "right" : place < 0.2 ? "left" : "middle";
+      const kind = isChosen ? " chosen" : "";
+      const style = `left:${percent(place)}`;
+      const line = hinted("div", { class: `calculator-line${kind}`, role: "img", style }, "", text);
+      const share = { left: 0, middle: 0.5, right: 1 }[side];
+      const first = place * width - share * LETTER * name.length;
+      const last = first + LETTER * name.length;
+      if (taken.some(([from, to]) => first < to && from < last)) return line;
+      taken.push([first, last]);
+      return [...line, element("span", { class: `calculator-name ${side}`, style, "aria-hidden": "true" }, name)];
+    });
   }
 
   _showTimeline(memory) {
@@ -327,9 +352,9 @@ class Calculator {
     };
     const sizes = Object.entries(formulas).map(([name, said]) => [name, said[choice.precision]]);
     const rows = sizes.map(([name, size]) => [name, bytesText(size), off(size)]);
-    const caption = "Formulas of the number of parameters, which know neither batch nor length.";
+    const caption = "These formulas use the number of parameters alone, not the batch or the length.";
     const own = ["this page", bytesText(memory.neededBytes), ""];
-    part("formulas").replaceChildren(tableOf(caption, ["who", "says", "against what is needed"], [own, ...rows]));
+    part("formulas").replaceChildren(tableOf(caption, ["source", "estimate", "compared with this page"], [own, ...rows]));
   }
 
   /** The training arguments of a choice. */
@@ -353,7 +378,7 @@ class Calculator {
 
   _showCommands(choice) {
     const json = JSON.stringify(this.arguments(choice), null, 2);
-    const blocks = [["The command that answers the same", this.command(choice)], ["The training arguments", json]];
+    const blocks = [["Check this answer with this command", this.command(choice)], ["The training arguments", json]];
     const shown = blocks.map(([title, text]) => {
       const copy = element("button", { type: "button", "aria-label": `Copy: ${title}` }, "Copy");
       copy.addEventListener("click", async () => {
@@ -372,12 +397,12 @@ class Calculator {
     const batch = await largest(model.most, (size) => fits({ batch: size }), goesOn);
     const units = model.longest / LENGTH_UNIT;
     const length = (await largest(units, (count) => fits({ length: count * LENGTH_UNIT }), goesOn)) * LENGTH_UNIT;
-    const end = (found, most) => (found === most ? ", the most on this page" : "");
-    const ofBatch = batch ? `micro-batch ${batch}${end(batch, model.most)}` : "no micro-batch";
-    const ofLength = length ? `${length} tokens${end(length, model.longest)}` : `not even ${LENGTH_UNIT} tokens`;
+    const end = (found, most) => (found === most ? " (this page's maximum)" : "");
+    const ofBatch = batch ? `the largest micro-batch is ${batch}${end(batch, model.most)}` : "no micro-batch fits";
+    const ofLength = length ? `the longest is ${length} tokens${end(length, model.longest)}` : `not even ${LENGTH_UNIT} tokens fit`;
     part("answer").dataset.largest = `${batch} ${length}`;
     part("largest").textContent =
-      `With ${choice.length} tokens: ${ofBatch}. With a micro-batch of ${choice.batch}: ${ofLength}.`;
+      `For sequences of ${choice.length} tokens ${ofBatch}. For a micro-batch of ${choice.batch} ${ofLength}.`;
   }
 
   async _showSwitches(choice, recipe, memory, goesOn) {
@@ -400,8 +425,8 @@ class Calculator {
         rows.push([button, price, `${SIGNS[there.fits]} ${bytesText(there.neededBytes)}`]);
       }
     }
-    const caption = "One switch at a time, against the choice above; a button takes it.";
-    part("switches").replaceChildren(tableOf(caption, ["switch", "price", "needs"], rows));
+    const caption = "Each row changes one setting of the choice above. Press a button to choose it.";
+    part("switches").replaceChildren(tableOf(caption, ["setting", "difference", "needs"], rows));
   }
 
   async _showCards(choice, recipe, memory, goesOn) {
@@ -414,13 +439,22 @@ class Calculator {
       const { fits, neededBytes } = this.memory(there, other);
       rows.push([card.name, bytesText(card.limit), `${SIGNS[fits]} ${bytesText(neededBytes)}`]);
     }
-    const table = tableOf("Every card, with its own kernels and workspaces.", ["card", "may be used", "needs"], rows);
+    const table = tableOf("Each card with its own kernels and workspaces", ["card", "usable", "needs"], rows);
     const opened = part("cards").querySelector("details")?.open ?? false;
     const held = rows.filter((row) => row[2].startsWith(SIGNS.yes)).length;
     const folded = fold(`It fits ${held} of ${rows.length} cards`, table);
     folded.open = opened;
     part("cards").replaceChildren(folded);
   }
+}
+
+/** An element, and after it a hint that is shown while it is pointed at or has the focus, until Escape is pressed. */
+function hinted(tag, attributes, text, hint) {
+  const label = text ? `${text} (${hint})` : hint;
+  const own = { ...attributes, class: `calculator-hinted ${attributes.class ?? ""}`, tabindex: "0", "aria-label": label };
+  const made = element(tag, own, text);
+  made.addEventListener("keydown", ({ key }) => key === "Escape" && made.blur());
+  return [made, element("span", { class: "calculator-hint", "aria-hidden": "true" }, hint)];
 }
 
 /** Another choice was made meanwhile. */

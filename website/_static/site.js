@@ -1,10 +1,10 @@
-// What a page of the site does by itself: guesses without a kernel, and the table of claims.
+// Guesses on a lesson's page, without a kernel, and the filter of the table of claims.
 
 import { element, fold } from "./elements.js";
 
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
-/** A guess is kept in this browser alone; where that keeps nothing it lasts as long as the page. */
+/** Keep a guess in this browser; if it stores nothing, the guess lasts as long as the page. */
 function remembered(key, value) {
   const place = `guess ${location.pathname} ${key}`;
   try {
@@ -15,7 +15,7 @@ function remembered(key, value) {
   }
 }
 
-/** What was measured, folded until the reader has put a number first. */
+/** Fold what was measured until the reader has committed a guess. */
 function folded(revealed) {
   const feedback = revealed.parentElement;
   const said = element("p", { role: "status" });
@@ -26,12 +26,12 @@ function folded(revealed) {
   return (guess) => {
     const { measured, unit } = revealed.dataset;
     const off = Math.abs(guess - measured) / (Math.abs(measured) || 1);
-    said.textContent = `You said ${number.format(guess)} ${unit}, measured there ${number.format(measured)} ${unit}: ${number.format(100 * off)} % off.`;
+    said.textContent = `You guessed ${number.format(guess)} ${unit}. The recorded machine measured ${number.format(measured)} ${unit}: your guess is ${number.format(100 * off)} % off.`;
     details.open = true;
   };
 }
 
-/** The controls of a question; the first guess counts, for what was measured is in sight from then on. */
+/** Add the controls of a question. The first guess counts, because the measured value is visible after it. */
 function asked(question, reveal) {
   const { guess: key, unit, low, high } = question.dataset;
   const limits = { min: low, max: high, step: "any", value: (Number(low) + Number(high)) / 2 };
@@ -45,7 +45,7 @@ function asked(question, reveal) {
   const commit = (guess) => {
     field.value = slider.value = guess;
     slider.disabled = field.disabled = button.disabled = true;
-    state.textContent = `Your guess: ${number.format(guess)} ${unit}. It is kept in this browser.`;
+    state.textContent = `Your guess: ${number.format(guess)} ${unit}. It is stored in this browser only.`;
     reveal?.(guess);
   };
   form.addEventListener("submit", (event) => {
