@@ -205,7 +205,9 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
 
     config = task.build_config()
     if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"{task.model}: torch's counter does not see the grouped products of experts")
+        raise ValueError(
+            f"{task.model}: torch's FLOP counter ignores grouped matmuls of experts. Choose a model without experts"
+        )
     # The counter knows the products that plain attention is made of, and not every fused kernel.
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
         model, batch = task.build_model(), task.batch(samples)
@@ -213,7 +215,9 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
             try:
                 loss = model(**batch).loss
             except DataDependentOutputException as error:
-                raise ValueError(f"{task.model}: its forward asks for values ({error})") from None
+                raise ValueError(
+                    f"{task.model}: its forward depends on values of tensors ({error}). Choose another model"
+                ) from None
             if training:
                 loss.backward()
     return counter.get_total_flops()

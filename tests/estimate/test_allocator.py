@@ -294,7 +294,7 @@ def test_a_full_device_gets_unused_segments_back():
     with pytest.raises(OutOfMemory) as raised:
         memory.allocate(3, 11 * MIB)
     sizes = 11 * MIB, 90 * MIB, 90 * MIB
-    assert str(raised.value) == "no room for {} bytes: {} are allocated and {} reserved".format(*sizes)
+    assert re.findall(r"\d+", str(raised.value)) == [*map(str, sizes)]
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     memory.free(2)
     memory.allocate(3, 11 * MIB)  # of the 50 that are free

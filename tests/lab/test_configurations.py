@@ -344,7 +344,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 def test_fp16_on_weights_of_16_bits_is_told_as_the_training_s_failure(tmp_path, dtype, why):
     """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
-    with pytest.raises(ValueError, match=rf"this training fails: .*{why}.*dtype='float32'"):
+    with pytest.raises(ValueError, match=rf"{why}.*dtype='float32'"):
         estimate(task, **T4, fp16=True)
     assert estimate(task, **T4, fp16=True, dtype="float32").peak_bytes
     with pytest.warns(UserWarning, match="ignores fp16"):

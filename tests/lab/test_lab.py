@@ -133,7 +133,7 @@ def test_several_are_compared_with_one_baseline_in_the_same_turns(lab):
     assert found[0].memory_ratio > 1 == found[2].memory_ratio
     assert found[0].step_seconds[0] == found[2].step_seconds[0] < found[0].step_seconds[1]
     assert type(found[0]).from_dict(json.loads(json.dumps(found[0].to_dict()))) == found[0]
-    with pytest.raises(ValueError, match="give a run to compare"):
+    with pytest.raises(ValueError, match="give another run"):
         lab.compare(two)
 
 
@@ -243,7 +243,7 @@ def test_on_a_cpu_every_run_has_the_floor_of_a_cpu(lab):
 
 def test_a_comparison_of_runs_of_another_lab_is_refused(lab, tmp_path):
     run = Lab("cpu", out=tmp_path).run(lambda task: 1, measure=("none",))
-    with pytest.raises(ValueError, match="not run by this lab"):
+    with pytest.raises(ValueError, match=r"lab\.train or lab\.run"):
         lab.compare(run, run)
 
 
@@ -295,7 +295,7 @@ def test_a_function_that_cannot_travel_says_what_to_do(lab):
     import threading
 
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="inside it what it needs"):
+    with pytest.raises(ValueError, match="inside the function"):
         lab.run(lambda task: lock.locked(), measure=("none",))
 
 
