@@ -71,14 +71,20 @@ def card(
     device_memory: int | float | str | None = None,
     devices: int = 1,
 ) -> Card:
-    """The card of that name, or any that a compute capability and a memory describe; they overrule the named one's.
+    """Return the card of a name, or one described by a compute capability and a memory; these overrule the name's.
+
+    Args:
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it.
+        compute_capability: e.g. (9, 0) for an H100.
+        device_memory: bytes, or a text such as "16GB".
+        devices: number of such GPUs, at most 16.
 
     Raises:
-        ValueError: an unknown name, a capability that this torch has no kernels for, a memory that is none.
+        ValueError: an unknown name, an unsupported compute capability, or an invalid memory.
     """
     arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
-        raise ValueError("name a card (t4, a100, h100 or another of cards.CARDS), or a compute capability and a memory")
+        raise ValueError("no GPU is named: give a card, e.g. t4 or h100, or a compute capability and a memory")
     memory_bytes, capability = memory_of_card(name, device_memory, compute_capability)
     check_capability(capability := tuple(capability))
     whole_number("devices", devices, most=16)
@@ -89,17 +95,17 @@ def card(
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """Raise ValueError where there is no GPU of that compute capability, or none that this torch has kernels for."""
+    """Raise ValueError if no supported GPU has this compute capability."""
     if not (7, 0) <= capability < (13, 0):
-        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
+        raise ValueError("compute capability {}.{} is not supported: give one from 7.0 to 12.x".format(*capability))
 
 
 def named(name: str) -> Card:
-    """The card that people, torch or nvidia-smi call so. ValueError: there is none of that name."""
+    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown one."""
     of_kind("card", name, str)
     key = _BY_NAME.get(_plain(name))
     if key is None:
-        raise ValueError(f"no card {shown(name)}. {nearest_text(_plain(name) or name, CARDS)}")
+        raise ValueError(f"card={shown(name)} is unknown. {nearest_text(_plain(name) or name, CARDS)}")
     return CARDS[key]
 
 
@@ -112,7 +118,7 @@ def memory_of_card(
         ValueError: an unknown name, a memory that is none, or neither of them.
     """
     if name is None and memory is None:
-        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or name a card, e.g. t4, a100, h100")
+        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or a card, e.g. t4, a100 or h100")
     known = named(name) if name is not None else None
     size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
     return size, capability or (known.capability if known else None)

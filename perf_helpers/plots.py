@@ -51,7 +51,7 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
     """
     runs = [run for run in runs if run.memory and run.memory.breakdown]
     if not runs:
-        raise ValueError("none of these runs has its memory measured: run them with measure=('memory',)")
+        raise ValueError("none of these runs has measured memory: run them with measure='memory'")
     scale, unit = bytes_unit(max(run.peak_bytes for run in runs))
     ax = _axes(ax, title, f"{runs[0].memory.kind} memory at the peak ({unit})", rows=len(runs))
     ends, least = [0.0] * len(runs), _TOO_THIN * max(run.peak_bytes for run in runs) / scale
@@ -121,7 +121,7 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
         ValueError: the run has no timeline.
     """
     if not run.memory or not run.memory.timeline:
-        raise ValueError(f"{run.name!r} has no timeline: run it with measure=('memory',)")
+        raise ValueError(f"run {run.name!r} has no timeline: run it with measure='memory'")
     steps = Timeline(run.memory.timeline)
     scale, unit = bytes_unit(steps.highest_bytes)
     ax = _axes(ax, title or run.name, "operations of one step, in order", f"live memory ({unit})", size=(8, 3.4))

@@ -99,7 +99,7 @@ def _read(kind: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
     if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
-        raise ValueError("NaN where none can be")
+        raise ValueError("unexpected NaN: measure this row again")
     of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
     return of[0].from_dict(value) if of and isinstance(value, dict) else value
 
@@ -258,7 +258,7 @@ class Ratio(Record):
             if isinstance(pair, Unknown):
                 return cls.unknown(pair.why)
         if len(pairs) < 3:
-            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
+            raise ValueError(f"{len(pairs)} pairs are too few for an interval: give at least 3")
         return cls.of_processes([[pair] for pair in pairs], floor)
 
     @classmethod

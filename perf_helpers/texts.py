@@ -105,7 +105,7 @@ def shown(value: Any) -> str:
 def text_of(path: Path, most: int = 2**24) -> str:
     """The text in a file. Raises OSError for what is no file, or larger than a file of settings is, before reading."""
     if path.exists() and (not path.is_file() or path.stat().st_size > most):
-        raise OSError(errno.EFBIG, f"no file, or one of more than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"not a file, or larger than {most:,} bytes")
     return path.read_text(encoding="utf-8")
 
 
@@ -114,7 +114,7 @@ def from_json(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
     except RecursionError:
-        raise ValueError("too many brackets in each other") from None
+        raise ValueError("too many nested brackets") from None
 
 
 @contextlib.contextmanager
@@ -192,7 +192,7 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < math.inf:
         raise ValueError(f"{name}={shown(memory)}: {example}")
     if not least <= size < 1e18:
-        raise ValueError(f"{name}={shown(memory)} is too {'few' if size < least else 'many'} bytes: {example}")
+        raise ValueError(f"{name}={shown(memory)} is too {'small' if size < least else 'large'}: {example}")
     return int(size)
 
 

@@ -115,8 +115,8 @@ def test_a_mistake_elsewhere_is_one_line_too(words, hint):
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        *(("", "there are none"), ("3 words", "'words' (number 2 of them)"), ("-1", "'-1'"), ("0", "'0'")),
-        *(("nan", "'nan'"), ("9" * 5000, "is no length"), ("600", "positions for 512 tokens")),
+        *(("", "give the number of tokens"), ("3 words", "'words' (entry 2)"), ("-1", "'-1'"), ("0", "'0'")),
+        *(("nan", "'nan'"), ("9" * 5000, "is not a valid length"), ("600", "positions for 512 tokens")),
     ],
 )
 def test_a_bad_file_of_lengths_is_one_line_and_exit_code_2(text, hint, tmp_path, monkeypatch, capsys):

@@ -119,4 +119,4 @@ def test_measured_comes_before_not_measured_and_the_faster_first(ask, pairs):
 
 def test_what_all_recipes_share_makes_none_of_them_slower(ask, pairs):
     (recipe,) = ask(must={"optim": "adafactor"}, avoid=["checkpointing"], runs=pairs(5.0, optim="adafactor")).recipes
-    assert recipe.speed == 1.0 and recipe.speed_source == ("the plain recipe: what the others are compared with",)
+    assert recipe.speed == 1.0 and "plain recipe" in " ".join(recipe.speed_source)

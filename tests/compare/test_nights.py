@@ -143,7 +143,7 @@ def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
     monkeypatch.setattr(comparison, "run_course", lambda *_, **__: data)
     done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)
     differs = any(not claim["as_expected"] for claim in claims)
-    assert done == code and ("send us these lines" in errors) == differs
+    assert done == code and ("report these lines" in errors) == differs
     if differs:
         machine, versions, claim = [line.strip() for line in errors.splitlines()[1:]]
         assert machine.startswith("CPU, 2 cores") and "torch 2.13.0" in versions

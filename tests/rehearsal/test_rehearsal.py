@@ -20,7 +20,7 @@ def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert "for a model or a function" in capsys.readouterr().err
+    assert "--snapshot needs" in capsys.readouterr().err
 
 
 def test_the_stand_in_reads_every_variable_of_a_card():
