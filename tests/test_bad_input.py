@@ -254,9 +254,9 @@ def test_generated_arguments_are_refused_in_one_line_that_helps(shell):
             "processes=100000: give a whole number from 1 to 256",
         ),
         (["measure", "--model=bert-tiny", "--lr_scheduler_type", "linaer"], "Did you mean 'linear'"),
-        (["measure", "--model=bert-tiny", "--peft", "deep.json"], "too many brackets"),
+        (["measure", "--model=bert-tiny", "--peft", "deep.json"], "nested brackets"),
         (["estimate", "--model=bert-tiny", "--device", ""], "choose 'cpu' or 'cuda'"),
-        (["advise", "--model=bert-tiny", "--effective-batch=4", "--memory", "9" * 30 + "GB"], "too many bytes"),
+        (["advise", "--model=bert-tiny", "--effective-batch=4", "--memory", "9" * 30 + "GB"], "too large"),
     ],
 )
 def test_what_the_generator_found_is_refused(shell, words, hint):

@@ -299,7 +299,7 @@ class TestFinish:
         ("lesson", "checked", "problem"),
         [
             ("12_dataloader", {"workers-help": 0.5, "pinned-memory": None}, "workers-help: refuted, expected holds"),
-            ("12_dataloader", {"workers-help": 2.0}, "pinned-memory: belongs to this lesson and was not checked"),
+            ("12_dataloader", {"workers-help": 2.0}, "pinned-memory: belongs to this lesson"),
             ("13_accelerate", {"accelerate-same": 1, "ddp-traffic": 1}, "ddp-traffic: belongs to lesson 15"),
             ("99_no_such_lesson", {}, "nothing was checked"),
             ("", {}, "nothing was checked"),
