@@ -17,20 +17,20 @@ FRESH := fresh
 endif
 
 help:
-	@echo "make course    run every lesson, then build/course/index.html tells what held on this machine"
-	@echo "make lab       JupyterLab on the lessons"
+	@echo "make course    run every lesson and write a report to build/course/index.html"
+	@echo "make lab       open the lessons in JupyterLab"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
-	@echo "make check     ruff, structure, sizes, generated files up to date: seconds"
+	@echo "make check     check style, structure, sizes and generated files, in seconds"
 	@echo "make test      check, then the tests and every lesson"
 	@echo "make test-all  test, levels, wheel, and the core of rehearse: what CI runs"
-	@echo "make levels    what depends on a CPU's instructions, tested at levels below this machine's"
-	@echo "make strangers an hour of the estimate for CUDA against torch's allocator; with NIGHTLY=1 a part of make test-all"
-	@echo "make rehearse  every lesson on GPUs that are not here: torch's CUDA build on a stand-in for the device"
-	@echo "make record    make course, kept in results/ as this machine's reference run, with its picture, pages and lessons"
-	@echo "make site      what was recorded as web pages: build/site/index.html"
-	@echo "make matrix    the course under the oldest and the newest libraries, and two between: what differs"
-	@echo "make gpu       on a machine with a GPU: what the course lacks without one, in calls of minutes (ARGS=--list)"
-	@echo "make wheel     what depends on torch's build, tested with its CUDA build; and rehearsals themselves"
+	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"
+	@echo "make strangers check the CUDA estimate on randomly generated configurations for an hour"
+	@echo "make rehearse  dry-run every lesson for several GPUs, with torch's CUDA build on a stub CUDA runtime"
+	@echo "make record    run make course, and keep the run in results/ as this machine's reference"
+	@echo "make site      build the web pages of all recorded results in build/site/index.html"
+	@echo "make matrix    run the course with four sets of library versions, oldest to newest, and compare them"
+	@echo "make gpu       on a machine with a GPU, measure what the course needs one for (ARGS=--list prints the parts)"
+	@echo "make wheel     run the tests that depend on torch's build, and those of rehearsals, with its CUDA build"
 
 course: extras
 	$(BIN)/perf-helpers course --out build/course $(ARGS)
