@@ -1,4 +1,4 @@
-"""Kinds of GPU, whether one is here or not: their memory, their compute capability, and what a CUDA context takes."""
+"""GPU models: their memory, compute capability and CUDA context, whether or not this machine has one."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and non
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A kind of GPU, and how many of them the machine has."""
+    """A GPU model, and how many of them the machine has."""
 
     name: str  # as people call it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
@@ -31,7 +31,7 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """What may be used of it: the margin is kept free, and of a board what torch may not have."""
+        """Return the usable bytes: without the margin, and of a board without the part that torch cannot have."""
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
 
@@ -58,10 +58,11 @@ SIZES = {f"{size} GB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # as 
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
-    """Bytes of the CUDA context, which the device holds outside of the allocator; None where nobody has published or
-    measured it. It depends on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100 in "Model training
-    anatomy" of transformers' documentation, taken there with one segment of 2 MiB, and what the GPU suite measured of
-    trainings on an H100 (driver 580, CUDA 13.0): 751 MiB in fp32, 767 with 16 bits."""
+    """Return the bytes of the CUDA context, which lies outside the allocator; None if they are not known.
+
+    They depend on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100, in "Model training anatomy" of
+    transformers' documentation (with one segment of 2 MiB), and 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
+    suite measured on an H100 (driver 580, CUDA 13.0)."""
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 
 
@@ -112,10 +113,12 @@ def named(name: str) -> Card:
 def memory_of_card(
     name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
 ) -> tuple[int, tuple[int, int] | None]:
-    """Bytes and compute capability of a named card; a memory (called `argument`) and a capability overrule its own.
+    """Return bytes and compute capability of a named card; `memory` and `capability` overrule its own.
+
+    `argument` is the name of `memory` in error messages.
 
     Raises:
-        ValueError: an unknown name, a memory that is none, or neither of them.
+        ValueError: an unknown name, an invalid memory, or neither of them.
     """
     if name is None and memory is None:
         raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or a card, e.g. t4, a100 or h100")
