@@ -129,7 +129,7 @@ class Memory(Record):
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
-        """Return this total with the breakdowns of a second pass that traced all tensors; the parts sum to the total."""
+        """Return this total with the breakdowns of a second pass that traced all tensors; parts sum to the total."""
         if categories.breakdown is None:
             return self
         return dataclasses.replace(
