@@ -1,9 +1,8 @@
-"""Why one recipe takes more memory than another: the peaks switch by switch, and tensor by tensor with the line of the
-model's code that asked for each; and what of the model as it was built its user may not expect.
+"""Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
-Both are followed as for an estimate, and a `Witness` looks on. At each operation it notes the innermost line of Python
-outside the libraries. Autograd has none: what it makes has the line where the forward of its module begins, and so has
-what belongs to a parameter.
+It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
+while a `Witness` notes the innermost line of Python outside the libraries at each operation. Tensors that autograd
+makes, and those that belong to a parameter, get the line where the forward of their module begins.
 """
 
 import bisect
@@ -112,16 +111,18 @@ class Explanation:
 def explain(
     task: Task, a: Mapping[str, Any], b: Mapping[str, Any], *, processes: int = 1, timeout: float = 300, **where: Any
 ) -> Explanation:
-    """Why a training by recipe B would peak higher, or lower, than by A. Nothing is run, as with `estimate`.
+    """Explain why a training by recipe B peaks higher, or lower, than by A. Nothing is run, as with `estimate`.
 
     Args:
-        a, b: all training arguments of each, as `estimate` takes them. They are switched from A to B in the order in
-            which B names them, then those that A alone names.
-        processes, timeout: as in `estimate`, of which this makes one more than there are switches, and those alone.
+        task: the model and its data.
+        a, b: all training arguments of each recipe, as `estimate` takes them. They are changed from A to B one by one,
+            in the order in which B names them, then those that only A names.
+        processes, timeout: as in `estimate`. There is an estimate of A, one after each change, and for few changes one of
+            each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
-        ValueError: A and B do not differ, or whatever `estimate` raises it for.
+        ValueError: A and B do not differ; or as `estimate`.
     """
     arguments_of_kind(explain, locals())
     given, whose = (Arguments.of(a), Arguments.of(b)), estimates.target(**where)

@@ -125,7 +125,9 @@ def worst_batch(
     timeout: float = 300,
     **arguments,
 ) -> WorstBatch:
-    """The worst batch of a data set, and with a `card` what fits it. `estimate(Task(..., lengths=...))` follows more.
+    """Find the batch of a data set that takes the most memory, and with a `card` whether it fits.
+
+    `estimate(Task(..., lengths=...))` traces all batches.
 
     Args:
         lengths: tokens in each sample, as `checked` takes them.
