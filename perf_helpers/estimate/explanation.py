@@ -117,8 +117,8 @@ def explain(
         task: the model and its data.
         a, b: all training arguments of each recipe, as `estimate` takes them. They are changed from A to B one by one,
             in the order in which B names them, then those that only A names.
-        processes, timeout: as in `estimate`. There is an estimate of A, one after each change, and for few changes one of
-            each change alone.
+        processes, timeout: as in `estimate`. There is an estimate of A, one after each change, and, if
+            changes are few, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:

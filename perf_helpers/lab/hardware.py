@@ -312,7 +312,7 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
     except subprocess.TimeoutExpired:
         return [], "the CUDA driver gave no answer in 60 s"
     if done.returncode:
-        return [], f"the CUDA driver says: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
+        return [], f"the CUDA driver reports: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
     return [Gpu.from_dict(row) for row in json.loads(done.stdout)], None
 
 

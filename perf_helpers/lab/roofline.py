@@ -119,10 +119,10 @@ class Products:
 
     def __str__(self) -> str:
         if not self.ratio.known:
-            return "products: not measured"
+            return "matmuls: not measured"
         rate = f"{self.flops_per_second / 1e9:.3g} GFLOP/s"
         part = "{:.0%} to {:.0%} of a step".format(*self.shares)
-        return f"{self.dtype} products at {self.ratio} x the rate of fp32's, which is {rate}; products are {part}"
+        return f"matmuls in {self.dtype} run at {self.ratio} x fp32's rate of {rate}; matmuls take {part}"
 
 
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
@@ -165,7 +165,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
     except NeedsValues as error:
         return Products(dtype, Ratio.unknown(str(error)))
     if None in taken:
-        return Products(dtype, Ratio.unknown(f"rates of products not measured: {lab[name].message}"))
+        return Products(dtype, Ratio.unknown(f"matmul rates not measured: {lab[name].message}"))
     seconds, step = (min(turn[CPU] for process in taken for turn in process[which]) for which in (0, 3))
     rate = 3 * 2 * rows * width * 4 * width / seconds
     of_products = model_flops(task, batch_size) / rate

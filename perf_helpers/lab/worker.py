@@ -25,7 +25,7 @@ from perf_helpers.unknown import Unknown
 # Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
 # transformers' complete their configuration.
 _METERED_COMPILED = 4
-NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
+NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:

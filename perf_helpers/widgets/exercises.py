@@ -279,7 +279,7 @@ def challenge(
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
     """Why a recipe is not even tried, or None."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
-        return f"{answer!r} is no dict of training arguments, such as {{'per_device_train_batch_size': 1}}"
+        return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
         arguments = Arguments.of(answer)
         batch = arguments.samples_per_step(baseline.processes)
@@ -287,10 +287,10 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
         return str(error)
     for name in ("max_steps", "num_train_epochs"):
         if name in arguments.current:
-            return f"`{name}` says how long to train, and every recipe trains as long: leave it out"
+            return f"`{name}` changes how long to train, which must be equal for all recipes: leave it out"
     needed = Arguments(baseline.arguments).samples_per_step(baseline.processes)
     if batch != needed:
-        return f"the effective batch must stay {needed}, and the answer makes it {batch}"
+        return f"the effective batch must stay {needed}, but the answer makes it {batch}"
     return None
 
 

@@ -242,7 +242,7 @@ def test_what_cuda_visible_devices_hides_is_told(value, shown, words):
 
 @pytest.mark.parametrize("value", ["", "-1", "abc", "0,0", "GPU-zz"])
 def test_hidden_gpus_mean_the_cpu_with_the_reason_and_the_remedy(use, monkeypatch, value):
-    use(T4, driver=[], driver_reason="the CUDA driver says: no CUDA-capable device is detected (cuInit: 100)")
+    use(T4, driver=[], driver_reason="the CUDA driver reports: no CUDA-capable device is detected (cuInit: 100)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     machine = hardware.describe()
     assert machine.kind == "cpu" and machine.gpus == () and machine.cuda_visible_devices == value
@@ -298,7 +298,7 @@ def test_a_driver_that_fails_in_the_child_leaves_a_reason(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # here it loads; the child meets what is really there
     monkeypatch.setattr(hardware, "DRIVER_SCRIPT", "import sys; sys.exit('no luck')")
-    assert hardware.ask_driver.__wrapped__(None, None) == ([], "the CUDA driver says: no luck")
+    assert hardware.ask_driver.__wrapped__(None, None) == ([], "the CUDA driver reports: no luck")
     monkeypatch.setattr(hardware, "DRIVER_SCRIPT", """print('[{"index": 0, "uuid": "GPU-1", "capability": [9, 0]}]')""")
     assert hardware.ask_driver.__wrapped__(None, None) == ([Gpu(0, "GPU-1", capability=(9, 0))], None)
 
