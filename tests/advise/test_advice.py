@@ -57,12 +57,12 @@ def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_
 
 def test_an_advice_is_not_verified_where_its_device_is_neither_there_nor_rehearsed(ask, monkeypatch):
     gpu = SimpleNamespace(machine=hardware.Machine("a GPU", "cuda", gpus=(hardware.Gpu(0, capability=(8, 0)),)))
-    with pytest.raises(ValueError, match=r"for cpu, this is a GPU: verify it where it will run$"):
+    with pytest.raises(ValueError, match=r"for cpu, .*a GPU: verify it where it will run$"):
         verify(ask(memory="64GB"), gpu)
     monkeypatch.setattr(build, "problem", lambda: "no compiler")
     for capability in ((9, 0), (8, 6)):
         advice = ask(memory="64GB", device="cuda", compute_capability=capability)
-        with pytest.raises(ValueError, match="verify it where it will run; no compiler"):
+        with pytest.raises(ValueError, match=r"verify it .*; no compiler"):
             verify(advice, gpu)
 
 
