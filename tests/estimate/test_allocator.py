@@ -466,7 +466,7 @@ def test_settings_are_read_as_torch_reads_them():
         ("max_split_size:128", "max_split_size_mb"),
         ("expandable_segments", "name:value"),
         ("expandable_segments:yes", "True or False"),
-        ("max_split_size_mb:16", "from 20 on"),
+        ("max_split_size_mb:16", "at least 20"),
         ("large_segment_size_mb:40,max_split_size_mb:32", "at least 40"),
         ("large_segment_size_mb:10", "more than 10"),
         ("max_non_split_rounding_mb:-1", "at least 20"),

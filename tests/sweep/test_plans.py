@@ -36,10 +36,10 @@ def test_a_number_in_quotes_is_the_number():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"task": TINY}, "it has no rows"),
+        ({"task": TINY}, "give lists of values under [grid]"),
         ({"task": TINY, "gird": GRID}, "a plan has no 'gird'. Did you mean 'grid'"),
         ({"task": {"modle": "bert-tiny"}, "grid": GRID}, "[task] has no 'modle'. Did you mean 'model'"),
-        ({"grid": GRID}, "name a model"),
+        ({"grid": GRID}, "[task] has no model: name one"),
         ({"task": {"model": "bert-tony"}, "grid": GRID}, "Did you mean 'bert-tiny'"),
         ({"task": {"model": 5}, "grid": GRID}, "model=5: give a text"),
         ({"task": "bert-tiny", "grid": GRID}, "write it as [task]"),
@@ -66,7 +66,7 @@ def test_a_number_in_quotes_is_the_number():
         ({"task": TINY, "rows": [{"name": "a"}, {"name": "b"}]}, "rows 'a' and 'b' are the same training"),
         ({"task": TINY, "rows": {"optim": "sgd"}}, "[[rows]]"),
         ({"task": TINY, "rows": [{"name": 4}]}, "name=4: give a text"),
-        ({"task": TINY, "rows": [{"gradient_checkpointing": True, "activation_checkpointing": True}]}, "Keep one"),
+        ({"task": TINY, "rows": [{"gradient_checkpointing": True, "activation_checkpointing": True}]}, "keep one"),
         ({"task": TINY, "grid": GRID, "measure": "speed"}, "choose 'memory', 'time' or both"),
         ({"task": TINY, "grid": GRID, "measure": []}, "choose 'memory', 'time' or both"),
         ({"task": TINY, "grid": GRID, "steps": 0}, "steps=0: give a whole number"),
