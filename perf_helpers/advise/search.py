@@ -159,9 +159,7 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
     ]
     if not sizes:
         given = " x ".join(str(value) for value in (batch, steps) if value)
-        raise ValueError(
-            f"{given} in must does not divide {samples} samples per process: change must or the effective batch"
-        )
+        raise ValueError(f"{given} in must does not divide {samples} samples per process: change one of the two")
     return sizes
 
 
