@@ -67,7 +67,7 @@ def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
         (["--model", "bert-tiny", "--per_device_train_batch_size=many"], "'many': give a whole number"),
         (["--model", "bert-tiny", "--learning_rate", "fast"], "learning_rate='fast': give a number"),
         (["--model", "bert-tiny", "--bf16", "maybe"], "bf16='maybe': give True or False"),
-        (["--model", "bert-tiny", "--save_strategy"], "save_strategy: it takes a value"),
+        (["--model", "bert-tiny", "--save_strategy"], "--save_strategy VALUE"),
         (["--model", "bert-tiny", "--save_strategy", "epocs"], "Did you mean 'epoch'"),
         (["--model", "bert-tiny", "--gradient_checkpointing_kwargs", "{use}"], "Give a JSON object"),
         (["--model", "bert-tiny", "--attn_implementation", "flash"], "Did you mean 'flash_attention"),
