@@ -71,7 +71,7 @@ def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
 
 def test_it_is_said_where_nobody_measured(ask):
     (_, recipe, *_) = ask(memory=420 * MB, avoid=["adamw_bnb_8bit"]).recipes
-    assert "checkpointing: not measured here" in recipe.speed_source
+    assert "checkpointing: not measured" in recipe.speed_source
 
 
 def test_where_nothing_ran_here_the_nearest_recorded_machine_speaks(recorded, ask):
@@ -86,7 +86,7 @@ def test_what_was_recorded_of_another_quantity_is_not_taken(recorded, ask, tmp_p
     path = max(tmp_path.glob("*/*.json"))
     path.write_text(path.read_text().replace("throughput with gradient_checkpointing", "what was asked for once"))
     found = {recipe.name: recipe for recipe in ask(memory=420 * MB).recipes}
-    assert "checkpointing: not measured here" in found["checkpointing, AdamW, 64 x 1"].speed_source
+    assert "checkpointing: not measured" in found["checkpointing, AdamW, 64 x 1"].speed_source
 
 
 def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
