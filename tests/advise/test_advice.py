@@ -143,7 +143,7 @@ def test_memory_in_its_units(ask):
     [
         ({"effective_batch": 0}, "effective_batch=0"),
         ({"most": True}, "most=True"),
-        ({"processes": 3}, "does not divide"),
+        ({"processes": 3}, "effective_batch=64 .*processes=3"),
         ({"device": "tpu"}, "'cpu' or 'cuda'"),
         ({"device": "cuda", "context_memory": "lots"}, "context_memory='lots'"),
         ({"device": "cuda", "context_memory": -1}, "context_memory=-1"),

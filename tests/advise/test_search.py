@@ -106,7 +106,7 @@ def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, mo
     monkeypatch.setattr(search, "seconds_left", lambda: 0.0)
     late = ask(memory=450 * MB, most=99)
     assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
-    assert any("time was up" in note and "not looked at" in note for note in late.notes)
+    assert any("time limit" in note and "not tried" in note for note in late.notes)
 
 
 # ---- what is chosen among
