@@ -58,7 +58,7 @@ def test_where_nothing_is_cut_the_bytes_are_the_estimates(name, more):
     asked = {"per_device_train_batch_size": 4, "bf16": True}
     told = by_name(parallelism(TASK, cards=4, card="a100", **asked))[name]
     followed = estimate(TASK, processes=4, device="cuda", compute_capability=(8, 0), **asked, **more)
-    assert (told.bytes_a_rank, told.source) == (followed.needed_bytes(CONTEXT_BYTES), "followed")
+    assert (told.bytes_a_rank, told.source) == (followed.needed_bytes(CONTEXT_BYTES), "traced")
 
 
 def test_more_ranks_than_are_followed_have_smaller_shards(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_model_that_accelerate_cannot_shard_is_told_so():
 
 def test_what_cannot_fit_by_its_states_alone_is_not_followed(large):
     whole = [each for each in large["hopeless"].layouts if not each.is_cut]
-    assert {each.source for each in whole} == {"states alone"}
+    assert {each.source for each in whole} == {"states only"}
     assert by_name(large["hopeless"])["FSDP"].bytes_a_rank == pytest.approx(16 * LARGE.parameters() / 2, rel=0.001)
 
 
