@@ -410,9 +410,9 @@ class Planner:
         if self.cards > self.cards_a_host:
             links = f"{inside:g} Gbit/s inside a host, {between:g} between hosts"
         return (
-            f"Speed is a model, not a measurement: {self.tflops:g} TFLOPS per card, {links}, {self.samples} samples per "
-            "update. Sending weights overlaps with all computation, gradients with their backward pass, sums of tensor "
-            "parallelism and tokens for experts with nothing; the pipeline's bubble is included."
+            f"Speed is a model, not a measurement: {self.tflops:g} TFLOPS per card, {links}, {self.samples} samples "
+            "per update. Sending weights overlaps with all computation, gradients with their backward pass, sums of "
+            "tensor parallelism and tokens for experts with nothing; the pipeline's bubble is included."
         )
 
     def of_links(self, chosen: Layout) -> Iterator[str]:
