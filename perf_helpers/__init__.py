@@ -8,7 +8,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-# The room in which a public name lives; plots, sweep and widgets are at home here.
+# The subpackage of each public name; plots, sweep and widgets are modules of this package.
 _ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "slow_link": "lab"}
 _ROOMS |= {"roofline": "lab", "interleaving": "lab", "optional_packages": "lab"}
 _ROOMS |= {"claims": "course", "learner_log": "course"}
@@ -18,9 +18,9 @@ __all__ = sorted([*_ROOMS, "plots", "sweep", "widgets"])
 
 def __getattr__(name):
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it offers {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Choose from {', '.join(__all__)}.")
     home = f"{__name__}.{_ROOMS[name]}" if name in _ROOMS else __name__
-    is_class = name[0].isupper()  # offered by the room's door; else it is a module
+    is_class = name[0].isupper()  # defined in the subpackage; otherwise it is a module
     value = getattr(import_module(home), name) if is_class else import_module(f"{home}.{name}")
     globals()[name] = value
     return value

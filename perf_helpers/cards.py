@@ -1,4 +1,4 @@
-"""Kinds of GPU, whether one is here or not: their memory, their compute capability, and what a CUDA context takes."""
+"""GPU models: their memory, compute capability and CUDA context, whether or not this machine has one."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and non
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A kind of GPU, and how many of them the machine has."""
+    """A GPU model, and how many of them the machine has."""
 
     name: str  # as people call it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
@@ -31,7 +31,7 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """What may be used of it: the margin is kept free, and of a board what torch may not have."""
+        """Return the usable bytes: without the margin, and of a board without the part that torch cannot have."""
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
 
@@ -58,10 +58,11 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
-    """Bytes of the CUDA context, which the device holds outside of the allocator; None where nobody has published or
-    measured it. It depends on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100 in "Model training
-    anatomy" of transformers' documentation, taken there with one segment of 2 MiB, and what the GPU suite measured of
-    trainings on an H100 (driver 580, CUDA 13.0): 751 MiB in fp32, 767 with 16 bits."""
+    """Return the bytes of the CUDA context, which lies outside the allocator; None if they are not known.
+
+    They depend on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100, in "Model training anatomy" of
+    transformers' documentation (with one segment of 2 MiB), and 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
+    suite measured on an H100 (driver 580, CUDA 13.0)."""
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 
 
@@ -71,14 +72,20 @@ def card(
     device_memory: int | float | str | None = None,
     devices: int = 1,
 ) -> Card:
-    """The card of that name, or any that a compute capability and a memory describe; they overrule the named one's.
+    """Return the card of a name, or one described by a compute capability and a memory; these overrule the name's.
+
+    Args:
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it.
+        compute_capability: e.g. (9, 0) for an H100.
+        device_memory: bytes, or a text such as "16GB".
+        devices: number of such GPUs, at most 16.
 
     Raises:
-        ValueError: an unknown name, a capability that this torch has no kernels for, a memory that is none.
+        ValueError: an unknown name, an unsupported compute capability, or an invalid memory.
     """
     arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
-        raise ValueError("name a card (t4, a100, h100 or another of cards.CARDS), or a compute capability and a memory")
+        raise ValueError("no GPU is named: give a card, e.g. t4 or h100, or a compute capability and a memory")
     memory_bytes, capability = memory_of_card(name, device_memory, compute_capability)
     check_capability(capability := tuple(capability))
     whole_number("devices", devices, most=16)
@@ -89,30 +96,32 @@ def card(
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """Raise ValueError where there is no GPU of that compute capability, or none that this torch has kernels for."""
+    """Raise ValueError if no supported GPU has this compute capability."""
     if not (7, 0) <= capability < (13, 0):
-        raise ValueError("compute capability {}.{}: there are 7.0 to 12.x".format(*capability))
+        raise ValueError("compute capability {}.{} is not supported: give one from 7.0 to 12.x".format(*capability))
 
 
 def named(name: str) -> Card:
-    """The card that people, torch or nvidia-smi call so. ValueError: there is none of that name."""
+    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown one."""
     of_kind("card", name, str)
     key = _BY_NAME.get(_plain(name))
     if key is None:
-        raise ValueError(f"no card {shown(name)}. {nearest_text(_plain(name) or name, CARDS)}")
+        raise ValueError(f"card={shown(name)} is unknown. {nearest_text(_plain(name) or name, CARDS)}")
     return CARDS[key]
 
 
 def memory_of_card(
     name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
 ) -> tuple[int, tuple[int, int] | None]:
-    """Bytes and compute capability of a named card; a memory (called `argument`) and a capability overrule its own.
+    """Return bytes and compute capability of a named card; `memory` and `capability` overrule its own.
+
+    `argument` is the name of `memory` in error messages.
 
     Raises:
-        ValueError: an unknown name, a memory that is none, or neither of them.
+        ValueError: an unknown name, an invalid memory, or neither of them.
     """
     if name is None and memory is None:
-        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or name a card, e.g. t4, a100, h100")
+        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or a card, e.g. t4, a100 or h100")
     known = named(name) if name is not None else None
     size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
     return size, capability or (known.capability if known else None)

@@ -1,4 +1,4 @@
-"""perf-helpers: the command line. Results go to standard output, everything else to standard error."""
+"""The command line, `perf-helpers`. Results go to standard output, everything else to standard error."""
 
 import dataclasses
 import functools
@@ -18,23 +18,31 @@ from perf_helpers.texts import nearest_text
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure what training a transformer costs, and run the course that shows how to make it cost less.",
+    help="Measure or predict the memory and time of training a transformer, and run the course about reducing them.",
 )
-FailOn = Annotated[str, typer.Option("--fail-on", help="What may not be worse: memory, verdict, speed; with commas.")]
-CourseFolder = Annotated[Path, typer.Option(help="Folder for notebooks, results.json, junit.xml, index.html.")]
+FailOn = Annotated[
+    str,
+    typer.Option("--fail-on", help="Comparisons that decide the exit code, separated by commas, e.g. memory,verdict."),
+]
+CourseFolder = Annotated[
+    Path, typer.Option(help="Output folder for executed notebooks, results.json, junit.xml and index.html.")
+]
 _WITH_CLEAN_PROCESSES = ("measure", "estimate", "explain", "advise")
 _INTERRUPTED = 130  # the exit code after Ctrl-C
-TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # all other options are such
+TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # for any option typer does not know
 
 
 @app.command()
 def doctor(json_output: Json = False) -> int:
-    """What this machine is and can do, what is wrong, and the remedy. Exit code 1: lessons cannot run as it is."""
+    """Check this machine: print what it can do, what is wrong and how to fix it.
+
+    Exit code 0: lessons can run. 1: they cannot, until the lines marked "error" are fixed.
+    """
     from perf_helpers.lab.doctor import diagnose
 
     machine, versions = hardware.describe(), hardware.versions()
     findings = diagnose(machine, versions)
-    if not (broken := any(finding.level == "error" for finding in findings)):  # its room imports what may be broken
+    if not (broken := any(finding.level == "error" for finding in findings)):  # rehearsal imports what may be broken
         from perf_helpers.rehearsal import build
 
         findings.append(build.finding())
@@ -49,20 +57,33 @@ def doctor(json_output: Json = False) -> int:
 
 @app.command()
 def course(
-    lessons: Annotated[list[str] | None, typer.Argument(help="Numbers, names or paths; none: all of them.")] = None,
-    profile: Annotated[str, typer.Option(help="Sizes: auto, cpu, t4 or gpu.")] = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="A lesson fails at a verdict that is not expected.")] = False,
+    lessons: Annotated[
+        list[str] | None, typer.Argument(help="Lesson numbers, names or paths, e.g. 05 06 (default: all lessons).")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="Model and batch sizes: cpu, t4, gpu, or auto to fit this machine's memory.")
+    ] = "auto",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail a lesson if a verdict is not the expected one.")
+    ] = False,
     out: CourseFolder = Path("build/course"),
-    baseline: Annotated[Path | None, typer.Option(help="results.json of an earlier run to compare with.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Earlier run to compare with: its results.json or its folder (default: none).")
+    ] = None,
     fail_on: FailOn = "memory,verdict,speed",
-    speeds: Annotated[bool, typer.Option(help="Time a few recipes, for comparison with other days.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one lesson may take.")] = 900,
+    speeds: Annotated[bool, typer.Option(help="Time a few fixed recipes, so that later runs can be compared.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit per lesson in seconds, e.g. 600.")] = 900,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Lessons at once (default: 2 on a CPU with the cores and memory, else 1).")
+        int | None,
+        typer.Option(min=1, help="Lessons at a time (default: 2 on a CPU with the memory for them, else 1)."),
     ] = None,
 ) -> int:
-    """Execute the lessons. Exit code 0: every lesson ran, and nothing is worse than in the baseline; with --strict also
-    every verdict is the expected one. Else 1, and 2 where it could not run."""
+    """Run the lessons, all or those named, and write a report.
+
+    Exit code 0: every lesson ran, and nothing is worse than in --baseline.
+    Exit code 1: a lesson failed or something is worse; with --strict also: a verdict is not the expected one.
+    Exit code 2: the course could not start.
+    """
     from perf_helpers.compare.compare import run_night
     from perf_helpers.course.results import failures, problems, to_send
 
@@ -72,7 +93,7 @@ def course(
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)
     if lines := to_send(data):
-        head = "This machine differs from those we know. Please send us these lines (an issue of the repository):"
+        head = "Some verdicts are not the expected ones. Please report these lines in an issue of the repository:"
         typer.echo("\n  ".join([head, *lines]), err=True)
     answer([str(out / "index.html")])
     return int(bool(worse or (problems(data) if strict else failures(data))))
@@ -80,16 +101,18 @@ def course(
 
 @app.command()
 def compare(
-    old: Path,
-    new: Path,
+    old: Annotated[Path, typer.Argument(help="Earlier run: its results.json or its folder.")],
+    new: Annotated[Path, typer.Argument(help="Later run: its results.json or its folder.")],
     fail_on: FailOn = "memory,verdict,speed",
-    html: Annotated[Path | None, typer.Option(help="A file for the page.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="A file for CI.")] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML report to write, e.g. compare.html (default: none).")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="JUnit XML report for CI to write, e.g. compare.xml (default: none).")
+    ] = None,
     json_output: Json = False,
 ) -> int:
-    """Two results.json: verdicts that changed, bytes that moved, values and speeds that moved beyond their noise.
+    """Compare two runs of the course: verdicts and bytes that changed, speeds that changed by more than their noise.
 
-    Exit code 0: the same or better; 1: worse; 2: could not be compared.
+    Exit code 0: the same or better. 1: worse. 2: the runs cannot be compared.
     """
     from perf_helpers.compare import compare as module
     from perf_helpers.records import write_whole
@@ -106,11 +129,13 @@ def compare(
 
 @app.command()
 def history(
-    folder: Path,
-    out: Annotated[Path, typer.Option(help="A file for the page.")] = Path("build/history.html"),
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of course runs, e.g. nightly; every results.json below it is read.")
+    ],
+    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """All results.json below a folder as lines over time, with the runs in which a line changed."""
+    """Plot many runs of the course over time and mark the runs in which a value changed."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)
@@ -119,16 +144,23 @@ def history(
 
 @app.command()
 def sweep(
-    file: Path,
-    scheduler: Annotated[str, typer.Option(help="Address of Dask's; default: workers on this machine.")] = "",
-    workers: Annotated[int | None, typer.Option(help="On this machine; default: one for each GPU, else one.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for runs.jsonl.")] = Path("build/sweep"),
-    wait: Annotated[float, typer.Option(help="Seconds to wait for a worker where there is none.")] = 600,
+    file: Annotated[Path, typer.Argument(help="TOML file with the task and the grid of arguments, e.g. grid.toml.")],
+    scheduler: Annotated[
+        str, typer.Option(help="Address of a Dask scheduler, e.g. tcp://host:8786 (default: workers on this machine).")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(help="Number of workers on this machine, e.g. 2 (default: one per GPU, at least one).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder that keeps the runs, in runs.jsonl.")] = Path("build/sweep"),
+    wait: Annotated[
+        float, typer.Option(help="Time limit in seconds for a worker to appear while there is none, e.g. 60.")
+    ] = 600,
     json_output: Json = False,
 ) -> int:
-    """Train with every combination of a grid of arguments (TOML), on several workers at once.
+    """Train with every combination of a grid of arguments, on one or several workers.
 
-    Exit code 0: every row trained; 1: one did not; 2: could not run. What is in the folder already is not run again.
+    Runs that --out already holds are not repeated.
+    Exit code 0: every combination trained. 1: at least one failed. 2: the sweep could not run.
     """
     from perf_helpers import sweep as module
 
@@ -140,20 +172,22 @@ def sweep(
 
 
 @app.command()
-def report(directory: Path) -> None:
-    """Make the pages of a course run again from its results.json and executed notebooks."""
+def report(
+    directory: Annotated[Path, typer.Argument(help="Folder of a course run, e.g. build/course.")],
+) -> None:
+    """Write the report of a course run again, from its results.json and executed notebooks."""
     from perf_helpers.course.report import report as make
 
     answer([str(make(directory))])
 
 
 def _axes(text: str) -> list[str]:
-    """What "memory,speed" names."""
+    """Return the comparisons that e.g. "memory,speed" names. Raises ValueError for an unknown one."""
     from perf_helpers.compare.compare import AXES
 
     axes = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := set(axes) - {*AXES}:
-        raise ValueError(f"fail-on: {nearest_text(min(unknown), AXES)}")
+        raise ValueError(f"--fail-on: {min(unknown)!r} is not a valid value. {nearest_text(min(unknown), AXES)}")
     return axes
 
 
@@ -163,31 +197,31 @@ app.command()(commands.advise)
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line on standard error (and JSON where JSON was asked for), exit code 2."""
+    """Run the command line. A user's mistake is one line on standard error (and JSON with --json), exit code 2."""
     if len(sys.argv) < 2:
         sys.argv.append("--help")
     if any(word.startswith("--peft") or "lora" in word.lower() for word in sys.argv):
         optional_packages.offer("peft")
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
-        # It takes seconds, in which a command does what it can; advice looks at optimizers of 8 bits.
+        # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
         SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
     try:
         code = app(standalone_mode=False) or 0
-    except (typer.Abort, KeyboardInterrupt):  # older typers raise; a newer one makes the code of it
+    except (typer.Abort, KeyboardInterrupt):  # older versions of typer raise; newer ones return the exit code
         code = _INTERRUPTED
     except Exception as error:
-        # The parser's own mistakes are of classes that typer has from click or brings itself, depending on its version.
-        told = getattr(error, "format_message", None)
-        if not told and not isinstance(error, ValueError | OSError):
+        # A usage error's class is click's or typer's own, depending on the version of typer; both have this method.
+        format_message = getattr(error, "format_message", None)
+        if not format_message and not isinstance(error, ValueError | OSError):
             raise
-        message = " ".join((told() if told else str(error)).split())
+        message = " ".join((format_message() if format_message else str(error)).split())
         if "--json" in sys.argv:
             answer({"status": "invalid", "message": message})
         print(f"perf-helpers: {message}", file=sys.stderr)
         code = 2
     if code == _INTERRUPTED:
         print("perf-helpers: interrupted", file=sys.stderr)
-    gc.freeze()  # else the interpreter looks for garbage among all that was imported, before it ends
+    gc.freeze()  # otherwise the interpreter searches all imported modules for garbage before it exits
     sys.exit(code)
 
 

@@ -1,6 +1,6 @@
-"""The commands about one training: what it takes, what it would take and why, where it fits.
+"""The commands about one training: measure it, estimate it, explain it, rehearse it, or find arguments that fit.
 
-The functions are `cli`'s commands; what they are told and how they answer is the same for all.
+`cli` registers these functions as commands. They share their options and the way they print results.
 """
 
 import contextlib
@@ -20,21 +20,36 @@ from perf_helpers.records import Memory, Run
 from perf_helpers.texts import bytes_text, name_text, whole_number
 
 # Options that several commands have. A command returns its exit code, or None for 0.
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
-Model = Annotated[str, typer.Option(help="Preset, config.json, model folder, or a name on the Hub.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
+Model = Annotated[
+    str, typer.Option(help="Model: a preset, a config.json, a model folder or a name on the Hub, e.g. bert-tiny.")
+]
 SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", "--seq_len", help="Tokens in a sequence; default: 512 or the model's limit.")
+    int | None,
+    typer.Option(
+        "--seq-len", "--seq_len", help="Tokens per sequence, e.g. 128 (default: 512, or the model's limit if smaller)."
+    ),
 ]
-Architecture = Annotated[str | None, typer.Option(help="Class of transformers, if not the config's.")]
-DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set.")]
-Processes = Annotated[int, typer.Option(help="Ranks (gloo on CPU, nccl on CUDA).")]
-Inference = Annotated[bool, typer.Option("--inference", help="Forward passes, or with --max_new_tokens answers.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: this machine's.")]
+Architecture = Annotated[
+    str | None,
+    typer.Option(help="Model class of transformers, e.g. LlamaForCausalLM (default: the one the config names)."),
+]
+DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set, e.g. 64.")]
+Processes = Annotated[int, typer.Option(help="Number of ranks, e.g. 2; they use gloo on a CPU, nccl on CUDA.")]
+Inference = Annotated[
+    bool, typer.Option("--inference", help="Run forward passes only; with --max_new_tokens N, generate N tokens.")
+]
+Device = Annotated[str | None, typer.Option(help="Device type: cpu or cuda (default: this machine's).")]
 Snapshot = Annotated[
-    Path | None, typer.Option(help="A file for torch's memory viewer, docs.pytorch.org/memory_viz; on cuda only.")
+    Path | None,
+    typer.Option(
+        help="Memory snapshot to write, e.g. oom.pickle, for the viewer at docs.pytorch.org/memory_viz (CUDA only)."
+    ),
 ]
-Card = Annotated[str | None, typer.Option(help="A GPU, here or not, e.g. t4, 'RTX 4090', a100-80gb.")]
-Capability = Annotated[str | None, typer.Option(help="Of the GPU, e.g. 9.0.")]
+Card = Annotated[
+    str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
+]
+Capability = Annotated[str | None, typer.Option(help="Compute capability of the GPU, e.g. 9.0 (default: the card's).")]
 
 
 def measure(
@@ -43,16 +58,19 @@ def measure(
     seq_len: SeqLen = None,
     architecture: Architecture = None,
     dataset_size: DatasetSize = 512,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps to time.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps to time, e.g. 10 (default: 3 on a CPU, 20 or 30 on a GPU).")
+    ] = None,
     processes: Processes = 1,
-    memory_only: Annotated[bool, typer.Option("--memory-only", help="Leave the timing out.")] = False,
+    memory_only: Annotated[bool, typer.Option("--memory-only", help="Measure memory only; skip the timing.")] = False,
     inference: Inference = False,
     json_output: Json = False,
 ) -> int:
-    """Train a model for a few steps in a clean process and say what it took.
+    """Train a model for a few steps in a fresh subprocess and print its memory and speed.
 
-    Every other option is a training argument of transformers, spelt as its own parser takes it: --bf16,
-    --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor, --attn_implementation eager.
+    Every other option is passed on as a training argument of transformers.
+    Examples: --bf16, --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor.
+    Exit code 0: it trained. 1: the training failed. 2: an argument is wrong.
     """
     given = _given(context, context.args)
     task = Task(model, seq_len, dataset_size, architecture)
@@ -78,43 +96,67 @@ def estimate(
     card: Card = None,
     compute_capability: Capability = None,
     inference: Inference = False,
-    allocator_settings: Annotated[str, typer.Option(help="What PYTORCH_CUDA_ALLOC_CONF would say.")] = "",
+    allocator_settings: Annotated[
+        str,
+        typer.Option(
+            help="Value of PYTORCH_CUDA_ALLOC_CONF to assume, e.g. expandable_segments:True (default: unset)."
+        ),
+    ] = "",
     torch_version: Annotated[
         str | None,
-        typer.Option("--torch", help="Release of torch whose allocator is meant, e.g. 2.10 (default: the installed)."),
+        typer.Option("--torch", help="torch release whose CUDA allocator is modelled, e.g. 2.12 (default: installed)."),
     ] = None,
     snapshot: Snapshot = None,
-    lengths: Annotated[Path | None, typer.Option(help="A file with each sample's tokens: its worst batch.")] = None,
-    multiple: Annotated[int, typer.Option("--pad-to-multiple-of", "--pad_to_multiple_of", help="With --lengths.")] = 1,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file of the tokens of each sample, e.g. lengths.txt; estimates the largest batch they make."
+        ),
+    ] = None,
+    multiple: Annotated[
+        int,
+        typer.Option(
+            "--pad-to-multiple-of",
+            "--pad_to_multiple_of",
+            help="Padding of each batch in tokens, e.g. 8; with --lengths.",
+        ),
+    ] = 1,
     json_output: Json = False,
 ) -> None:
     """Predict the peak memory of a training without running it; no GPU is needed.
 
-    Takes the same training arguments as `measure`.
+    Takes the same training arguments as `measure`, e.g. --bf16 --per_device_train_batch_size 4.
     """
-    from perf_helpers import estimate as room
+    from perf_helpers import estimate as estimate_package
 
     given = _given(context, context.args)
-    whose = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
+    target_device = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
     if lengths is not None:
-        if inference or snapshot or processes > 1 or seq_len or allocator_settings:
-            raise ValueError("--lengths is for a training of one process, without --seq-len, a snapshot or settings")
+        conflicts = {
+            "--inference": inference,
+            "--snapshot": snapshot,
+            "--processes": processes > 1,
+            "--seq-len": seq_len,
+            "--allocator-settings": allocator_settings,
+        }
+        if conflict := next((name for name, is_given in conflicts.items() if is_given), ""):
+            raise ValueError(f"{conflict} cannot be combined with --lengths: leave one of the two out")
         from perf_helpers.estimate import lengths as module
 
         task, pads = Task(model, architecture=architecture), {"pad_to_multiple_of": multiple}
-        worst = module.worst_batch(task, module.read(lengths), **pads, **whose, **given)
-        told = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
-        return answer(told if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
+        worst = module.worst_batch(task, module.read(lengths), **pads, **target_device, **given)
+        result = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
+        return answer(result if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
     if multiple != 1:
-        raise ValueError(f"--pad-to-multiple-of={multiple}: give it with --lengths, else nothing is padded")
-    estimated = room.estimate(
+        raise ValueError(f"--pad-to-multiple-of={multiple} has no effect without --lengths: add --lengths FILE")
+    estimated = estimate_package.estimate(
         Task(model, seq_len, dataset_size, architecture),
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
         torch_version=torch_version,
         snapshot=snapshot,
-        **whose,
+        **target_device,
         **given,
     )
     memory, fits = estimated.memory, [estimated.fits(card)] if card else []
@@ -125,9 +167,10 @@ def estimate(
         return
     on_gpu = estimated.device == "cuda"
     peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, in the {memory.peak_phase}"
-    sizes = _sizes(memory, on_gpu)
-    lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}", *sizes, *map(repr, fits)]
-    answer([*lines, f"followed in {estimated.seconds:.1f} s", *(f"- {text}" for text in estimated.assumptions)])
+    lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}"]
+    lines += [*_sizes(memory, on_gpu), *map(repr, fits), f"estimated in {estimated.seconds:.1f} s"]
+    lines += ["assumptions:"] if estimated.assumptions else []
+    answer([*lines, *(f"- {text}" for text in estimated.assumptions)])
 
 
 def explain(
@@ -142,20 +185,20 @@ def explain(
     compute_capability: Capability = None,
     json_output: Json = False,
 ) -> None:
-    """Why one recipe takes more memory than another: by switch, by tensor with its line of the model's code, and what
-    may surprise. Training arguments before --then are those of A; B has them too, and what stands after --then, which
-    adds to them or gives them another value: so the two differ in nothing that you did not mean to compare.
+    """Explain why one recipe takes more memory than another, argument by argument and tensor by tensor.
 
-    perf-helpers explain --model gpt2 --card t4 --dtype bfloat16 --then --gradient_checkpointing --optim adafactor
+    The training arguments before --then are recipe A.
+    Recipe B is A with the arguments after --then added; they replace A's values.
+    Example: perf-helpers explain --model gpt2 --card t4 --then --gradient_checkpointing --optim adafactor
     """
     from perf_helpers.estimate import explanation
 
     words = context.args
     if words.count("--then") != 1 or words[-1] == "--then":
-        raise ValueError("--then: say it once, with training arguments of the second recipe after it")
+        raise ValueError("--then must be given once, followed by training arguments of recipe B, e.g. --then --bf16")
     own = {name for parameter in context.command.params for name in parameter.opts} - {"--json"}
     if late := own & {word.partition("=")[0] for word in sys.argv[sys.argv.index("--then") :]}:
-        raise ValueError(f"{min(late)} holds for both recipes: give it before --then")
+        raise ValueError(f"{min(late)} applies to both recipes: give it before --then")
     place = words.index("--then")
     first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
     found = explanation.explain(
@@ -172,25 +215,36 @@ def explain(
 
 def rehearse(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="As in `measure`.")] = None,
-    function: Annotated[str | None, typer.Option(help="Your own, called with the task: file.py:function.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model: a preset, a config.json, a model folder or a name on the Hub, e.g. gpt2.")
+    ] = None,
+    function: Annotated[
+        str | None, typer.Option(help="Function of yours to run instead, called with the task, e.g. train.py:main.")
+    ] = None,
     card: Card = None,
     compute_capability: Capability = None,
-    device_memory: Annotated[str | None, typer.Option(help="Of the GPU, e.g. 16GB or 16GiB.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of the GPU, e.g. 16GB or 16GiB (default: the card's).")
+    ] = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     inference: Inference = False,
     snapshot: Snapshot = None,
-    lessons: Annotated[str | None, typer.Option(help="Rehearse the course: all, core, or numbers as 05,06.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the course's rehearsal.")] = Path("build/rehearsal"),
+    lessons: Annotated[
+        str | None, typer.Option(help="Lessons to rehearse instead of a model: all, core, or numbers, e.g. 05,06.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Output folder of --lessons.")] = Path("build/rehearsal"),
     json_output: Json = False,
 ) -> int:
-    """What a training takes on a GPU that is not here: torch's own CUDA allocator decides, and nothing is computed.
+    """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
 
-    Takes the same training arguments as `measure`. Exit code 1 where it does not fit: with torch's own message.
-    After `--`, a command of yours is run on such a GPU instead: perf-helpers rehearse --card t4 -- python train.py
+    A rehearsal runs torch's CUDA build on a stub CUDA runtime: nothing is computed or timed.
+    It takes the same training arguments as `measure`.
+    Exit code 1: the training does not fit, or failed.
+
+    To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
     """
     from perf_helpers import rehearsal
     from perf_helpers.rehearsal.lessons import rehearse_lessons
@@ -205,12 +259,14 @@ def rehearse(
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:
         if snapshot is not None:
-            raise ValueError("--snapshot is for a model or a function; torch.cuda.memory._dump_snapshot is a command's")
+            raise ValueError(
+                "--snapshot needs --model or --function: in a command of yours call torch.cuda.memory._dump_snapshot"
+            )
         with _rehearsing():
             return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
     given = _given(context, context.args)
     if function is None and model is None:
-        raise ValueError("name a model with --model, a function with --function, or a command after --")
+        raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
     task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
     what = task if function is None else _function(function)
     with _rehearsing():
@@ -220,9 +276,9 @@ def rehearse(
         f"assumed: a CUDA context of {bytes_text(on.context_bytes, binary=True)}, no workspace for cuDNN's convolutions"
     )
     weights = f"; {run.weights}" if run.weights else ""
-    lines = [f"{function or model} on {on.name}, rehearsed: {run.status}{weights}"]
+    lines = [f"{function or model} rehearsed on {on.name}: {run.status}{weights}"]
     if memory := run.memory:
-        peak = f"  allocated at the peak {bytes_text(memory.peak_bytes, binary=True)}, in the {memory.peak_phase}"
+        peak = f"  peak {bytes_text(memory.peak_bytes, binary=True)} allocated, in the {memory.peak_phase}"
         lines += [peak, *_sizes(memory, binary=True)]
     figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)}
     answer(figures if json_output else [*lines, f"- {assumed}"])
@@ -231,35 +287,50 @@ def rehearse(
 
 def advise(
     model: Model,
-    effective_batch: Annotated[int, typer.Option(help="Samples that an update sees.")],
-    memory: Annotated[str | None, typer.Option(help="Of one device, e.g. 16GB or 16GiB; default: the card's.")] = None,
+    effective_batch: Annotated[int, typer.Option(help="Samples per optimizer update, over all ranks, e.g. 64.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of one device, e.g. 16GB or 16GiB (default: the card's).")
+    ] = None,
     card: Card = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
-    must: Annotated[list[str] | None, typer.Option(help="A fixed training argument, e.g. optim=adafactor.")] = None,
-    avoid: Annotated[list[str] | None, typer.Option(help="A technique or argument that is not wanted.")] = None,
-    may: Annotated[list[str] | None, typer.Option(help="Offered only to who allows it: lora, qlora.")] = None,
+    must: Annotated[
+        list[str] | None, typer.Option(help="Training argument to keep, e.g. optim=adafactor; may be repeated.")
+    ] = None,
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option(help="Technique or argument to leave out, e.g. gradient_checkpointing; may be repeated."),
+    ] = None,
+    may: Annotated[
+        list[str] | None,
+        typer.Option(help="Adapters to allow as well: lora or qlora (default: none); may be repeated."),
+    ] = None,
     largest: Annotated[
-        str | None, typer.Option(help="model or sequence: the largest like this model, or the longest, that fits.")
+        str | None,
+        typer.Option(
+            help="Quantity to maximize: model (the largest similar preset that fits) or sequence (the longest)."
+        ),
     ] = None,
     processes: Processes = 1,
     device: Device = None,
     compute_capability: Capability = None,
     context_memory: Annotated[
-        str | None, typer.Option("--context", help="Kept for the CUDA context, e.g. 450MiB; default: 530MiB.")
+        str | None, typer.Option("--context", help="Memory kept for the CUDA context, e.g. 450MiB (default: 530MiB).")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Train with the first recipe; without such a GPU it is rehearsed.")
+        bool,
+        typer.Option("--verify", help="Check the first recipe by training with it, or without the GPU, rehearsing it."),
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """The training arguments that fit a memory, the fastest first, and why not others.
+    """List the training arguments that fit a memory, the fastest first.
 
-    Exit code 0 also where nothing fits: it says by how much, and what would.
+    Also prints why other recipes were left out.
+    If nothing fits, it prints by how much, and which changes would help; the exit code is 0 then, too.
     """
-    from perf_helpers import advise as room
+    from perf_helpers import advise as advise_package
 
-    advice = room.advise(
+    advice = advise_package.advise(
         Task(model, seq_len, architecture=architecture),
         effective_batch=effective_batch,
         memory=memory,
@@ -274,14 +345,14 @@ def advise(
         processes=processes,
     )
     with _rehearsing():
-        verified = room.verify(advice) if verify and advice.recipes else None
+        verified = advise_package.verify(advice) if verify and advice.recipes else None
     lines = [repr(advice), *([f"Verified: {verified!r}"] if verified else [])]
     answer(advice.to_dict() | {"verification": verified and verified.to_dict()} if json_output else lines)
 
 
 @contextlib.contextmanager
 def _rehearsing() -> Iterator[None]:
-    """Where nothing can be rehearsed here, or a function needs values: the user's business, in one line."""
+    """Raise ValueError for a RuntimeError of the rehearsal: this machine cannot rehearse, or the code needs values."""
     try:
         yield
     except RuntimeError as error:
@@ -289,34 +360,35 @@ def _rehearsing() -> Iterator[None]:
 
 
 def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:
-    """The training arguments among the words; of a misspelt one the command's own options are thought of too."""
+    """Parse the training arguments in `words`; the suggestions for a misspelt one include the command's options."""
     own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
     return arguments.parse(words, also=own).given
 
 
 def _function(text: str) -> Callable[[Task], Any]:
-    """The function that "file.py:name" names."""
+    """Return the function that "file.py:name" names. Raises ValueError if there is none."""
     file, _, name = text.rpartition(":")
     if not (file.endswith(".py") and Path(file).is_file()):
-        raise ValueError(f"--function {text}: write it as file.py:name, of a file that is there")
+        raise ValueError(f"--function {text}: no such file; give file.py:function of an existing file")
     found = runpy.run_path(file).get(name)
     if not callable(found):
-        raise ValueError(f"{file} has no function {name!r}")
+        raise ValueError(f"--function {text}: {file} has no function {name!r}; name one that it defines")
     return found
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:
-    """The compute capability that "9.0" names."""
+    """Return the compute capability that e.g. "9.0" names, as (9, 0)."""
     if text is None:
         return None
     major, dot, minor = text.partition(".")
     if not (dot and major.isdigit() and minor.isdigit()):
-        raise ValueError(f"compute_capability={text!r}: write it as major.minor, e.g. 9.0 for an H100")
+        raise ValueError(f"compute_capability={text!r}: give it as major.minor, e.g. 9.0 for an H100")
     return int(major), int(minor)
 
 
 def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return the parts of a peak, if they are known, and what the allocator reserved; `binary` as in `bytes_text`."""
+    """Return a line per category of the peak, if categories are known, and one for what the allocator reserved; `binary`
+    as in `bytes_text`."""
     parts = (memory and memory.breakdown) or {}
     lines = [f"  {name_text(category):<18} {bytes_text(size, binary):>12}" for category, size in parts.items() if size]
     if memory and memory.reserved_bytes:
@@ -325,7 +397,7 @@ def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
 
 
 def _run_json(run: Run) -> dict[str, Any]:
-    """A run's figures side by side, in bytes and seconds; null where not measured."""
+    """Return a run's figures by name, in bytes and seconds; None means not measured."""
     record = run.to_dict()  # which has null for what is unknown
     timing = record["timing"] or {}
     about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
@@ -335,18 +407,18 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 
 def _memory_json(memory: Memory | None) -> dict[str, Any]:
-    """All of a memory, its kind as "peak_kind"; null where not measured."""
+    """Return a memory's fields, its kind as "peak_kind"; None means not measured."""
     record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
     return {"peak_kind": record.pop("kind")} | record
 
 
 def _code(run: Run) -> int:
-    """The exit code of a run; why it failed goes to standard error."""
+    """Return a run's exit code, 0 or 1; if it failed, print why to standard error."""
     if not run.ok:
         typer.echo(f"{run.status}: {run.message}", err=True)
     return int(not run.ok)
 
 
 def answer(content: dict[str, Any] | list[str]) -> None:
-    """One JSON object, or lines, on standard output."""
+    """Print one JSON object, or lines, to standard output."""
     typer.echo(json.dumps(content, default=str) if isinstance(content, dict) else "\n".join(content))

@@ -1,8 +1,8 @@
-"""Pictures and tables of runs. One palette and one order of categories everywhere; each picture returns its Axes.
+"""Pictures and tables of runs, with one palette and one order of categories; each picture function returns its Axes.
 
-The colours are those of Okabe and Ito, which colour-blind readers tell apart; dashes, markers and labels say the same.
-These pictures are matplotlib's: a lesson saves them, and draws more into them. What is drawn anew while a slider moves
-is HTML (`perf_helpers.widgets.svg`), from the same palette, units, words and `Timeline`.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels repeat them.
+These pictures are drawn with matplotlib, so that a lesson can save them and draw into them. Pictures that are redrawn
+while a slider moves are HTML (`perf_helpers.widgets.svg`), with the same palette, units, words and `Timeline`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ _TOO_THIN = 0.002  # of a picture's largest total: a category that never has mor
 
 
 def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memory") -> Axes:
-    """Stacked bars of the breakdown at the peak, one bar a run, with the total at its end.
+    """Draw stacked bars of the memory at the peak by category, one bar per run, labelled with its total.
+
+    Args:
+        runs: runs with a breakdown; others are left out.
+        ax: the axes to draw into; None: new ones.
 
     Raises:
         ValueError: none of the runs has a breakdown.
     """
     runs = [run for run in runs if run.memory and run.memory.breakdown]
     if not runs:
-        raise ValueError("none of these runs has its memory measured: run them with measure=('memory',)")
+        raise ValueError("none of these runs has measured memory: run them with measure='memory'")
     scale, unit = bytes_unit(max(run.peak_bytes for run in runs))
     ax = _axes(ax, title, f"{runs[0].memory.kind} memory at the peak ({unit})", rows=len(runs))
     ends, least = [0.0] * len(runs), _TOO_THIN * max(run.peak_bytes for run in runs) / scale
@@ -115,13 +119,13 @@ class Timeline:
 
 
 def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes:
-    """Live memory by category through one step, from its first operation to the optimizer's last.
+    """Draw live memory by category through one step, from its first operation to the optimizer's last.
 
     Raises:
         ValueError: the run has no timeline.
     """
     if not run.memory or not run.memory.timeline:
-        raise ValueError(f"{run.name!r} has no timeline: run it with measure=('memory',)")
+        raise ValueError(f"run {run.name!r} has no timeline: run it with measure='memory'")
     steps = Timeline(run.memory.timeline)
     scale, unit = bytes_unit(steps.highest_bytes)
     ax = _axes(ax, title or run.name, "operations of one step, in order", f"live memory ({unit})", size=(8, 3.4))
@@ -145,10 +149,10 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
 
 def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str = "Speed against the baseline") -> Axes:
-    """Speed ratios with their intervals, one row a comparison; the line at 1 is the baseline.
+    """Draw speed ratios with their intervals, one row per comparison; the line at 1 is the baseline.
 
     Raises:
-        ValueError: there is no comparison.
+        ValueError: `comparisons` is empty.
     """
     if not comparisons:
         raise ValueError("no comparison to draw: make one with lab.compare")
@@ -178,9 +182,9 @@ def lines(
     title: str = "",
     markers: bool = True,
 ) -> Axes:
-    """Several series over one x, told apart by colour, dash and marker, each labelled in the legend.
+    """Draw several series over one x, with different colours, dashes and markers, and a legend.
 
-    Where a value is None or unknown the line has a gap; of a series without any value the legend says so.
+    A line has a gap at a value that is None or unknown. A series without any value is "not measured" in the legend.
     """
     ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
@@ -194,7 +198,7 @@ def lines(
 def losses(
     groups: Mapping[str, Sequence[Sequence[float]]], ax: Axes | None = None, title: str = "Loss by step"
 ) -> Axes:
-    """Loss curves: for each group the median over its seeds as a line, and the range of its seeds as a band."""
+    """Draw loss curves: per group the median over its seeds as a line, and the range of its seeds as a band."""
     import numpy as np
 
     ax = _axes(ax, title, "optimizer step", "training loss")
@@ -234,17 +238,17 @@ class Table:
 
 
 def table(runs: Sequence[Run], caption: str = "") -> Table:
-    """Runs side by side: status, peak memory, where the peak fell, step time, samples per second."""
+    """Return a table of runs: status, peak memory, the phase of the peak, step time, samples per second."""
     rows = []
     for run in runs:
         phase, speed = (run.memory and run.memory.peak_phase) or "", number_text(run.samples_per_second, digits=3)
         rows.append([run.name, run.status, bytes_text(run.peak_bytes), phase, seconds_text(run.step_seconds), speed])
     kind = next((run.memory.kind for run in runs if run.memory), "counted")
-    return Table(["run", "status", f"peak ({kind})", "peak is in", "step", "samples/s"], rows, caption)
+    return Table(["run", "status", f"peak ({kind})", "peak phase", "step time", "samples/s"], rows, caption)
 
 
 def comparison(item: Comparison) -> Table:
-    """Two runs side by side, with their ratios."""
+    """Return a table of two runs, with their ratios."""
     shown = table([item.baseline, item.other])
     memory_ratio = f"{item.memory_ratio:.3f} x" if is_measured(item.memory_ratio) else "not measured"
     speed_ratio = f"{item.speed_ratio} x" if item.speed_ratio.known else "not measured"
@@ -256,7 +260,7 @@ def comparison(item: Comparison) -> Table:
 
 
 def comparison_html(item: Comparison) -> str:
-    """The table of a comparison and, where both breakdowns are known, the two peaks as a picture."""
+    """Return the table of a comparison as HTML, with a picture of both peaks if their breakdowns are known."""
     text, runs = comparison(item)._repr_html_(), (item.baseline, item.other)
     if not all(run.memory and run.memory.breakdown for run in runs):
         return text
@@ -268,7 +272,7 @@ Comparison._repr_html_ = comparison_html  # which a notebook asks for; records s
 
 
 def words(figure: Figure) -> str:
-    """What a figure shows, for a screen reader: titles, axes, series, and the texts in it."""
+    """Return a figure's titles, axes, series and texts in words, for a screen reader."""
     parts = []
     for ax in figure.axes:
         rows = [label.get_text() for label in (*ax.get_yticklabels(), *ax.get_xticklabels())]
@@ -282,18 +286,18 @@ def words(figure: Figure) -> str:
 
 
 def figure_html(figure: Figure) -> str:
-    """A figure as an <img> with its words."""
+    """Return a figure as an <img>, with its words as alternative text."""
     return image_html(figure, words(figure))
 
 
 def in_a_notebook() -> bool:
-    """Whether a kernel runs this, for a front end that may show pictures."""
+    """Return whether this runs in a Jupyter kernel, whose front end may show pictures."""
     ipython = sys.modules.get("IPython")
     return bool(ipython and getattr(ipython.get_ipython(), "kernel", None))
 
 
 def give_words() -> None:
-    """Let a kernel show figures with an alternative text."""
+    """Let a Jupyter kernel show figures with an alternative text."""
     if in_a_notebook():
         from matplotlib.figure import Figure
 
@@ -301,7 +305,7 @@ def give_words() -> None:
 
 
 def picture_html(ax: Axes, text: str) -> str:
-    """A picture as an <img> with these words, to stand where no front end is; its figure is closed."""
+    """Return a picture as an <img> with alternative text, for a static page; close its figure."""
     import matplotlib.pyplot as plt
 
     shown = image_html(ax.figure, text)
@@ -310,8 +314,7 @@ def picture_html(ax: Axes, text: str) -> str:
 
 
 def image_html(figure: Figure, text: str) -> str:
-    """A figure, cut to what is drawn, as an <img> with these words for a screen reader: JupyterLab takes an alternative
-    text from nowhere else."""
+    """Return a figure, cropped, as an <img> with alternative text; JupyterLab takes it from nowhere else."""
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
     png = base64.b64encode(file.getvalue()).decode()

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One answer to one question of a recipe."""
+    """One choice that a recipe can make, e.g. an optimizer."""
 
     name: str  # for people
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
@@ -23,19 +23,19 @@ class Technique:
 CHECKPOINTING = Technique(
     "checkpointing",
     {"gradient_checkpointing": True},
-    "recomputation: each layer's forward runs once more in the backward",
+    "recomputation: each layer's forward runs again in the backward pass",
     {"cpu": "checkpointing-cost", "cuda": "checkpointing-cost"},
 )
 BF16 = Technique(
     "bf16",
     {"bf16": True},
-    "precision: products are taken in bf16, with 8 significant bits; weights and states stay in fp32",
+    "precision: matmuls run in bf16, with 8 significant bits; weights and optimizer states stay in fp32",
     {"cpu": "half-precision-faster-cpu", "cuda": "fp16-faster"},
 )
 FP16 = Technique(
     "fp16",
     {"fp16": True},
-    "precision: products are taken in fp16, and a step whose gradients overflow is skipped",
+    "precision: matmuls run in fp16, and steps whose gradients overflow are skipped",
     {"cuda": "fp16-faster"},
 )
 BF16_WEIGHTS = Technique(
@@ -47,8 +47,8 @@ ADAMW = Technique("AdamW", {"optim": "adamw_torch_fused"})
 ADAMW_UNFUSED = Technique(
     "unfused AdamW",
     {"optim": "adamw_torch"},
-    "memory and time: a GPU updates all tensors together (foreach) through temporaries as large as they are, a CPU one "
-    "tensor after the other",
+    "memory and time: a GPU updates all tensors together (foreach), with temporaries of their size; a CPU updates one "
+    "tensor after another",
 )
 ADAFACTOR = Technique(
     "Adafactor",
@@ -59,18 +59,18 @@ ADAFACTOR = Technique(
 ADAM_8BIT = Technique(
     "8-bit Adam",
     {"optim": "adamw_bnb_8bit"},
-    "precision: the optimizer's states are kept in 8 bits, block by block",
+    "precision: optimizer states are stored in 8 bits, block by block",
     {"cuda": "adam8bit-cost"},
 )
 PLAIN_ATTENTION = Technique(
     "plain attention",
     {"attn_implementation": "eager"},
-    "memory and time: each head's square of length x length is kept",
+    "memory and time: each head's matrix of length x length is stored",
 )
 LORA = Technique(
     "LoRA",
     {"peft": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}},
-    "capacity: the model's weights stay as they are; adapters of rank 16 beside its matrices learn",
+    "capacity: the model's weights are frozen; only adapters of rank 16 are trained",
     {"cpu": "lora-faster", "cuda": "lora-faster"},
 )
 QLORA = Technique(
@@ -80,9 +80,9 @@ QLORA = Technique(
         "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         "prepare_model_for_kbit_training": True,
     },
-    "capacity, precision and time: LoRA on weights kept in 4 bits, which each product unpacks first",
+    "capacity, precision and time: LoRA on weights stored in 4 bits, which are dequantized before each matmul",
 )
-SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no states")
+SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all parameters, no optimizer states")
 
 PRECISIONS = (BF16, FP16, BF16_WEIGHTS)
 OPTIMIZERS = (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)
@@ -96,12 +96,12 @@ QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     (*QLORA.arguments, "load_in_4bit", "load_in_8bit", "freeze"): (None, LORA, QLORA),
 }
 ADAPTERS = (QLORA, LORA)  # what needs less first
-# Nobody is offered these: worse than the plain choice in all that they cost, or of another kind. They are for who asks.
+# Offered only on request: worse than the plain choice in everything they cost, or of another kind.
 ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION, *ADAPTERS}
 OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION, BF16, FP16}  # they change what is kept for backward, nothing else
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """All of them."""
+    """Return all techniques."""
     return [option for options in QUESTIONS.values() for option in options if option]

@@ -1,7 +1,7 @@
-"""What experiments yield, runs, ratios and comparisons, and the files that keep records of any kind.
+"""Runs, ratios and comparisons, the results of experiments, and the files that keep them.
 
-Every figure of a run is None where nobody asked for it, a ratio is unknown where a run failed; nothing is ever 0 for
-want of a measurement. In files both are null.
+A figure that was not requested is None, and the ratio of a failed run is unknown; a missing measurement is never 0.
+Both are null in files.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
 class Category(StrEnum):
     """What live memory is for, in the order of tables and pictures."""
 
-    WEIGHTS = "weights"  # that learn, or all where nothing learns
-    FROZEN_WEIGHTS = "frozen_weights"  # that are carried while others learn
+    WEIGHTS = "weights"  # that are trained; in inference all
+    FROZEN_WEIGHTS = "frozen_weights"  # that are kept frozen while others are trained
     QUANTIZED_WEIGHTS = "quantized_weights"  # of 8 and 4 bits, with the constants to read them
     WEIGHT_COPIES = "weight_copies"  # casts of weights, e.g. autocast's
     GRADIENTS = "gradients"
@@ -99,7 +99,7 @@ def _read(kind: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
     if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
-        raise ValueError("NaN where none can be")
+        raise ValueError("unexpected NaN: measure this row again")
     of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
     return of[0].from_dict(value) if of and isinstance(value, dict) else value
 
@@ -129,7 +129,7 @@ class Memory(Record):
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
-        """This total with the breakdowns of a second pass that followed every tensor; the parts sum to the total."""
+        """Return this total with the breakdowns of a second pass that traced all tensors; parts sum to the total."""
         if categories.breakdown is None:
             return self
         return dataclasses.replace(
@@ -148,14 +148,14 @@ class Memory(Record):
 
 
 def explain(live: dict[str, int], total: int) -> dict[str, int]:
-    """Bytes by category, and what no tensor shows, workspaces inside operations, so that the parts sum to `total`."""
+    """Return bytes by category, which sum to `total`; the rest are operator workspaces, which no tensor shows."""
     seen = {category: live[category] for category in TENSOR_CATEGORIES}
     return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
 
 
 @dataclass(frozen=True, slots=True)
 class Timing(Record):
-    """Seconds of an optimizer step, warm-up left out."""
+    """Seconds per optimizer step, without warm-up."""
 
     step_seconds: float  # median
     spread_seconds: float  # interquartile range
@@ -169,7 +169,7 @@ class Timing(Record):
 
 @dataclass(frozen=True, slots=True)
 class Run(Record):
-    """What one experiment yielded; None is not measured."""
+    """The result of one experiment; a figure that was not measured is None."""
 
     name: str  # for people: in tables and pictures
     status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
@@ -200,7 +200,7 @@ class Run(Record):
 
     @property
     def experiment(self) -> str:
-        """What it is a run of, as text: where that is equal, so is the experiment, but for the code of a function."""
+        """Return the experiment as text: equal for equal experiments, apart from the code of a function."""
         return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
 
     @property
@@ -224,7 +224,7 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Record):
-    """A measured ratio with its interval. An effect that does not clear the interval is too small to tell."""
+    """A measured ratio with its interval. If 1 is inside the interval, the effect is too small to tell."""
 
     value: float  # the median of the pairs
     low: float  # the bootstrap's interval, widened to the noise floor
@@ -239,17 +239,17 @@ class Ratio(Record):
 
     @classmethod
     def unknown(cls, why: str) -> "Ratio":
-        """A ratio that was not measured, and why: it is carried along and shown, and decides nothing."""
+        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing."""
         return cls(*[Unknown(why)] * 3)
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
-        """The ratio that pairs of measurements in turns give: their median; its interval is the bootstrap's of the
-        median (95 %), widened to the noise floor. It is unknown where a pair is.
+        """Return the ratio of interleaved pairs of measurements: their median, with a bootstrap interval (95 %) widened
+        to the noise floor. If a pair is unknown, so is the ratio.
 
         Args:
             pairs: ratios, at least 3.
-            floor: the factor within which two speeds are not told apart.
+            floor: the factor within which two speeds count as equal.
 
         Raises:
             ValueError: fewer than 3 pairs.
@@ -258,13 +258,13 @@ class Ratio(Record):
             if isinstance(pair, Unknown):
                 return cls.unknown(pair.why)
         if len(pairs) < 3:
-            raise ValueError(f"{len(pairs)} pairs: an interval needs at least 3")
+            raise ValueError(f"{len(pairs)} pairs are too few for an interval: give at least 3")
         return cls.of_processes([[pair] for pair in pairs], floor)
 
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
-        """The same of pairs from several processes, as many from each. What one process is lucky with, all of its pairs
-        are: so the bootstrap draws processes, and then pairs of those that it drew.
+        """Return the ratio of pairs from several processes, equally many from each. Pairs of one process share its
+        luck, so the bootstrap first draws processes, then pairs of those processes.
 
         Args:
             groups: the ratios of each process.
@@ -285,14 +285,14 @@ class Ratio(Record):
 
     @classmethod
     def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
-        """How much faster the second of two recipes is, from turns that both and the first one again took inside one
-        process, several times. The floor is what the first one differs from itself, by the same reckoning.
+        """Return how much faster the second of two recipes is, from interleaved runs inside one process, repeated in
+        several processes. The first recipe runs twice; how much it differs from itself is the noise floor.
 
         Args:
-            taken: for each process, for each of the three and each turn, (WALL seconds, CPU seconds).
+            taken: per process, per recipe (first, second, first again) and per turn: (WALL seconds, CPU seconds).
             clock: WALL or CPU.
-            least_floor: and the floor is no less than this.
-            per_sample: samples in a step of the second one / in a step of the first one.
+            least_floor: lower limit of the noise floor.
+            per_sample: samples per step of the second recipe / samples per step of the first.
         """
         import numpy as np
 
@@ -317,8 +317,7 @@ class Ratio(Record):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Record):
-    """Two runs side by side. A ratio is unknown where it was not measured: lessons go on, and a claim that it decides
-    is not testable."""
+    """Two runs with their ratios. A ratio that was not measured is unknown; a claim that it decides is not testable."""
 
     baseline: Run
     other: Run
@@ -337,21 +336,21 @@ class Comparison(Record):
 
 
 class Store:
-    """Records of one kind in a file of JSON lines, e.g. runs, or what a learner did.
+    """Records of one kind in a file of JSON lines, e.g. runs, or a learner's answers.
 
-    Several notebooks may write one file at once. A line is appended whole, under a lock, and flushed to the disk. A
-    line that a crash or a full disk damaged is reported when the file is read, and skipped; the others are kept.
+    Several notebooks may write to one file at once: a line is appended whole, under a lock, and flushed to disk. A line
+    damaged by a crash or a full disk is skipped with a warning when the file is read.
 
     Args:
-        path: the file; it and its folder are made when the first record is kept.
-        record: the kind, which reads what its `to_dict` wrote.
+        path: the file; it and its folder are created with the first record.
+        record: the class of the records.
     """
 
     def __init__(self, path: str | os.PathLike, record: type[Record] = Run):
         self.path, self._record = Path(path), record
 
     def append(self, record: Record) -> None:
-        """Raises OSError where the file cannot be written; nothing is left half written then."""
+        """Append a record. Raises OSError if the file cannot be written; nothing is left half written."""
         line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b", 0) as file:
@@ -369,7 +368,7 @@ class Store:
                 raise
 
     def read(self) -> list[Any]:
-        """All records in the order in which they were written; a damaged line is reported as a warning and skipped."""
+        """Return all records in the order in which they were written; skip damaged lines with a warning."""
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -384,12 +383,12 @@ class Store:
 
 
 def now(precision: str = "seconds") -> str:
-    """This moment, as records have it: ISO 8601, UTC, to the second or another `timespec` of `datetime.isoformat`."""
+    """Return the current time in UTC as ISO 8601, to the second or another `timespec` of `datetime.isoformat`."""
     return datetime.now(UTC).isoformat(timespec=precision)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new, never a part."""
+    """Write a file atomically: a reader, or a crash, finds the old content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Numbers and names in words: the same in lessons, tables, pictures, reports and errors."""
+"""Numbers and names as text, the same in lessons, tables, pictures, reports and errors; checks of arguments."""
 
 import contextlib
 import difflib
@@ -27,8 +27,8 @@ MOST = 2**32 - 1  # of a whole number that an argument may have
 
 
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
-    """A number with its unit, in so many digits: "0.3333 x". Where these are not enough it is written out to the whole,
-    so that 65,504 stays apart from 65,535: "12,346 MB". None and unknown read "not measured"."""
+    """Return a number with its unit in `digits` digits, e.g. "0.3333 x". Larger whole numbers are written out, e.g.
+    "12,346 MB", so that 65,504 differs from 65,535. None and unknown give "not measured"."""
     if not is_measured(value):
         return "not measured"
     number = f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
@@ -60,7 +60,7 @@ def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Seconds in the unit a person would use."""
+    """Return seconds in s, ms or µs; None and unknown give "not measured"."""
     if not is_measured(seconds):
         return "not measured"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -70,7 +70,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def name_text(category: str) -> str:
-    """A category as it stands in a legend: "optimizer states" for "optimizer_states"."""
+    """Return a category as in a legend: "optimizer states" for "optimizer_states"."""
     return category.replace("_", " ")
 
 
@@ -81,8 +81,10 @@ def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
 
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
-    """What to say of a word that is none of those allowed: the two nearest, as a whole or in how they begin; where
-    there are none, or few are allowed, all, in 500 characters. Nothing of more than a hundred of which none is near."""
+    """Return a hint for a word that is not allowed: the two nearest words, by the whole word or its beginning.
+
+    If none is near, or few words are allowed, list all, in at most 500 characters. If a hundred or more are allowed and
+    none is near, return an empty text."""
 
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
@@ -95,14 +97,14 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
 
 
 def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raise ValueError at the first name that is none of those allowed there, with the nearest one."""
+    """Raise ValueError for the first name that is not allowed, with the nearest one; `where` names the place."""
     for name in given:
         if name not in allowed:
             raise ValueError(f"{where} has no {name!r}. {nearest_text(str(name), allowed)}")
 
 
 def shown(value: Any) -> str:
-    """A value as a message has it: in one line, of a hundred characters at most."""
+    """Return a value as text for a message: one line of at most 100 characters."""
     try:
         text = repr(value)
     except Exception:  # a number of thousands of digits, or an object that fails at it
@@ -112,24 +114,24 @@ def shown(value: Any) -> str:
 
 
 def text_of(path: Path, most: int = 2**24) -> str:
-    """The text in a file. Raises OSError for what is no file, or larger than a file of settings is, before reading."""
+    """Return the text in a file. Raises OSError, before reading, if it is not a file or has more than `most` bytes."""
     if path.exists() and (not path.is_file() or path.stat().st_size > most):
-        raise OSError(errno.EFBIG, f"no file, or one of more than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"not a file, or larger than {most:,} bytes")
     return path.read_text(encoding="utf-8")
 
 
 def from_json(text: str) -> Any:
-    """What JSON says; raises ValueError for what is none, numbers that are none and too many brackets among it."""
+    """Parse JSON. Raises ValueError for invalid JSON, NaN and Infinity, and too many nested brackets."""
     try:
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
     except RecursionError:
-        raise ValueError("too many brackets in each other") from None
+        raise ValueError("too many nested brackets") from None
 
 
 @contextlib.contextmanager
 def reading(where: Any, kind: str, give: str) -> Iterator[None]:
-    """Where settings are read inside: what is wrong with them is a ValueError in one line that begins with where they
-    stand (a file, an argument with its value) and ends with what to give; `kind` is what they are written in."""
+    """Turn errors of reading settings into a ValueError of one line: `where` (a file, or an argument with its value),
+    what is wrong, and what to give. `kind` is their format, e.g. "JSON"."""
     try:
         yield
     except OSError as error:
@@ -139,10 +141,10 @@ def reading(where: Any, kind: str, give: str) -> Iterator[None]:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
-    """The value, if it is a whole number of at least that much, and no far too large one.
+    """Return the value if it is a whole number from `least` to `most`.
 
     Raises:
-        ValueError: it is anything else; it calls the argument by its `name`.
+        ValueError: anything else; the message names the argument by `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         wanted = f"from {least} to {most:,}" if isinstance(value, int) and value > most else f"of at least {least}"
@@ -151,7 +153,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
 
 
 def positive(name: str, value: float) -> float:
-    """The value, if it is a number above 0, infinity among them; else ValueError, with the argument's `name`."""
+    """Return the value if it is a number above 0, or infinity. Raises ValueError otherwise, naming it by `name`."""
     of_kind(name, value, float)
     if not value > 0:
         raise ValueError(f"{name}={shown(value)}: give a number above 0")
@@ -165,8 +167,8 @@ _CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Se
 
 
 def of_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError where a value is not of the kind that an annotation names, saying which is taken. Of a tuple of
-    so many its parts are looked at too. A truth value is no number, a text is no list, and NaN is nothing."""
+    """Raise ValueError if a value does not match an annotation, naming what to give. A tuple of fixed length is checked
+    by its parts too. A bool is not a number, a text is not a list, and NaN matches nothing."""
     wanted = []
     for each in typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]:
         origin, parts = typing.get_origin(each) or each or type(None), typing.get_args(each)
@@ -184,16 +186,16 @@ def of_kind(name: str, value: Any, kind: Any) -> None:
 
 
 def arguments_of_kind(function: Callable, given: Mapping[str, Any]) -> None:
-    """Raise ValueError where an argument of a function, or a field of a dataclass, is not what its annotation says."""
+    """Raise ValueError if an argument of a function, or a field of a dataclass, does not match its annotation."""
     for name in function.__annotations__.keys() & given:
         of_kind(name, given[name], function.__annotations__[name])
 
 
 def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 1e6) -> int:
-    """Bytes from a number of bytes or a text such as "16GB" (10^9) or "16GiB" (2^30).
+    """Return bytes from a number of bytes, or a text such as "16GB" (10^9) or "16GiB" (2^30).
 
     Raises:
-        ValueError: anything else, and fewer than `least`; it calls the argument by its `name`.
+        ValueError: anything else, or fewer than `least` bytes; the message names the argument by `name`.
     """
     example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
     if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):
@@ -201,13 +203,13 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < math.inf:
         raise ValueError(f"{name}={shown(memory)}: {example}")
     if not least <= size < 1e18:
-        raise ValueError(f"{name}={shown(memory)} is too {'few' if size < least else 'many'} bytes: {example}")
+        raise ValueError(f"{name}={shown(memory)} is too {'small' if size < least else 'large'}: {example}")
     return int(size)
 
 
 @functools.cache
 def template(path: str) -> "jinja2.Template":
-    """A Jinja template of this package, e.g. "course/report.html.j2"; what it is given is escaped."""
+    """Return a Jinja template of this package, e.g. "course/report.html.j2"; its variables are escaped."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)

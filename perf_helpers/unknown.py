@@ -1,24 +1,24 @@
-"""A number that nobody knows: it can be carried along, shown and calculated with, and never decides anything."""
+"""Unknown numbers: they can be stored, shown and calculated with, but never decide anything."""
 
 from typing import NoReturn
 
 
 class NeedsValues(RuntimeError):
-    """Something asked for a value that is not known, e.g. in a rehearsal, where no kernel computes."""
+    """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes."""
 
 
 def is_measured(value: float | None) -> bool:
-    """Whether there is a figure: neither None nor unknown."""
+    """Return whether a value is a number: neither None nor unknown."""
     return value is not None and not isinstance(value, Unknown)
 
 
 class Unknown(float):
-    """A float that is not known, and why. Arithmetic with it is unknown too; it is shown as "unknown".
+    """A float whose value is unknown, with the reason in `why`. Arithmetic with it gives an unknown float again.
 
-    To libraries it is a NaN: pictures leave it out, JSON has null (see `records.Record`).
+    It is shown as "unknown". To libraries it is NaN; JSON has null (see `records.Record`).
 
     Raises:
-        NeedsValues: on anything that would decide by it: a comparison, its truth, a whole number made of it.
+        NeedsValues: the value would decide something: a comparison, its truth, a conversion to a whole number.
     """
 
     __slots__ = ("why",)

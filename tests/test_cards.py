@@ -19,9 +19,9 @@ from perf_helpers.unknown import NeedsValues, Unknown
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({}, "name a card"),
+        ({}, "give a card"),
         ({"name": "a1000"}, "Did you mean 'a100'"),
-        ({"compute_capability": (8, 0)}, "and a memory"),
+        ({"compute_capability": (8, 0)}, "memory"),
         ({"compute_capability": (5, 2), "device_memory": "16GB"}, "compute capability 5.2"),
         ({"name": "t4", "device_memory": "16 apples"}, "16GiB"),
         ({"name": "t4", "devices": 0}, "devices=0"),
@@ -96,10 +96,8 @@ MARGIN_BYTES = int(MARGIN * T4.memory_bytes)
 def test_fits_with_the_margin_or_does_not_and_says_both():
     fits = estimated(10**9, ROOM - MARGIN_BYTES - 1).fits("Tesla T4")
     assert fits and fits.answer is True
-    assert "fits the T4 16 GiB: 13.83 GiB needed (530.0 MiB of it assumed for the CUDA context), 14.56 GiB" in repr(
-        fits
-    )
-    assert "a margin of 745.5 MiB (5%) stays free" in repr(fits)
+    words = ("fits the T4 16 GiB", "13.83 GiB", "530.0 MiB", "CUDA context", "14.56 GiB", "745.5 MiB (5%)")
+    assert all(each in repr(fits) for each in words), fits
     assert not estimated(ROOM + 1, ROOM + 1).fits(T4)
     assert "does not fit the T4" in repr(estimated(ROOM + 1).fits("t4"))
 
@@ -107,7 +105,7 @@ def test_fits_with_the_margin_or_does_not_and_says_both():
 @pytest.mark.parametrize(
     "found, reason",
     [
-        (estimated(10**9, ROOM - MARGIN_BYTES + 1), "within the margin"),
+        (estimated(10**9, ROOM - MARGIN_BYTES + 1), "without the margin"),
         (estimated(ROOM, 2 * ROOM), "cached segments"),  # what is allocated fits, what is cached does not
         (estimated(10**9, 10**9, (8, 0)), r"compute capability 8.0, not for the 7.5 of the T4.*card='T4 16 GiB'"),
         (estimated(10**9, None, None, "cpu"), "for a CPU"),
@@ -130,7 +128,7 @@ def test_a_card_of_which_only_the_board_is_known_keeps_more_free():
     known = dataclasses.replace(T4, is_board=True)
     size = int(T4.memory_bytes * (1 - MARGIN) * OF_BOARD) - T4.context_bytes
     assert estimated(1, size).fits(known) and isinstance(estimated(1, size + 2).fits(known).answer, Unknown)
-    assert "the whole board" in repr(estimated(1, size).fits(known)) and "board" not in repr(estimated(1).fits(T4))
+    assert "the board has" in repr(estimated(1, size).fits(known)) and "board" not in repr(estimated(1).fits(T4))
 
 
 def test_the_three_lines_need_neither_a_gpu_nor_bitsandbytes():

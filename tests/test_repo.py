@@ -252,7 +252,7 @@ def test_public_names():
 
     assert {"Lab", "Task", "claims", "hardware", "plots"} <= set(perf_helpers.__all__) <= set(dir(perf_helpers))
     assert all(getattr(perf_helpers, name) is not None for name in perf_helpers.__all__)
-    with pytest.raises(AttributeError, match="it offers Lab"):
+    with pytest.raises(AttributeError, match="Choose from Lab"):
         perf_helpers.Labb  # noqa: B018
 
 

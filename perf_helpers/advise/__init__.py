@@ -1,8 +1,7 @@
-"""The training arguments that fit a memory, the fastest first, and why not the others; the parallelism for many cards.
+"""Find the training arguments that fit a memory, the fastest first, and the parallelism for several cards.
 
-Covers the search over recipes, the speeds that somebody measured, what would help where nothing fits, and the decision
-tree over layouts of a model on several cards. Not covered: how the memory of one recipe is predicted
-(`perf_helpers.estimate`).
+Covers the search over recipes, measured speeds, changes that help if nothing fits, and the decision tree over layouts
+of a model on several cards. Not covered: how the memory of one recipe is predicted (`perf_helpers.estimate`).
 """
 
 from perf_helpers.advise.advice import advise, verify

@@ -1,7 +1,7 @@
-"""The recipes that fit: training arguments for a model, a memory and an effective batch, and why not others.
+"""Advice: the training arguments with which a model fits a memory, for an effective batch, the fastest first.
 
-Memory comes from the estimate (see `search`), speed from measured ratios only (see `measured_speedups`): what nobody
-measured is called so.
+Memory comes from the estimate (see `search`), speed from measured ratios only (see `measured_speedups`); a speed that
+was never measured is reported as such.
 """
 
 import contextlib
@@ -111,34 +111,34 @@ class Advice(Shown):
         """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
         size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
-        head = f"{self.task.model}{length}, {self.effective_batch} samples a step, {size(self.memory_bytes)} "
+        head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
         head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
-        head += f", {self.weights}" + ", unless a recipe says dtype" * self._says_dtype
+        head += f", {self.weights}" + " unless a recipe sets dtype" * self._says_dtype
         notes = list(self.notes)
         if self.assumptions:
-            notes.append(f"The estimate assumes {len(self.assumptions)} things: see `assumptions`.")
+            notes.append(f"The estimates make {len(self.assumptions)} assumptions: see `assumptions` in --json.")
         if not self.recipes:
             needed, over = self.smallest.needed_bytes, self.margin_bytes - self.smallest.headroom_bytes
             head += f": nothing fits. The smallest ({self.smallest.name}) needs {size(needed)}, "
             head += f"{size(over)} over"
             rows = [
-                [change.name, "fits" if change.fits else "does not", size(change.needed_bytes), change.text]
+                [change.name, "fits" if change.fits else "does not fit", size(change.needed_bytes), change.text]
                 for change in self.changes
             ]
             assumed = [change.assumption for change in self.changes if change.assumption]
-            return head, Table(["change", "", "needs", "what"], rows), "", assumed + notes
+            return head, Table(["change", "", "needs", "how"], rows), "", assumed + notes
         rows = [
             [
                 recipe.name,
                 size(recipe.needed_bytes),
                 size(recipe.headroom_bytes),
-                "not measured here" if recipe.speed is None else f"{recipe.speed:.2f} x",
+                "not measured" if recipe.speed is None else f"{recipe.speed:.2f} x",
                 "; ".join(dict.fromkeys(cost.partition(":")[0] for cost in recipe.costs)) or "nothing",
             ]
             for recipe in self.recipes
         ]
         first = self.recipes[0]
-        lines = [*(f"It costs {cost}" for cost in first.costs), f"Why not more: {first.why_not_next}"]
+        lines = [*(f"Its cost: {cost}" for cost in first.costs), f"Faster recipes: {first.why_not_next}"]
         sources = dict.fromkeys(f"Speed, {source}" for recipe in self.recipes for source in recipe.speed_source)
         return head, Table(["recipe", "needs", "free", "speed", "costs"], rows), first.text, [*lines, *sources, *notes]
 
@@ -193,51 +193,54 @@ def advise(
     machine: hardware.Machine | None = None,
     timeout: float = 300,
 ) -> Advice:
-    """The recipes that fit a memory, ranked by the speed that measurements let expect.
+    """Return the recipes that fit a memory, ranked by the speed to expect from measurements.
 
-    A recipe answers three questions, checkpointing, precision and optimizer, and takes the largest micro-batch that
-    then fits; attention is the library's choice, unless `must` says otherwise. Its kernel, compiled code and sizes that
-    should be padded are told in `notes`. One that only adds costs to a recipe that fits whole is left out.
+    A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
+    attention kernel is the library's choice, unless `must` sets it. `notes` reports the kernel, compiled code, and
+    sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch.
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
-    training's births and deaths are followed on the caching allocator of a card of that memory, less the context and
-    the margin: it fits if that does not run out. Nothing is kept for fragmentation, which is in the figures;
-    `results/advice.json` has how often such advice kept its word.
+    training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
+    and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+    `results/advice.json` records how often such advice was right.
 
     Args:
-        effective_batch: samples an update sees: micro-batch x accumulation x processes.
+        task: the model and its data.
+        effective_batch: samples per update: micro-batch x accumulation steps x processes.
         memory: bytes of one device, or a text such as "16GB"; None: the card's.
-        card: a GPU by its name in `cards.CARDS`, e.g. "h100": its memory and compute capability.
-        margin: part of the memory that a recipe leaves free.
-        must: training arguments that are fixed, e.g. {"optim": "sgd"}; each settles its question.
-        avoid: techniques or arguments that are not wanted, e.g. ["checkpointing", "adafactor", "accumulation"].
-        may: techniques that are offered only to who allows them: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
-        largest: "model" or "sequence": not for this task, but for the largest preset of its kind that fits, or the
-            longest sequence; by the recipe that needs least of those allowed. The answer's task is what was found.
-        device: "cpu" or "cuda"; None: a GPU where one is named or here, or where the memory is as large as a GPU's is
-            sold (a note says that it was assumed); else this machine's CPU.
+        card: a GPU model of `cards.CARDS`, e.g. "h100"; sets memory and compute capability.
+        margin: fraction of the memory that a recipe leaves free.
+        must: training arguments to keep, e.g. {"optim": "sgd"}.
+        avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
+        may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
+        largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
+            recipe that needs least. The advice's `task` is the one found.
+        device: "cpu" or "cuda"; None: a GPU if one is named or here, or if `memory` is a size that GPUs are sold with
+            (a note says so); otherwise this machine's CPU.
         compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
-        context_memory: bytes of `memory` that are kept for the CUDA context, or a text such as "450MiB"; 0 where they
-            are off already. None: `CONTEXT_BYTES`, 530 MiB, which published out-of-memory messages suggest.
+        context_memory: bytes of `memory` kept for the CUDA context, or a text such as "450MiB"; 0 if `memory` excludes
+            the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
         processes: ranks of a data-parallel training, one device each.
         runs: measured runs to take speed ratios from; None: those kept in the user's cache.
-        most: recipes to propose at most.
-        machine: whose precisions and measured speeds count, e.g. one described elsewhere; None: this one.
-        timeout: seconds for all estimates together; what was not looked at by then is told.
+        most: largest number of recipes.
+        machine: the machine whose precisions and measured speeds count; None: this one.
+        timeout: time limit of all estimates together, in seconds; a note lists what was skipped.
 
     Raises:
-        ValueError: an argument that is unknown or out of range, a model that the estimate cannot follow, or not one
-            estimate within `timeout`.
+        ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
+            `timeout`.
     """
     limit, named_capability = memory_of_card(card, memory, compute_capability)  # which says best how to write a memory
     arguments_of_kind(advise, locals())
     if not 0 <= margin < 1:
-        raise ValueError(f"margin={shown(margin)}: give a part of the memory from 0 to 1, such as {MARGIN}")
+        raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         whole_number(name, value)
     if largest not in (None, *LARGEST):
         raise ValueError(f"largest={shown(largest)}: choose one of {', '.join(map(repr, LARGEST))}")
     if effective_batch % processes:
-        raise ValueError(f"effective_batch={effective_batch} does not divide by processes={processes}")
+        raise ValueError(
+            f"effective_batch={effective_batch} is not a multiple of processes={processes}: change one of the two"
+        )
     machine = machine or hardware.describe()
     kind, assumed = machine.kind if device is None else device, ()
     if device is None and machine.kind == "cpu" and (named_capability or limit in _AS_SOLD):
@@ -250,15 +253,15 @@ def advise(
         sold = (
             ""
             if device
-            else f", for {bytes_text(limit, binary=True)} is what one is sold with; device='cpu' is this CPU"
+            else f", because GPUs are sold with {bytes_text(limit, binary=True)} (device='cpu' means this CPU)"
         )
-        assumed = (f"Assumed: a GPU{sold}; compute capability 9.0, an H100's. card= names another.",)
+        assumed = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
     context, kept = _kept(context_memory, kind, processes)
     must, fixed = dict(must or {}), Arguments.of(must or {})
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
     if weights.bits and not fixed.quantization and "peft" not in must:
         must |= LORA.arguments
-        assumed += (f"{task.model} was saved in {weights.bits} bits: adapters alone can learn, LoRA of rank 16.",)
+        assumed += (f"{task.model} was saved in {weights.bits} bits, so only adapters can be trained: LoRA, rank 16.",)
     native, base = native_precisions(machine, kind, capability), _base(task, weights, largest)
     choices = Choices(effective_batch // processes, must, avoid, native, may, base)
     if runs is None:
@@ -283,8 +286,7 @@ def advise(
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
-    free = bytes_text(limit - room, binary=kind == "cuda")
-    free = f"{margin:.0%} of the memory, {free}, are left free for what no estimate follows."
+    free = f"{margin:.0%} of the memory, {bytes_text(limit - room, binary=kind == 'cuda')}, is kept free for what an estimate cannot predict."
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
@@ -316,17 +318,17 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
 
 def verify(advice: Advice, lab: Lab | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps in a clean process: predicted against found.
+    """Train with the first recipe of an advice for a few steps, and compare its peak with the predicted one, in bytes.
 
-    Where this machine (or the lab's) has no such GPU, the training is rehearsed on a card of that memory, with the same
-    context: see `perf_helpers.rehearsal`, whose first use may take minutes.
+    If this machine (or the lab's) has no such GPU, the training is rehearsed on a card of that memory, with the same
+    context (see `perf_helpers.rehearsal`; its first use may take minutes).
 
     Raises:
         ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.
-        RuntimeError: a rehearsal could not be set up; with the reason.
+        RuntimeError: a rehearsal cannot be set up; the message has the reason.
     """
     if not advice.recipes:
-        raise ValueError("nothing fits, so there is no recipe to verify: make one of `advice.changes` first")
+        raise ValueError("no recipe fits, so there is none to verify: apply one of `advice.changes` first")
     recipe, machine = advice.recipes[0], lab.machine if lab else hardware.describe()
     task = _with_enough_data(advice.task, advice.effective_batch)
     options = {"processes": advice.processes, **recipe.arguments}
@@ -335,7 +337,7 @@ def verify(advice: Advice, lab: Lab | None = None) -> Verification:
     elif advice.device == "cpu" or (why := build.problem()):
         also = "" if advice.device == "cpu" else f"; {why}"
         raise ValueError(
-            f"the advice is for {advice.device}, this is {machine.name}: verify it where it will run{also}"
+            f"the advice is for {advice.device}, but this machine is {machine.name}: verify it where it will run{also}"
         )
     else:
         like = card_like(None, advice.compute_capability, advice.memory_bytes, advice.processes)
@@ -355,14 +357,16 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
     """Bytes that are kept for the CUDA context, and what is said of them."""
     if kind == "cpu":
         if given is not None:
-            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, leave it out")
-        return 0, "Needed is counted memory: what the interpreter and its libraries hold comes on top."
+            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
+        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
     context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:
-        context, source = parse_bytes(given, "context_memory", 0), "as you said"
-    told = f"Needed is what the allocator reserves, and {context / 2**20:,.0f} MiB that are kept for the CUDA context "
-    told += f"({source}). Nothing is kept for fragmentation: it is in the figures."
-    return context, told + (" NCCL's buffers come on top." if processes > 1 else "")
+        context, source = parse_bytes(given, "context_memory", 0), "as given"
+    note = (
+        f"'needs' is what the allocator reserves, fragmentation included, plus {context / 2**20:,.0f} MiB for the CUDA "
+    )
+    note += f"context ({source})."
+    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
@@ -376,16 +380,16 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     needed, passes = search.needed(candidate), choices.samples // size
     costs = candidate.costs
     if passes > 1:
-        costs.append(f"accumulation: {passes} passes of {size} for each update, on smaller kernels")
+        costs.append(f"accumulation: {passes} passes of {size} per update, on smaller kernels")
     sources = tuple(map(str, ranking.factors(candidate)))
-    why_not_next = "nothing that is expected to be faster was left out"
+    why_not_next = "no recipe that is expected to be faster was left out"
     if search.of_the_leanest:
-        why_not_next = "only the recipe that needs least was looked at; without largest= this task has others"
+        why_not_next = "only the recipe that needs least was tried; without largest= other recipes are tried too"
     if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
         following = max(faster, key=ranking.key)
         its_needs = search.too_large[following]
         why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs, search.on_gpu)}, "
-        why_not_next += f"{bytes_text(its_needs - search.limit, search.on_gpu)} more than may be used"
+        why_not_next += f"{bytes_text(its_needs - search.limit, search.on_gpu)} too much"
     return Recipe(
         name=choices.name(candidate),
         arguments=choices.arguments(candidate),
@@ -393,7 +397,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
         needed_bytes=needed,
         headroom_bytes=memory - needed,
         speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate) else None,
-        speed_source=sources or ("the plain recipe: what the others are compared with",),
+        speed_source=sources or ("the plain recipe: the one that others are compared with",),
         costs=tuple(costs),
         why_not_next=why_not_next,
     )
@@ -414,28 +418,30 @@ def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability
 
 def _attention(kernels: tuple[str, ...]) -> str:
     if kernels:
-        return f"Attention takes the {' and '.join(kernels)} kernel, which keeps no square of length x length."
-    return "Attention is plain: no fused kernel takes it, and the square of length x length is among the activations."
+        return f"Attention uses the {' and '.join(kernels)} kernel, which stores no matrix of length x length."
+    return "Attention uses no fused kernel: its matrix of length x length is among the activations."
 
 
 def _compiling(evidence: Evidence) -> str:
     if (measured := evidence.of_compiling()) is None:
-        how = "lab.train(..., torch_compile=True) measures it, and the next advice knows"
-        return f"torch.compile is no part of the recipes: what compiled code keeps cannot be estimated; {how}."
+        how = "Measure it with lab.train(..., torch_compile=True); later advice uses the result"
+        return f"The recipes leave torch.compile out, because the memory of compiled code cannot be estimated. {how}."
     speed, memory = measured
-    return f"{speed}: {memory:.2f} x the peak at the most. It is no part of the recipes: its memory is not estimated."
+    return f"{speed}: at most {memory:.2f} x the peak. The recipes leave it out, because its memory is not estimated."
 
 
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
     """What is no multiple of the sizes that a GPU's matrix units want, and what a padded vocabulary would take."""
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
-        line = f"The vocabulary is no multiple of {multiple}: resize_token_embeddings with "
-        line += f"pad_to_multiple_of={multiple} pads it to {padded.config['vocab_size']}"
+        line = (
+            f"The vocabulary is not a multiple of {multiple}: resize_token_embeddings(pad_to_multiple_of={multiple}) "
+        )
+        line += f"makes it {padded.config['vocab_size']}"
         with contextlib.suppress(ValueError):  # no time is left
             there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
             line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
         lines.append(f"{line}.")
     if task.family() != "vision" and task.length() % 8:
-        lines.append(f"{task.length()} tokens are no multiple of 8: pad to {-(-task.length() // 8) * 8}.")
+        lines.append(f"{task.length()} tokens are not a multiple of 8: pad to {-(-task.length() // 8) * 8}.")
     return lines

@@ -39,31 +39,31 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
         return None
     lengths = range(_STEP, task.length(), _STEP)
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
-    text = f"seq_len={length} instead of {task.length()}, the longest by steps of {_STEP}"
+    text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:
-        text = f"no length would do: this is for {_STEP} tokens"
+        text = f"no length fits: this is for {_STEP} tokens"
     return Change("fewer tokens", text, bool(length), needed)
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
     """Weights, gradients and optimizer states divided by the number of devices, wherever they are known."""
     assumption = (
-        "Sharding: weights, gradients and optimizer states are divided by the number of devices and nothing else; "
-        "the layer that is gathered for its turn is not counted."
+        "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
+        "that is gathered at a time is not counted."
     )
     limit, samples = search.limit, search.choices.samples
     shared = [sum(parts.get(name, 0) for name in STATES) for parts in breakdowns]
     both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
     undivided = max(rest for _, rest in both)
     if undivided >= limit:
-        text = "no number of devices would do: this is for what cannot be divided"
+        text = "no number of devices suffices: this is for the part that cannot be sharded"
         return Change("sharding", text, False, undivided, assumption)
     least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
     devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)
     needed = max(round(part / (devices or least)) + rest for part, rest in both)
     text = f"over {devices or least} devices, at most {size} {'sample' if size == 1 else 'samples'} each at a time"
     if devices is None:
-        text += f": {samples} samples a step cannot be shared by so many, the effective batch grows too"
+        text += f": {samples} samples per update are too few for so many devices, raise the effective batch"
     return Change("sharding", text, devices is not None, needed, assumption)
 
 
@@ -73,6 +73,6 @@ def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu
     if not states:
         return None
     needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
-    assumption = "Offload: the optimizer states and their update are on the host, and nothing else moves."
+    assumption = "Offload: only the optimizer states and their update move to the host."
     text = f"optimizer states off the device: {bytes_text(states, binary=on_gpu)} on the host"
     return Change("offload", text, needed <= limit, needed, assumption)

@@ -44,7 +44,7 @@ class Parallelism(Shown):
         rows = [
             [
                 layout.name,
-                "fits" if layout.fits else "does not",
+                "fits" if layout.fits else "does not fit",
                 _size(layout.bytes_a_rank),
                 layout.source,
                 _size(layout.bytes_a_step),
@@ -53,7 +53,7 @@ class Parallelism(Shown):
             ]
             for layout in shown
         ]
-        header = ["layout", "", "bytes a rank", "which are", "sent a step", "between hosts", "speed, by the model"]
+        header = ["layout", "", "bytes per rank", "source", "sent per step", "between hosts", "speed (modelled)"]
         return f"{self.task.model} on {where}: {self.choice}", Table(header, rows), "", [self.why, *self.notes]
 
 
@@ -71,33 +71,35 @@ def parallelism(
     compute_capability: tuple[int, int] | None = None,
     **arguments,
 ) -> Parallelism:
-    """Which parallelism for a training on several cards: the guides' decision tree, with the bytes that speak for it.
+    """Choose the parallelism of a training on several cards by the guides' decision tree, with the bytes behind it.
 
-    The tree: does the model fit one card? Then each has a copy. Does it fit shared out, and if not, with checkpointing?
-    Only then, or where links are so slow that it would be 1.2 times as fast, is the model itself cut: into parts of
-    layers inside a host, into stages, into experts. Of what remains the fastest is taken by a model of arithmetic and
-    links; of equals the simplest.
+    The tree: if the model fits one card, each card has a replica. Otherwise it is sharded, if necessary with
+    checkpointing. Only if that does not fit either, or if links are so slow that it would be 1.2 times as fast, the
+    model itself is split: layers into tensor-parallel shards inside a host, into pipeline stages, or into experts.
+    Among the layouts that remain, the fastest by a model of arithmetic and links is chosen; the simplest among equals.
 
     Args:
-        cards: in all, as many in each host.
-        card, card_bytes: a name of `cards.CARDS`, e.g. "h100", or the memory of one, in bytes or as "80GB".
-        effective_batch: samples that an update sees. None: a micro-batch for each card, times the accumulation steps.
-        link_gbits: Gbit/s in one direction of the slowest link that all must use: between hosts, for each card, or
-            between the cards of the only host. None: NVLink of an A100 (2400) in one host, 200 between hosts.
-        card_tflops: 10^12 operations a second that a card is taken to do in a training.
-        sharding: what shares out: "fsdp" (FSDP2), or "deepspeed" where that is installed (ZeRO 1 to 3).
-        compute_capability: of the cards, e.g. (8, 0); None: the named one's, this machine's, else (9, 0).
-        arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is that of a data rank.
+        task: the model and its data.
+        cards: number of cards, the same in each host.
+        card, card_bytes: a name of `cards.CARDS`, e.g. "h100", or the memory of one card, in bytes or as "80GB".
+        hosts: number of hosts.
+        effective_batch: samples per update. None: one micro-batch per card, times the accumulation steps.
+        link_gbits: bandwidth in Gbit/s, in one direction, of the slowest link that all cards use: per card between
+            hosts, or between the cards of a single host. None: 2400 (NVLink of an A100) in one host, 200 between hosts.
+        card_tflops: 10^12 operations per second that a card is assumed to reach in a training.
+        sharding: library that shards: "fsdp" (FSDP2), or "deepspeed" (ZeRO 1 to 3) if it is installed.
+        compute_capability: of the cards, e.g. (8, 0); None: the named card's, this machine's, else (9, 0).
+        arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per data rank.
 
     Raises:
-        ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that the
-            estimate cannot follow.
+        ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that cannot
+            be traced.
     """
     arguments_of_kind(parallelism, locals())
     for name, value in (("cards", cards), ("hosts", hosts)):
         whole_number(name, value)
     if cards % hosts:
-        raise ValueError(f"cards={cards} do not divide by hosts={hosts}: give as many to each")
+        raise ValueError(f"cards={cards} is not a multiple of hosts={hosts}: give each host as many cards")
     link_gbits = link_gbits if link_gbits is not None else 2400 if hosts == 1 else 200
     for name, value in (("link_gbits", link_gbits), ("card_tflops", card_tflops)):
         if not 0 < value < math.inf:
@@ -107,14 +109,14 @@ def parallelism(
     if sharding == "deepspeed" and (why := optional_packages.missing("deepspeed")):
         raise ValueError(f"sharding='deepspeed': {why}")
     if given := [name for name in arguments if name.startswith(_FORBIDDEN)]:
-        raise ValueError(f"{given[0]}: what is shared out is the answer here, leave it out")
+        raise ValueError(f"{given[0]}: this function decides what is sharded, so leave it out")
     limit, capability = memory_of_card(card, card_bytes, compute_capability, "card_bytes")
     links = link_gbits if hosts == 1 else max(2400, link_gbits), link_gbits
     planner = Planner(task, arguments, capability, cards, hosts, limit, effective_batch, links, card_tflops, sharding)
     layouts = [*planner.layouts(checkpointing=False)]
     if not layouts:
         wrong = f"effective_batch={effective_batch}, {planner.batch} a micro-batch"
-        raise ValueError(f"{wrong}: no number of data ranks on {cards} cards divides it")
+        raise ValueError(f"{wrong}: not divisible by any number of data ranks on {cards} cards. Change the batch")
     tries_checkpointing = (
         "gradient_checkpointing" not in arguments and task.model_class().supports_gradient_checkpointing
     )
@@ -138,11 +140,11 @@ def parallelism(
     chosen = (fitting or others)[0]
     branch = "the model fits one card"
     if alone > room:
-        branch = "the model does not fit one card, its largest layer does"
+        branch = "the model does not fit one card, but its largest layer does"
     if alone > room and least == math.inf and planner.largest_layer(tries_checkpointing) > room:
         branch = "not even the largest layer fits one card"
-    why = f"{branch[0].upper()}{branch[1:]}: all on one needs {_size(alone)}, a card has {_size(limit)}, of "
-    why += f"which {MARGIN:.0%} are kept free. " + (_why(chosen, others, room) if fitting else _nothing(chosen, room))
+    why = f"{branch[0].upper()}{branch[1:]}: the whole needs {_size(alone)}, a card has {_size(limit)}, of "
+    why += f"which {MARGIN:.0%} is kept free. " + (_why(chosen, others, room) if fitting else _nothing(chosen, room))
     return Parallelism(
         task=task,
         cards=cards,
@@ -160,28 +162,28 @@ def parallelism(
 
 def _of_bytes(cards: int) -> Iterator[str]:
     """What the figures of memory stand for."""
-    text = "Bytes a rank: where no layer is cut they are the estimate's, which followed the training"
-    yield text + (f" on {MOST_FOLLOWED} ranks; more make the shards smaller." if cards > MOST_FOLLOWED else ".")
-    text = "Parts of layers, stages and experts are arithmetic on one card's: "
+    text = "Bytes per rank are traced by the estimate if no layer is split"
+    yield text + (f", on {MOST_FOLLOWED} ranks; more ranks make smaller shards." if cards > MOST_FOLLOWED else ".")
+    text = "Under tensor, pipeline or expert parallelism they are calculated from one card's: "
     file = RECORDED / "layouts.json"
     if file.is_file():
         errors = json.loads(file.read_text("utf-8"))["errors"].items()
-        told = (f"{kind} {each['least']:+.0%} to {each['most']:+.0%} ({each['count']})" for kind, each in errors)
-        text += f"beside ranks that were followed it was off by {', '.join(told)}; see results/layouts.json. "
-    text += "A stage takes one sample at a time, and tensor parallelism leaves 10 of 34 parts of the activations whole "
-    yield text + "(arXiv:2205.05198), which sequence parallelism would divide as well."
+        known = (f"{kind} {each['least']:+.0%} to {each['most']:+.0%} ({each['count']})" for kind, each in errors)
+        text += f"compared with traced ranks the error was {', '.join(known)}; see results/layouts.json. "
+    text += "A stage takes one sample at a time. Tensor parallelism leaves 10 of 34 parts of the activations whole "
+    yield text + "(arXiv:2205.05198); sequence parallelism would divide them as well."
 
 
 def _why(chosen: Layout, others: list[Layout], room: int) -> str:
-    text = f"{chosen.name} needs {_size(chosen.bytes_a_rank)} a rank and sends {_size(chosen.bytes_a_step)}"
-    text += " a step."
+    text = f"{chosen.name} needs {_size(chosen.bytes_a_rank)} per rank and sends {_size(chosen.bytes_a_step)}"
+    text += " per step."
     if simpler := [each for each in others if each.effort < chosen.effort]:
         least = min(simpler, key=lambda each: each.effort)
-        text += f" {least.name} is simpler and {_size(least.bytes_a_rank - room)} too large."
+        text += f" {least.name} is simpler, but {_size(least.bytes_a_rank - room)} too large."
     return text
 
 
 def _nothing(smallest: Layout, room: int) -> str:
-    text = f"Nothing fits: the smallest, {smallest.name}, needs {_size(smallest.bytes_a_rank)} a rank, "
-    text += f"{_size(smallest.bytes_a_rank - room)} too much. More cards, a smaller batch, "
-    return text + "an optimizer with smaller states, or offload to the host (advise tells what would help)."
+    text = f"Nothing fits: the smallest, {smallest.name}, needs {_size(smallest.bytes_a_rank)} per rank, "
+    text += f"{_size(smallest.bytes_a_rank - room)} too much. Use more cards, a smaller batch, an optimizer with "
+    return text + "smaller states, or offload to the host (`advise` prints what would help)."

@@ -37,10 +37,10 @@ def _model(search: RecipeSearch) -> Found:
     first = sum(needed / size * each <= search.limit for each in sizes)
     search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
-    told = f"Looked at: {', '.join(rung.model for rung in rungs)}."
+    note = f"Tried: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
-        told += _of_the_next(search, candidate, rungs[found])
-    return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), told
+        note += _of_the_next(search, candidate, rungs[found])
+    return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), note
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
@@ -49,23 +49,23 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
     fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
-    told = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
+    note = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
     if not fewer:
-        return f"{told}."
+        return f"{note}."
     (size,) = parameters([task.replace(config={"num_hidden_layers": fewer})])
-    return f"{told}; with {fewer} of its {layers} layers, {size / 1e9:.1f} billion parameters, it would about fit."
+    return f"{note}; with {fewer} of its {layers} layers ({size / 1e9:.1f} billion parameters) it would just fit."
 
 
 def _sequence(search: RecipeSearch) -> Found:
     task, candidate = search.task, _leanest(search)
     if task.family() == "vision":
-        raise ValueError(f"largest='sequence': {task.model} takes images")
+        raise ValueError(f"largest='sequence': {task.model} takes images, not sequences. Use largest='model'")
     most = min(positions(task.build_config()) or _MOST_TOKENS, _MOST_TOKENS)
     lengths = range(min(_STEP, most), most + 1, _STEP)
     found, _ = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
-    told = f"Lengths were tried by steps of {_STEP} tokens"
-    told += f", and {task.model} has no more positions." if found == lengths[-1] else "."
-    return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), told
+    note = f"Tried lengths in steps of {_STEP} tokens"
+    note += f"; {task.model} has no more positions." if found == lengths[-1] else "."
+    return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), note
 
 
 def _alike(task: Task) -> Sequence[Task]:
@@ -75,7 +75,9 @@ def _alike(task: Task) -> Sequence[Task]:
     length = task.length()
     named = [each for each in named if (positions(each.build_config()) or length) >= length]
     if not named:
-        raise ValueError(f"largest='model': no preset is like {task.model}, with {length} tokens")
+        raise ValueError(
+            f"largest='model': no preset is similar to {task.model} with {length} tokens. Use another model"
+        )
     return named
 
 

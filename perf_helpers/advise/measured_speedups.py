@@ -79,7 +79,7 @@ class Evidence:
             return factor
         if size == 1 and largest >= 4:
             return self._published(name, "accumulation-cost")
-        return Factor("a smaller micro-batch, with accumulation", None, "not measured here")
+        return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
         """How torch.compile changed the speed of runs on this machine, and the most that it changed a peak (a ratio);
@@ -142,9 +142,9 @@ class Evidence:
         guide = load()[claim].guide if claim and self._kind == "cuda" else None
         if guide and guide.value and guide.hardware:
             ratio = Ratio(guide.value, guide.value / _WITHOUT_INTERVAL, guide.value * _WITHOUT_INTERVAL)
-            source = f"not measured here: {claim} of the {guide.source}, {guide.hardware}, taken as sure to a tenth"
+            source = f"not measured here: claim {claim} of the {guide.source}, on a {guide.hardware}, assumed +-10 %"
             return Factor(name, ratio, source)
-        return Factor(name, None, "not measured here")
+        return Factor(name, None, "not measured")
 
 
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ class Layout:
     sharing: str = ""  # how data ranks share out states, gradients and weights: a key of `_STAGES`
     checkpointing: bool = False
     bytes_a_rank: int = 0  # that the card of the fullest rank must have
-    source: str = ""  # of these: "followed", "arithmetic", or "states alone" where these do not fit by themselves
+    source: str = ""  # of these bytes: "traced", "calculated", or "states only" if the states alone do not fit
     bytes_a_step: int = 0  # that a rank hands over for an update, to all its groups
     bytes_between_hosts: int = 0  # of these, what leaves the host
     seconds_a_sample: float = 0.0  # on all cards together, by the model that `Parallelism.notes` names
@@ -218,11 +218,11 @@ class Planner:
 
     def _layout(self, made: Layout, one: MemoryEstimate) -> Layout:
         passes = self.samples // (made.data * self.batch)
-        needed, source = self._states_alone(made, one), "states alone"
+        needed, source = self._states_alone(made, one), "states only"
         if made.is_cut:
-            needed, source = self._with_allocator(self.live_bytes(made, one, passes), one), "arithmetic"
+            needed, source = self._with_allocator(self.live_bytes(made, one, passes), one), "calculated"
         elif needed <= self.room:
-            needed, source = self._followed(made, passes), "followed"
+            needed, source = self._followed(made, passes), "traced"
         sent = self._sent(made, one, passes)
         seconds, between = min(self._seconds(made, sent, crossing, passes) for crossing in self._crossings(made))
         return replace(
@@ -410,9 +410,9 @@ class Planner:
         if self.cards > self.cards_a_host:
             links = f"{inside:g} Gbit/s inside a host, {between:g} between hosts"
         return (
-            f"Speed is a model, not a measurement: {self.tflops:g} TFLOPS a card, {links}, {self.samples} samples an "
-            "update; weights travel behind all arithmetic, gradients behind the backward that sends them, sums of "
-            "tensor parallelism and tokens to experts behind nothing; and the pipeline's bubble."
+            f"Speed is a model, not a measurement: {self.tflops:g} TFLOPS per card, {links}, {self.samples} samples "
+            "per update. Sending weights overlaps with all computation, gradients with their backward pass, sums of "
+            "tensor parallelism and tokens for experts with nothing; the pipeline's bubble is included."
         )
 
     def of_links(self, chosen: Layout) -> Iterator[str]:
@@ -420,5 +420,5 @@ class Planner:
         if chosen.sharing == "FSDP":
             gathered = 2 * self.activation_bytes / (self.links[1] * 1e9 / 8)  # seconds a weight and pass
             least = gathered * 1e12 * self.tflops / self._operations(chosen)
-            text = f"FSDP waits for its link below {math.ceil(least):,} tokens a card and pass"
-            yield f"{text}; this has {self.batch * self.tokens:,}."
+            text = f"With fewer than {math.ceil(least):,} tokens per card and pass FSDP waits for its link"
+            yield f"{text}; here there are {self.batch * self.tokens:,}."

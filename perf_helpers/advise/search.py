@@ -119,7 +119,7 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # of two, that with capitals
     for name in map(str, given):
         if name.lower() not in words:
-            raise ValueError(f"{argument}={name!r} is no technique. {nearest_text(name, words.values())}")
+            raise ValueError(f"{argument}={name!r} is not a technique. {nearest_text(name, words.values())}")
     return {words[str(name).lower()] for name in given}
 
 
@@ -140,7 +140,7 @@ def _answers(
             continue
         open_to = [option for option in options if option not in left_out and not (option and option.words & avoided)]
         if not open_to:
-            raise ValueError(f"avoid leaves no answer for {', '.join(names)}: fix one with must")
+            raise ValueError(f"avoid leaves no choice for {', '.join(names)}: avoid less, or set one with must")
         answers.append(open_to)
     return answers
 
@@ -159,7 +159,7 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
     ]
     if not sizes:
         given = " x ".join(str(value) for value in (batch, steps) if value)
-        raise ValueError(f"no micro-batch x accumulation makes {samples} samples a process with {given} in must")
+        raise ValueError(f"{given} in must does not divide {samples} samples per process: change one of the two")
     return sizes
 
 
@@ -240,7 +240,7 @@ class RecipeSearch:
             if len(fitting) == most:
                 break
             if self.ask.answers and not seconds_left():
-                self.notes.append(f"The time was up: {len(ranked) - index} ways of training were not looked at.")
+                self.notes.append(f"The time limit was reached: {len(ranked) - index} recipes were not tried.")
                 break
             if self.at_once > 1 and self.ask.answers:  # the first one learns what all others need
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]

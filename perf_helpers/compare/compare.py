@@ -94,13 +94,13 @@ def run_night(
     speeds: bool = True,
     **options,
 ) -> tuple[dict[str, Any], list[Change]]:
-    """Run the course and hold it against an earlier run; return its results, and what is worse.
+    """Run the course and compare it with an earlier run; return its results, and the changes for the worse.
 
     Args:
-        out, options: as `run_course` takes them.
-        baseline: the earlier run, as results.json or its folder.
-        fail_on: in what the night must not be worse, of `AXES`.
-        speeds: also time a step of a few recipes, by which `compare` tells speeds of different days apart.
+        out, options: as in `run_course`.
+        baseline: the earlier run: its results.json or its folder; None: no comparison.
+        fail_on: which of `AXES` count as worse.
+        speeds: also time a step of a few recipes, so that `compare` can compare speeds of different days.
 
     Raises:
         ValueError: a damaged baseline; or as `run_course`.
@@ -117,13 +117,13 @@ def run_night(
 
 
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
-    """Name every verdict that changed, every byte that moved, and every value and speed that moved beyond its noise.
+    """Compare two course runs: list changed verdicts and bytes, and values and speeds that changed beyond their noise.
 
-    Only lessons that ran in both are held against each other; values of a claim that asks for another quantity now are
-    not compared. On different hardware, or under another profile, bytes and seconds are not compared: claims are, which
-    are ratios.
+    Only lessons that ran in both are compared, and only claims whose quantity is the same. If the hardware or the
+    profile differs, bytes and seconds are not compared; claims are, because they are ratios.
 
-    Each is the content of results.json, or a path to it or to its folder.
+    Args:
+        old, new: the content of a results.json, or the path of it or of its folder.
 
     Raises:
         ValueError: a damaged file, or no lesson that ran in both.
@@ -132,14 +132,14 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     machines = [{key: data["machine"].get(key) for key in IDENTITY} for data in (old, new)]
     other_hardware = bool(differences(*machines))
     other_profile = old.get("profile") != new.get("profile")
-    warnings = ["the machines differ: only ratios are compared, no bytes and no seconds"] if other_hardware else []
+    warnings = ["the machines differ, so only ratios are compared, not bytes or seconds"] if other_hardware else []
     if other_profile:
-        sizes = f"the profiles differ ({old.get('profile')}, {new.get('profile')}): so do the sizes measured"
-        warnings.append(f"{sizes}; no bytes and no seconds are compared")
+        sizes = f"the profiles, and thus the sizes, differ ({old.get('profile')}, {new.get('profile')})"
+        warnings.append(f"{sizes}: bytes and seconds are not compared")
     then, now = ({lesson["name"]: lesson for lesson in data["lessons"]} for data in (old, new))
     both = [name for name in now if name in then]
     if not both and (then or now):
-        raise ValueError("no lesson ran in both: there is nothing to compare")
+        raise ValueError("the two runs have no lesson in common, so nothing can be compared: run the same lessons")
     comparable = not (other_hardware or other_profile)
     # Of what their functions do, `Run.experiment` does not tell; of an old night the code is not known.
     codes = {name: (then[name].get("code"), now[name].get("code")) for name in both}
@@ -295,7 +295,7 @@ def _total(name: str, old: int | None, new: int | None, before: dict | None = No
     parts = ", ".join(f"{name_text(key)} {moved[key]:+,} B" for key in largest)
     if old != new and old is not None and new is not None:
         return f"{name} {bytes_text(old)} -> {bytes_text(new)} ({new - old:+,} B)" + (f": {parts}" if parts else "")
-    return f"{name} the same, of other parts: {parts}" if parts else ""
+    return f"{name} unchanged, its parts changed: {parts}" if parts else ""
 
 
 def _operation_at_the_peak(memory: Memory) -> str:
@@ -311,9 +311,9 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
         old, new: of `step_times.measure`; None where a night has none.
     """
     if not old or not new:
-        return [], ["speed not compared: " + ("the old run" if not old else "this run") + " timed no recipes"]
+        return [], [f"speed not compared: the {'old' if not old else 'new'} run timed no recipes"]
     if old["task"] != new["task"] or old["threads"] != new["threads"]:
-        return [], ["speed not compared: another task was timed"]
+        return [], ["speed not compared: the two runs timed different tasks"]
     both = step_times.of_both(old, new)
     if not both:
         return [], ["speed not compared: no recipe was timed in both"]
@@ -322,8 +322,8 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
     whole = statistics.median(ratios.values())
     limit = {"one": math.log(LEAST["one"]) + FAR * noise, "all": math.log(LEAST["all"]) + FAR * noise / 2}
     one, every = (f"{math.exp(limit[name]) - 1:.0%}" for name in ("one", "all"))
-    told = f"a change is told beyond {one} of one, {every} of all together"
-    notes, changes = [f"speed of a step: {len(ratios)} recipes; {told}"], []
+    limits = f"changes above {one} of one recipe, or {every} of all together, are reported"
+    notes, changes = [f"step time: {len(ratios)} recipes compared; {limits}"], []
     if len(ratios) >= MANY and abs(whole) > limit["all"]:
         what = f"a step takes {math.exp(whole):.2f} x as long"
         changes.append(_change("speed", "speed", "all recipes", "", None, None, whole > 0, what=what))
@@ -333,7 +333,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
         if abs(ratio - whole) > limit["one"]:
             sizes = [seconds_text(min(seconds)) for seconds in both[name]]
             what = f"{sizes[0]} -> {sizes[1]}, a step takes {math.exp(ratio):.2f} x as long"
-            what += f", where all together take {math.exp(whole):.2f} x" if whole else ""
+            what += f", all recipes together {math.exp(whole):.2f} x" if whole else ""
             changes.append(_change("speed", "speed", name, "", *sizes, ratio > whole, what=what))
     return changes, notes
 
@@ -352,15 +352,15 @@ def _change(kind, axis, id, lesson, old, new, worse, why: str = "", what: str | 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
     """What was held against each other, and what could not be, of lessons by name."""
-    lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of one name"]
-    for lessons, others, when in ((old, new, "then"), (new, old, "now")):
+    lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
+    for lessons, others, when in ((old, new, "old"), (new, old, "new")):
         if only := sorted(lessons.keys() - others.keys()):
-            lines.append(f"ran only {when}, not compared: {', '.join(only)}")
+            lines.append(f"only in the {when} run, not compared: {', '.join(only)}")
     if rewritten:
-        lines.append(f"of other code now, their functions are not compared: {', '.join(sorted(rewritten))}")
+        lines.append(f"the code changed, functions are not compared: {', '.join(sorted(rewritten))}")
     if others := [id for id, a, b in pairs if a.experiment != b.experiment]:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        lines.append(f"another experiment now, not compared: {', '.join(others[:3])}{more}")
+        lines.append(f"the experiment changed, not compared: {', '.join(others[:3])}{more}")
     return lines
 
 

@@ -88,7 +88,7 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
             if '"schema"' in text and '"lessons"' in text:  # one that was cut off, or of another version
                 unread.append(str(error))
     if not runs:
-        raise ValueError(f"no results of a course in {folder} or below: name the folder that has one for each night")
+        raise ValueError(f"no results of a course in {folder} or below: name a folder that contains results.json files")
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
         groups.setdefault((_machine_text(run["machine"]), str(run.get("profile"))), []).append(run)
@@ -167,7 +167,7 @@ def _stretches(points: list[Point], lines: int) -> Iterator[tuple[int, float, fl
     try:
         ruptures = importlib.import_module("ruptures")  # of an extra, not of every installation
     except ImportError as error:
-        raise ValueError("change points need ruptures: pip install 'perf-helpers[history]'") from error
+        raise ValueError("change points need ruptures: install it with pip install 'perf-helpers[history]'") from error
     import numpy as np
 
     far = NormalDist().inv_cdf(1 - FALSE_CUTS / 2 / (lines * len(values)))

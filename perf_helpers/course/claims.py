@@ -191,20 +191,20 @@ def check(
     """
     ledger = load()
     if id not in ledger:
-        raise ValueError(f"no claim {id!r} in the ledger. {nearest_text(str(id), ledger)}")
+        raise ValueError(f"the ledger has no claim {id!r}. {nearest_text(str(id), ledger)}")
     claim, machine = ledger[id], hardware.this_machine()
     met, lacking = hardware.supports(claim.where)
     if met and machine.rehearsed and claim.decided_by != "memory":
         what = "is no time" if claim.decided_by == "time" else "are no values"
-        value, missing = None, f"a rehearsal: no kernel computes, so there {what}"
+        value, missing = None, f"a rehearsal computes nothing, so there {what}"
     number, interval, why_unknown = _measurement(id, value)
     range_, why_unpredicted = _prediction(claim, predicted, measured=met and number is not None and not missing)
     missing = missing or why_unknown
     if met and not missing and number is None:
         if not machine.rehearsed:
-            what = f"pass {claim.quantity}; or missing='needs ...' and why"
-            raise ValueError(f"claim {id!r} can be measured here: {what}")
-        missing = "a rehearsal, and it was not measured"
+            what = f"give {claim.quantity}, or missing='needs ...' with the reason"
+            raise ValueError(f"claim {id!r} has no value, but can be measured here: {what}")
+        missing = "not measured in this rehearsal"
     verdict = decide(claim, interval or number, met and not missing)
     decision = Decision(
         claim,
@@ -237,18 +237,18 @@ def finish(lab: Lab) -> None:
     from IPython.display import display
 
     if lab.out and not lab.lesson:
-        raise ValueError("results are kept under the lesson's name: make the lab with Lab(lesson='05_my_lesson', ...)")
+        raise ValueError("the lab has no lesson to name the results after: use Lab(lesson='05_my_lesson', ...)")
     name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
     owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
     for id in owned if rehearsed else ():
         if id not in _decided_in(name):  # the statement needed values, and the claim was left out with it
-            check(id, missing="a rehearsal: its cell needs values")
+            check(id, missing="its cell needs values, which a rehearsal does not compute")
     decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
     DECIDED.update(decided)
     made, date = [*decided.values()], now()
     rows = [decision.to_dict() for decision in made]
     problems = unexpected(rows)
-    problems += [f"{id}: belongs to this lesson and was not checked" for id in owned if id not in decided]
+    problems += [f"{id}: belongs to this lesson, but was not checked" for id in owned if id not in decided]
     others = ((id, one.claim.lesson) for id, one in decided.items() if id not in owned)
     problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
     if not made:
@@ -283,8 +283,8 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
     except (TypeError, ValueError, RuntimeError):  # what None, an array and a tensor raise
         numbers = [math.nan]
     if any(map(math.isnan, numbers)) or (len(numbers) == 3 and numbers[1] > numbers[2]):
-        hint = "pass a number or a Ratio with its interval; if it cannot be measured here, missing='needs ...'"
-        raise ValueError(f"claim {id!r}: {value!r} is no measurement; {hint}")
+        hint = "give a number or a Ratio; if it cannot be measured here, give missing='needs ...'"
+        raise ValueError(f"claim {id!r}: {value!r} is not a measurement: {hint}")
     return numbers[0], tuple(numbers[1:]) or None, None
 
 
@@ -296,7 +296,7 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
         return None, None
     if predicted is None:
         if measured:
-            raise ValueError(f"claim {claim.id!r}: pass predicted=(low, high), {claim.predicted}")
+            raise ValueError(f"claim {claim.id!r} needs a prediction: give predicted=(low, high), {claim.predicted}")
         return None, None
     ends = (predicted.low, predicted.high) if isinstance(predicted, Ratio) else tuple(predicted)
     for end in ends:
@@ -304,5 +304,5 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
             return None, f"no prediction: {end.why}"
     low, high = map(float, ends)
     if not low <= high:  # nan is no prediction either
-        raise ValueError(f"claim {claim.id!r}: predicted={predicted!r} is no range (low, high)")
+        raise ValueError(f"claim {claim.id!r}: predicted={predicted!r} is not a range: give (low, high)")
     return (low, high), None

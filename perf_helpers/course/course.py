@@ -57,7 +57,7 @@ def run_course(
     at_once = _at_once() if at_once is None else whole_number("at_once", at_once)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
-        raise ValueError(f"{out} holds the lessons themselves: name another folder for the executed ones")
+        raise ValueError(f"--out {out} is the folder of the lessons themselves: name another folder")
     out.mkdir(parents=True, exist_ok=True)
     data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
@@ -139,7 +139,7 @@ def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:
         match = [name for name in known if name.startswith(number) or path.name in (name, name.partition("_")[2])]
         found |= {name: known[name] for name in match}
         if known and not match:
-            raise ValueError(f"no lesson {shown(str(lesson))} in {LESSONS}. {nearest_text(path.stem, known)}")
+            raise ValueError(f"there is no lesson {shown(str(lesson))} in {LESSONS}. {nearest_text(path.stem, known)}")
     if not found:
-        raise ValueError(f"no lessons (NN_name.ipynb) in {LESSONS}: run `make lessons`")
+        raise ValueError(f"there are no lessons (NN_name.ipynb) in {LESSONS}: run `make lessons`")
     return [found[name] for name in sorted(found)]

@@ -41,7 +41,7 @@ class Entry(Record):
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
         if missing := ", ".join(sorted(KINDS[self.kind] - self.content.keys())):
-            raise ValueError(f"content={self.content!r}: an entry of kind {self.kind!r} also needs {missing}")
+            raise ValueError(f"content={self.content!r}: for kind={self.kind!r} also give {missing}")
 
     @property
     def about(self) -> tuple[str, str, str]:
@@ -71,7 +71,8 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
     try:
         journal.append(Entry(kind, lab.lesson, key, content, now()))
     except OSError as error:
-        print(f"This could not be kept in {journal.path}: {error.strerror}.", file=sys.stderr)
+        remedy = "Set PERF_HELPERS_HOME to a folder that can be written to."
+        print(f"Your answer was not saved in {journal.path}: {error.strerror}. {remedy}", file=sys.stderr)
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:

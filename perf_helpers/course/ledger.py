@@ -183,7 +183,7 @@ def _check_statement(table: dict, need: Need) -> None:
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
     _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
     need(re.fullmatch(r"\d\d", table["lesson"]), "lesson", "two digits are needed, as in '05'")
-    need(table["where"] in WHERE, "where", f"{table['where']!r} is none of {', '.join(WHERE)}")
+    need(table["where"] in WHERE, "where", f"{table['where']!r} is not one of {', '.join(WHERE)}")
     guide = table.get("guide")
     need(isinstance(guide, dict), "guide", "write guide.source = '...', and guide.value where there is a figure")
     with_a_figure = ["text", "hardware"] if "value" in guide else []  # how the guides put it, and where they measured

@@ -161,7 +161,7 @@ class _Watch:
             self._cell, self._since, self._next = cell["id"], now, LONG_SECONDS
         elif cell and now - self._since >= self._next:
             self._next = 2 * (now - self._since)
-            say(f"        for {now - self._since:.0f} s now in: {_first_line(cell)}")
+            say(f"        running for {now - self._since:.0f} s in this cell: {_first_line(cell)}")
 
 
 def say(text: str) -> None:

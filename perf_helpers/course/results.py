@@ -32,14 +32,14 @@ def load_results(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
-            raise ValueError(f"it has schema {data['schema']!r}, this version reads {SCHEMA}")
+            raise ValueError(f"its schema is {data['schema']!r}, but this version reads {SCHEMA}")
         for part, names in NEEDED.items():
             [item[name] for item in data[part] for name in names]
         if paths := [name for lesson in data["lessons"] if Path(name := lesson["name"]).name != name]:
             raise ValueError(f"a lesson is called {shown(paths[0])}")  # its pages are files of that name
         return data | {"date": str(data["date"]), "machine": dict(data["machine"]), "versions": dict(data["versions"])}
     except FileNotFoundError:
-        raise ValueError(f"no results in {path}: name a results.json, or the folder that a course run wrote") from None
+        raise ValueError(f"no results in {path}: name a results.json, or the folder of a course run") from None
     except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is not the results of a course ({what}): run the course again to get one") from None

@@ -1,7 +1,7 @@
-"""Peak memory predicted without training: the step is followed on fake tensors, and its live bytes are counted.
+"""Predict peak memory without training: trace a step on fake tensors and count the live bytes.
 
-Covers the CPU to the byte, CUDA as its differences are modelled, and surfaces over micro-batch and length for the
-explorers. Not covered: time, and whatever depends on the values of tensors.
+Covers the CPU to the byte, CUDA with its differences modelled, and the peak as a function of micro-batch and sequence
+length, for the explorers. Not covered: time, and anything that depends on the values of tensors.
 """
 
 from perf_helpers.estimate.estimates import MemoryEstimate, estimate, estimates_so_far

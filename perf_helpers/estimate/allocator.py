@@ -242,7 +242,7 @@ class CachingAllocator:
             OutOfMemory: there is no room, whatever is freed of the cache.
         """
         if key in self._used:
-            raise ValueError(f"key={key!r} is born twice: give each block a key of its own while it lives")
+            raise ValueError(f"key={key!r} is already allocated: give each live block its own key")
         if not size:
             return
         requested, size = size, self._divided(size)
@@ -321,7 +321,7 @@ class CachingAllocator:
         if block is None:
             self._tell("oom", self._capacity - self._device_bytes, size)
             now = f"{self.allocated_bytes} are allocated and {self.reserved_bytes} reserved"
-            raise OutOfMemory(f"no room for {requested} bytes: {now}")
+            raise OutOfMemory(f"cannot allocate {requested} bytes: {now}")
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:

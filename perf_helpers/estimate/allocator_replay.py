@@ -116,7 +116,9 @@ def place(file: str | os.PathLike) -> Path:
     """Where a snapshot is to be written, as an absolute path; raises ValueError where no file can be made."""
     path = Path(file).absolute()
     if len(path.name) > 255 or os.path.isdir(path) or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"snapshot={shown(str(file))}: give the name of a file in a folder that can be written to")
+        raise ValueError(
+            f"snapshot={shown(str(file))} cannot be written: give a file in a folder that can be written to"
+        )
     return path
 
 

@@ -35,10 +35,10 @@ class Settings:
     def __post_init__(self):
         least = self.large_segment_size_mb
         if least <= 10:
-            raise ValueError(f"large_segment_size_mb:{least}: give a number of MiB above 10")
+            raise ValueError(f"large_segment_size_mb:{least}: give more than 10 MiB")
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
             if (size := getattr(self, name)) is not None and size < least:
-                raise ValueError(f"{name}:{size}: give a number of MiB from {least} on")
+                raise ValueError(f"{name}:{size}: give at least {least} MiB")
 
     @classmethod
     def parse(cls, text: str, torch_version: str | None = None) -> "Settings":
@@ -53,23 +53,23 @@ class Settings:
         """
         words = _words("".join(text.split()))
         for name in words.keys() & _NOT_FOLLOWED.keys():
-            raise ValueError(f"{name} is not followed: {_NOT_FOLLOWED[name]}")
+            raise ValueError(f"{name} is not supported: {_NOT_FOLLOWED[name]}")
         for name in words.keys() - _READERS.keys() - _ELSEWHERE:
             options = sorted(_READERS.keys() | _ELSEWHERE)
-            raise ValueError(f"allocator_settings: no option {shown(name)}. {nearest_text(name, options)}")
+            raise ValueError(f"allocator_settings: unknown option {shown(name)}. {nearest_text(name, options)}")
         for name in words.keys() & _SINCE.keys():
             if torch_version is not None and _number(torch_version) < _number(_SINCE[name]):
-                since = f"torch has it since {_SINCE[name]}, and {torch_version} refuses it"
-                raise ValueError(f"{name}: {since}. Leave it out, or ask for a newer torch")
+                since = f"torch {_SINCE[name]} introduced it, and {torch_version} rejects it"
+                raise ValueError(f"{name}: {since}. Leave it out, or choose a newer torch_version")
         if words.get("backend", "native") != "native":
-            raise ValueError(f"backend:{words['backend']} is not the allocator that is followed here, leave it out")
+            raise ValueError(f"backend:{words['backend']} is not supported: leave it out, for torch's native allocator")
         read = {name: _read(name, value) for name, value in words.items() if name in _READERS}
         if not read.get("expandable_segments"):
             read.pop("expandable_segments_reserve", None)
         elif read.get("expandable_segments_reserve") == _OF_THE_CARD:
             raise ValueError(
-                "expandable_segments_reserve as a share of the card is not followed, for an estimate is not given the "
-                "whole card's memory: give GiB, as expandable_segments_reserve:40G"
+                "expandable_segments_reserve as a share of the card is not supported, because an estimate does not "
+                "know the card's whole memory: give GiB, e.g. expandable_segments_reserve:40G"
             )
         return cls(**read)
 
@@ -95,8 +95,8 @@ _SINCE = {
 
 # They ask for the bytes of the whole card, which an estimate is not told.
 _NOT_FOLLOWED = {
-    "per_process_memory_fraction": "give device_memory= as many bytes as it allows",
-    "throw_on_cudamalloc_oom": "leave it out; it decides only where the card is full",
+    "per_process_memory_fraction": "give device_memory= the bytes that it allows instead",
+    "throw_on_cudamalloc_oom": "leave it out, it matters only if the card is full",
 }
 
 
@@ -106,8 +106,8 @@ def _words(text: str) -> dict[str, str]:
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")
         if not colon or not value:
-            told = "is no option: write name:value, with commas between, as max_split_size_mb:128"
-            raise ValueError(f"allocator_settings={shown(word)} {told}")
+            example = "give name:value pairs, separated by commas, e.g. max_split_size_mb:128"
+            raise ValueError(f"allocator_settings={shown(word)} is not an option: {example}")
         words[name] = value
     return words
 
@@ -158,11 +158,11 @@ def _reserve(value: str) -> float | None:
 # How the value of each option is read, by a function that raises LookupError or ValueError; and what to write.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "expandable_segments": ({"True": True, "False": False}.__getitem__, "True or False"),
-    "expandable_segments_reserve": (_reserve, "GiB as in 40G"),
+    "expandable_segments_reserve": (_reserve, "GiB, e.g. 40G"),
     "max_split_size_mb": (int, "a whole number"),
     "max_non_split_rounding_mb": (int, "a whole number"),
     "large_segment_size_mb": (int, "a whole number"),
-    "roundup_power2_divisions": (_divisions, "a power of two, or intervals of powers of two as in [256:1,>:4]"),
+    "roundup_power2_divisions": (_divisions, "a power of two, or one per interval of sizes in MiB, e.g. [256:1,>:4]"),
 }
 
 
@@ -237,7 +237,7 @@ def release(torch_version: str | None = None) -> Release:
         choose = f"Choose from {', '.join(RELEASES)}, or a newer one"
         if number:  # older than all of them
             choose = f"Did you mean '{min(RELEASES, key=_number)}'? {choose}"
-        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are not known. {choose}.")
+        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are unknown. {choose}.")
     shared = _SWITCH.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE"), known.shares_workspace)
     kept = known.keeps_workspaces or _SWITCH.get(os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE"), False)
     return replace(known, shares_workspace=shared, keeps_workspaces=kept)
@@ -263,7 +263,7 @@ def is_since(torch: str, rules: Release) -> bool:
 
 def untested_text(torch: str) -> str:
     """What to say of a release that is newer than all that are known."""
-    return f"torch {torch} is untested: rules of torch {newest()} (newest known) were used"
+    return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
 @functools.cache

@@ -145,8 +145,8 @@ def _banned(name, *_):
 
 def _no_rule(name, *_):
     """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
-    known = f"use torch {newest()} or older"
-    raise RuntimeError(f"torch {torch.__version__} autocasts {name} on CUDA by a rule that is not known here: {known}")
+    remedy = f"use torch {newest()} or older"
+    raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
@@ -199,13 +199,13 @@ def overload(name: str) -> torch._ops.OpOverload:
 
 
 OF_SCALER = (
-    "this training fails: {why}. With fp16=True the weights that learn must be in float32: give dtype='float32', or "
-    "bf16=True in place of fp16"
+    "this training fails: {why}. With fp16=True trainable weights must be in float32: give dtype='float32', or "
+    "bf16=True instead of fp16=True"
 )
 
 
 OF_NORM = (
-    "this training fails: a norm gets {} and its weights are in {}, which torch has no kernel for on a CPU. Give "
+    "this training fails: on a CPU torch has no norm kernel for inputs in {} and weights in {}. Give "
     "dtype='float32', or leave bf16 out"
 )
 

@@ -25,9 +25,9 @@ PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 
 
 def assumptions() -> list[str]:
-    """What an estimate for CUDA takes for granted, a sentence each."""
+    """Return what an estimate for CUDA assumes, a sentence each."""
     return [
-        "CUDA is modelled on torch's sources and checked against torch's own allocator in rehearsals, and on an H100.",
+        "CUDA is modelled on torch's sources, and checked against torch's allocator in rehearsals and on an H100.",
         *(f"{name}: {text}." for name, text in PARTS.items()),
     ]
 

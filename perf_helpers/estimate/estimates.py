@@ -1,8 +1,8 @@
-"""Peak memory of a training, predicted without running it: what is asked and what is answered.
+"""Predict the peak memory of a training without running it.
 
-The way of a question: `estimate` asks `prediction.predict` in a clean process, which follows the training on fake
-tensors (`trace`) and asks what operations hide (`operator_workspaces`). What clean processes learn of operations is
-kept for the next ones (`Knowledge`).
+`estimate` calls `prediction.predict` in a fresh subprocess, which traces the training on fake tensors (`trace`) and
+measures what operators allocate internally (`operator_workspaces`). What a subprocess learns of operators is kept for
+the next ones (`Knowledge`).
 """
 
 import dataclasses
@@ -46,39 +46,39 @@ def estimate(
 ) -> MemoryEstimate:
     """Predict the peak memory of a training, or of inference, without running it.
 
-    On "cpu" the prediction is what `Lab.train` counts. On "cuda" it is the allocator's peak on a GPU that need not be
-    there; `assumptions` names what was modelled. A question that was asked before is answered from memory.
+    On "cpu" it predicts what `Lab.train` counts. On "cuda" it predicts the peak of torch's caching allocator on a GPU
+    that this machine need not have; `assumptions` lists what was modelled. A repeated call returns the stored result.
 
     Args:
-        task: the model and its data; of a text, a `Task` of that model.
-        name: what the estimate is called in tables and pictures.
-        card: a GPU by its name in `cards.CARDS`, e.g. "h100", here or not: "cuda", its compute capability and memory.
+        task: the model and its data, or the name of a model.
+        name: the estimate's name in tables and pictures; empty: the model's.
+        card: a GPU model of `cards.CARDS`, e.g. "h100"; sets device, compute_capability and device_memory.
         device: "cpu" or "cuda"; None: this machine's.
         compute_capability: of the GPU, e.g. (9, 0) for an H100; None: the card's, this machine's, else (9, 0).
-        device_memory: bytes that the GPU has for the allocator, the context taken off: near its end cached segments are
-            given back, and what does not fit is told by `is_too_large`. None: the card's, else enough for anything.
-        allocator_settings: what PYTORCH_CUDA_ALLOC_CONF is to say, e.g. "expandable_segments:True".
-        torch_version: whose allocator and workspaces are meant on "cuda", e.g. "2.10" (`allocator_settings.RELEASES`);
-            all else is that of the installed torch. None: the installed one's. A newer release than all of them is
-            answered by the rules of the newest, with a warning.
+        device_memory: bytes that the GPU has for the allocator, without the context. Near this limit the allocator
+            frees cached segments; `is_too_large` says whether the training exceeds it. None: the card's, or no limit.
+        allocator_settings: the value of PYTORCH_CUDA_ALLOC_CONF to assume, e.g. "expandable_segments:True".
+        torch_version: release whose CUDA allocator and workspaces are modelled, e.g. "2.12" (see
+            `allocator_settings.RELEASES`); everything else is the installed torch. None: the installed release. For a
+            release newer than all known ones the newest rules are used, with a warning.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
         optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
-        function: a loop of one's own that takes the task, as `Lab.run` does.
+        function: a training loop of your own that takes the task, as in `Lab.run`.
         processes: ranks of a data-parallel training; the figures are those of one rank.
-        snapshot: a file to which the allocator's memory is written, and all that led to it from the loading of the
-            model on, for the viewer of torch's memory snapshots; on "cuda" only. It ends where there is no room.
-        timeout: seconds that the prediction may take.
+        snapshot: a file to write a memory snapshot to, for torch's viewer (https://docs.pytorch.org/memory_viz); on
+            "cuda" only. It begins before the model is loaded, and ends where memory runs out.
+        timeout: time limit of the prediction in seconds.
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
     Raises:
-        ValueError: an unknown argument, a value out of range, a model or an operation that cannot be followed, compiled
-            code, or no prediction within `timeout` (or within what `processes.within` leaves).
+        ValueError: an unknown argument, a value out of range, a model or an operator that cannot be traced, compiled
+            code, or no prediction within `timeout` (or within the limit of `processes.within`).
     """
     import cloudpickle
 
     arguments_of_kind(estimate, locals())
     task = Task(task) if isinstance(task, str) else task
-    whose = target(device, compute_capability, device_memory, allocator_settings, torch_version, card)
+    target_device = target(device, compute_capability, device_memory, allocator_settings, torch_version, card)
     experiment = Experiment(
         name=name or task.model,
         task=task,
@@ -90,32 +90,32 @@ def estimate(
     )
     if experiment.arguments.compiles:
         raise ValueError(OF_COMPILED)
-    key = (repr(experiment.replace(name="")), task.identity(), whose)
+    key = (repr(experiment.replace(name="")), task.identity(), target_device)
     made, file = KNOWLEDGE.estimates.get(key), None
     if snapshot is not None:
         file = place(snapshot)
-        if whose.kind != "cuda":
-            raise ValueError("a snapshot shows CUDA's allocator: choose device='cuda'")
+        if target_device.kind != "cuda":
+            raise ValueError("snapshot= needs CUDA's allocator: add device='cuda' or card=")
     if not made or file:
-        began, job = time.perf_counter(), (prediction.predict, experiment, whose, bool(file))
+        began, job = time.perf_counter(), (prediction.predict, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
             made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
         made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
-            save(file, log, whose.settings, whose.memory_bytes, whose.rules)
+            save(file, log, target_device.settings, target_device.memory_bytes, target_device.rules)
     KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
     return KNOWLEDGE.estimates[key]
 
 
 OF_COMPILED = (
-    "torch_compile: what compiled code keeps is its compiler's choice, which no estimate follows. Measure it with "
-    "lab.train(..., torch_compile=True), or ask without it: that is the recipe as it is written"
+    "torch_compile cannot be estimated, because the compiler decides what compiled code keeps. Measure it with "
+    "lab.train(..., torch_compile=True), or leave torch_compile out"
 )
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Every estimate that this process has made, in order."""
+    """Return every `MemoryEstimate` that this process has made, in order."""
     return list(KNOWLEDGE.estimates.values())
 
 
@@ -140,7 +140,7 @@ def target(
         raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
     if kind == "cpu":
         if torch_version is not None:
-            raise ValueError(f"torch_version={torch_version!r} is of CUDA's allocator: choose device='cuda'")
+            raise ValueError(f"torch_version={torch_version!r} selects a CUDA allocator: add device='cuda' or card=")
         return Device(kind)
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
     capability, rules = tuple(compute_capability or here), release(torch_version)
@@ -171,8 +171,8 @@ class Knowledge:
             answer, learned = processes.call(*job, timeout=timeout, on_percent=on_percent)
         except processes.Failed as failed:
             if failed.outcome.status == "timed out":
-                raise ValueError(f"{model} was given up, {failed}: give it more time with timeout=") from None
-            raise ValueError(f"{model} cannot be followed on fake tensors: {failed}") from None
+                raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None
+            raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
         if learned:
             self._learned.append(learned)
         while sum(map(len, self._learned)) > _MOST_LEARNED_BYTES:

@@ -1,9 +1,8 @@
-"""Why one recipe takes more memory than another: the peaks switch by switch, and tensor by tensor with the line of the
-model's code that asked for each; and what of the model as it was built its user may not expect.
+"""Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
-Both are followed as for an estimate, and a `Witness` looks on. At each operation it notes the innermost line of Python
-outside the libraries. Autograd has none: what it makes has the line where the forward of its module begins, and so has
-what belongs to a parameter.
+It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
+while a `Witness` notes the innermost line of Python outside the libraries at each operation. Tensors that autograd
+makes, and those that belong to a parameter, get the line where the forward of their module begins.
 """
 
 import bisect
@@ -36,7 +35,7 @@ _MOST_ALONE = 4  # switches up to which each is priced alone, too: but for the f
 # Between the model's code and torch: their lines are passed over; those of what calls the model end the search.
 _LIBRARIES = {"torch", "accelerate", "peft", "bitsandbytes", "perf_helpers", "contextlib.py", "functools.py"}
 _CALLERS = ("transformers/trainer", "perf_helpers/lab/training.py")
-_IDLE = "re-entrant checkpointing passes a gradient on only where an input requires one. Give use_reentrant=False"
+_IDLE = "re-entrant checkpointing passes gradients only to inputs that require one. Set use_reentrant=False"
 
 # Category, module or parameter with "*" for numbers, operation, file:line. All weights are of one category, and of none
 # of its operations: a weight is one tensor, whether it learns, is frozen, or quantized.
@@ -99,11 +98,11 @@ class Explanation:
         recipes = {"A": self.a, "B": self.b}
         peaks = {n: f"{size(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()}
         lines = [f"{n}: {peak}; {recipes[n].weights}" for n, peak in peaks.items()]
-        lines += [line("switches, one after the other", "price", "alone")]
+        lines += [line("change of the peak from A to B, by argument", "in turn", "alone")]
         lines += [line(name, *prices) for name, prices in self.switches.items()]
-        lines += [line("by category, at each peak", "A", "B", "B - A")]
+        lines += [line("bytes by category, at each recipe's peak", "A", "B", "B - A")]
         lines += [pair(name_text(name), *sizes) for name, sizes in self.by_category().items()]
-        lines += [line("by tensor, at each peak", "A", "B", "B - A")]
+        lines += [line("bytes by tensor, at each recipe's peak", "A", "B", "B - A")]
         for (category, module, *origin), sizes in self.by_tensor():
             lines += [pair(f"{name_text(category)}: {module}", *sizes), f"      {' at '.join(filter(None, origin))}"]
         for text in dict.fromkeys(itertools.chain(*self.warnings.values())):
@@ -114,22 +113,24 @@ class Explanation:
 def explain(
     task: Task, a: Mapping[str, Any], b: Mapping[str, Any], *, processes: int = 1, timeout: float = 300, **where: Any
 ) -> Explanation:
-    """Why a training by recipe B would peak higher, or lower, than by A. Nothing is run, as with `estimate`.
+    """Explain why a training by recipe B peaks higher, or lower, than by A. Nothing is run, as with `estimate`.
 
     Args:
-        a, b: all training arguments of each, as `estimate` takes them. They are switched from A to B in the order in
-            which B names them, then those that A alone names.
-        processes, timeout: as in `estimate`, of which this makes one more than there are switches, and those alone.
+        task: the model and its data.
+        a, b: all training arguments of each recipe, as `estimate` takes them. They are changed from A to B one by one,
+            in the order in which B names them, then those that only A names.
+        processes, timeout: as in `estimate`. There is an estimate of A, one after each change, and, if
+            changes are few, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
-        ValueError: A and B do not differ, or whatever `estimate` raises it for.
+        ValueError: A and B do not differ; or as `estimate`.
     """
     arguments_of_kind(explain, locals())
     given, whose = (Arguments.of(a), Arguments.of(b)), estimates.target(**where)
     names = [name for name in {**b, **a} if given[0].get(name) != given[1].get(name)]
     if not names:
-        raise ValueError("a and b are one recipe: give b an argument that a has not, or another value")
+        raise ValueError("a and b are the same recipe: give b an argument that a lacks, or another value")
     if any(each.compiles for each in given):
         raise ValueError(estimates.OF_COMPILED)
     if any(each.adapters.get("peft") is not None for each in given):
@@ -214,7 +215,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
             found = follow(experiment, tracker)
         except RuntimeError as error:
             if "does not require grad" in str(error) and experiment.arguments.get("gradient_checkpointing"):
-                raise Invalid(f"nothing trains: {_IDLE}") from None
+                raise Invalid(f"no parameter gets a gradient: {_IDLE}") from None
             raise
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
     told = witness.births(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment)
@@ -316,17 +317,17 @@ class Witness:
             found.extend([f"{text}: {', '.join(shown[:3])}{more}, {bytes_text(size)}"] if shown else [])
 
         if quantization:
-            tell("these experts are not quantized, for they are not linear layers", experts)
+            tell("these experts are not quantized, because they are not linear layers", experts)
             tell("these linear layers are not quantized", linear)
         elif adapted:
             tell("the frozen weights are in fp32", [n for n, w in base.items() if w.dtype is torch.float32])
         cast = [n for n, w in weights.items() if id(w) in self._cast]
-        tell("prepare_model_for_kbit_training cast these to fp32", cast)
-        tell("modules_to_save keeps whole copies, which learn", copies)
+        tell("prepare_model_for_kbit_training cast these weights to fp32", cast)
+        tell("modules_to_save makes trainable copies of whole modules", copies)
         if quantization or copies:
-            tell("the head is tied to the embedding, which is held once and whole", tied)
+            tell("the head is tied to the embedding, which is stored once, unquantized", tied)
         if arguments.get("gradient_checkpointing"):
-            tell(f"no gradient reaches these, for {_IDLE}", [*dict.fromkeys(self._idle)])
+            tell(f"no gradient reaches these weights: {_IDLE}", [*dict.fromkeys(self._idle)])
         return tuple(found)
 
 

@@ -46,11 +46,11 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
     for number, value in enumerate(values, 1):
         text = str(len(value) if hasattr(value, "__len__") and not isinstance(value, str) else value)
         if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= LONGEST):
-            told = f"{name}: {text[:20]!r} (number {number} of them) is no length"
-            raise ValueError(f"{told}: give whole numbers of tokens from 1 to {LONGEST:,}")
+            wrong = f"{name}: {text[:20]!r} (entry {number}) is not a valid length"
+            raise ValueError(f"{wrong}: give whole numbers of tokens from 1 to {LONGEST:,}")
         found.append(int(text))
     if not found:
-        raise ValueError(f"{name}: there are none: give the number of tokens of each sample")
+        raise ValueError(f"{name} is empty: give the number of tokens of each sample")
     return tuple(found)
 
 
@@ -77,10 +77,13 @@ class WorstBatch:
     @property
     def assumptions(self) -> list[str]:
         """In words, what was modelled or left out."""
-        left = "; what steps of other shapes leave behind may add to what is reserved" * (
+        left = "; free memory cached by steps of other shapes may add to the reserved bytes" * (
             self.estimate.device == "cuda"
         )
-        return [f"followed: the worst step of the first epoch and its neighbours{left}", *self.estimate.assumptions]
+        return [
+            f"traced: the worst step of the first epoch, one before and one after{left}",
+            *self.estimate.assumptions,
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: peaks in bytes; an answer that is unknown is null."""
@@ -100,12 +103,12 @@ class WorstBatch:
         tokens, (rows, width) = sum(self.lengths), max(self.shapes[self.step], key=lambda shape: shape[0] * shape[1])
         lines = [
             f"{len(self.lengths):,} samples of {min(self.lengths)} to {max(self.lengths)} tokens, "
-            f"{len(self.shapes):,} steps; the worst is step {self.step + 1}, {rows} x {width} tokens; "
+            f"{len(self.shapes):,} steps; step {self.step + 1} takes the most memory, {rows} x {width} tokens; "
             f"{self.weights}",
             f"padded: peak {bytes_text(self.estimate.peak_bytes, on_gpu)}; {self.padded_tokens:,} tokens, "
             f"{1 - tokens / self.padded_tokens:.0%} of them padding",
             *([f"packed: peak {bytes_text(self.packed.peak_bytes, on_gpu)}; {tokens:,} tokens"] if self.packed else []),
-            f"worst first: samples {', '.join(map(str, self.order[:16]))}{', ...' * (len(self.order) > 16)}",
+            f"samples, worst step first: {', '.join(map(str, self.order[:16]))}{', ...' * (len(self.order) > 16)}",
             *([repr(self.fits)] if self.fits is not None else []),
         ]
         largest = {"largest batch": self.largest_batch, "largest length": self.largest_length}
@@ -123,7 +126,9 @@ def worst_batch(
     timeout: float = 300,
     **arguments,
 ) -> WorstBatch:
-    """The worst batch of a data set, and with a `card` what fits it. `estimate(Task(..., lengths=...))` follows more.
+    """Find the batch of a data set that takes the most memory, and with a `card` whether it fits.
+
+    `estimate(Task(..., lengths=...))` traces all batches.
 
     Args:
         lengths: tokens in each sample, as `checked` takes them.
@@ -136,7 +141,10 @@ def worst_batch(
     lengths, task = checked(lengths), Task(task) if isinstance(task, str) else task
     task, given = task.replace(pad_to_multiple_of=pad_to_multiple_of), Arguments.of(arguments)
     if given.get("train_sampling_strategy") == "batch_rebalance":
-        raise ValueError("train_sampling_strategy='batch_rebalance': ask estimate(Task(..., lengths=...)), or another")
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' is not supported here: choose another strategy, or use "
+            "estimate(Task(..., lengths=...))"
+        )
     whose = {"device": device, "compute_capability": compute_capability, "timeout": timeout}
     if card:  # without a limit of memory: what is given back near it depends on what came before
         whose |= {"device": "cuda", "compute_capability": cards.named(card).capability}

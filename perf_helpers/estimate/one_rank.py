@@ -168,7 +168,9 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
     words = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
     for name in ("offload_optimizer", "offload_param"):
         if (words.get("zero_optimization", {}).get(name) or {}).get("device", "none") != "none":
-            raise Invalid(f"{name}: what DeepSpeed keeps on the host is not followed: rehearse it, or measure it")
+            raise Invalid(
+                f"{name}: memory that DeepSpeed keeps on the host cannot be estimated: rehearse it, or measure it"
+            )
     accelerators, stages_1_and_2, stage_3 = (
         importlib.import_module(f"deepspeed.{name}")
         for name in ("accelerator", "runtime.zero.stage_1_and_2", "runtime.zero.stage3")

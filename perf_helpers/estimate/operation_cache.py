@@ -102,7 +102,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     """What `aten._grouped_mm` makes: torch knows it of fake tensors in bfloat16 alone. Rows begin at multiples of 16
     bytes; raises Invalid where those of an operand do not, as the kernel does."""
     if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
-        raise Invalid("products of groups take strides that are multiples of 16 bytes: choose sizes that are")
+        raise Invalid("grouped matmuls need strides that are multiples of 16 bytes: choose such sizes")
     groups = [len(offsets)] if first.dim() == second.dim() == 2 else [first.shape[0]] * (first.dim() == second.dim())
     rows, columns = first.shape[-2], second.shape[-1]
     unit = 16 // (out_dtype or first.dtype).itemsize

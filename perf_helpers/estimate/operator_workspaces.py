@@ -136,11 +136,11 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
             unknown[operation.name] = None
     return [
         *(
-            f"what {name} allocates inside itself is taken as up to {bytes_text(size)}, the largest share of its "
-            "operands that it took at smaller sizes: these lie on no line, and its own takes too long or too much"
+            f"{name} is assumed to allocate up to {bytes_text(size)} inside itself, the largest share of its operands "
+            "found at smaller sizes: they do not extrapolate linearly, and its own size takes too long or too much"
             for name, size in assumed.items()
         ),
-        *(f"what {name} allocates inside itself was not found out and is counted as 0 bytes" for name in unknown),
+        *(f"the memory that {name} allocates inside itself is unknown and counted as 0 bytes" for name in unknown),
     ]
 
 

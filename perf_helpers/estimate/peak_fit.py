@@ -126,7 +126,7 @@ def aligned(traces: Sequence[Trace]) -> list[list[int]]:
         every.append(found)
     common = [place for place in every[0] if all(place in found for found in every)]
     if len(common) < _LEAST_COMMON * max(map(len, every)):
-        raise Invalid("its operations differ too much from one size to another: nothing can be fitted to them")
+        raise Invalid("its operations differ too much between sizes to interpolate: estimate each size by itself")
     return [[found[place] for place in common] for found in every]
 
 

@@ -53,7 +53,7 @@ BEAMS = (1, 2, 4, 8)
 
 _SCHEMA = 11  # of the file; to be raised where the estimate says something else than it did
 _OF_ENCODERS = (
-    "an encoder-decoder's answers do not lengthen its prompt, and nothing is fitted to them. Ask for a point: "
+    "generation of an encoder-decoder cannot be interpolated. Estimate each size by itself: "
     "estimate(task, training=False, max_new_tokens=...)"
 )
 _SECONDS = 300.0  # that the traces of one surface may take

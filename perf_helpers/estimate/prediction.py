@@ -72,14 +72,14 @@ class Fits:
         """One sentence: what is needed, what is there, and the margin."""
         why = self.answer.why if isinstance(self.answer, Unknown) else ""
         answer = "it is UNKNOWN whether it fits" if why else "fits" if self.answer else "does not fit"
-        context = f" ({bytes_text(self.context_bytes, binary=True)} of it assumed for the CUDA context)" * bool(
+        context = f" (including {bytes_text(self.context_bytes, True)} assumed for the CUDA context)" * bool(
             self.context_bytes
         )
-        there = f"{bytes_text(self.card.memory_bytes, binary=True)} there{', the whole board' * self.card.is_board}"
-        margin = bytes_text(self.card.memory_bytes * cards.MARGIN, binary=True)
-        margin = f"a margin of {margin} ({cards.MARGIN:.0%}) stays free"
+        size, kind = self.card.memory_bytes, "board" if self.card.is_board else "card"
+        there = f"the {kind} has {bytes_text(size, binary=True)}"
+        margin = f"a margin of {bytes_text(size * cards.MARGIN, binary=True)} ({cards.MARGIN:.0%}) is kept free"
         needed = bytes_text(self.needed_bytes, binary=True)
-        text = f"{self.what}: {answer} the {self.card.name}: {needed} needed{context}"
+        text = f"{self.what}: {answer} the {self.card.name}: it needs {needed}{context}"
         return f"{text}, {there}, of which {margin}" + f"; {why}" * bool(why)
 
 
@@ -129,11 +129,11 @@ class MemoryEstimate:
         if self.compute_capability != card.capability:
             where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
             made = "a CPU" if self.device == "cpu" else "compute capability {}.{}".format(*self.compute_capability)
-            answer = Unknown(f"this was estimated for {made}, not for {where}: ask estimate(..., card={card.name!r})")
+            answer = Unknown(f"this was estimated for {made}, not for {where}: use estimate(..., card={card.name!r})")
         elif self.peak_bytes + context > memory or (self.is_too_large and self.device_memory >= memory - context):
             answer = False
         elif needed > card.limit_bytes:
-            answer = Unknown("it is within the margin, or cached segments would have to be given back: near the edge")
+            answer = Unknown("it fits only without the margin, or only if the allocator frees cached segments")
         else:
             answer = True
         return Fits(self.name, card, answer, needed, context)
@@ -143,7 +143,7 @@ class MemoryEstimate:
 
     def __repr__(self) -> str:
         peak = bytes_text(self.peak_bytes, binary=self.device == "cuda")
-        return f"{self.name}: would peak at {peak} on {self.device}"
+        return f"{self.name}: estimated peak {peak} on {self.device}"
 
 
 def predict(
@@ -323,22 +323,22 @@ def _answers_for(rules: Release) -> str:
     """Of which torch the memory is, in words."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
-    matmuls = f"cuBLASLt has {workspace}" if rules.keeps_workspaces else "each matmul gives its workspace back"
+    matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"
     return (
-        f"{torch}: of free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and {matmuls}; all else is "
-        "followed by the torch installed here."
+        f"{torch}: among free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and {matmuls}; everything "
+        "else is traced with the torch installed here."
     )
 
 
 _TAKEN = {
-    "address": "the one at the lowest address, where addresses fall",
+    "address": "the one at the lowest address, as addresses descend",
     "block": "the one that it made first",
     "segment": "the one in the oldest segment",
 }
-_OF_REPLICAS = "DistributedDataParallel: one rank, with the reducer's buckets and without a network's buffers"
-_OF_SHARDS = "FSDP2: one rank, as accelerate and torch divide and gather its weights, without a network's buffers"
-_OF_ZERO = "DeepSpeed: one rank, as its ZeRO optimizers divide, flatten and gather; on a GPU with room for a flat copy"
-_NOT_TAKEN_UP = "fsdp: accelerate takes it up on accelerators only, and on a CPU trains with DistributedDataParallel"
+_OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
+_OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
+_OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
+_NOT_TAKEN_UP = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
 
 
 def _shared_out(arguments: Arguments, on_cuda: bool) -> list[str]:

@@ -245,8 +245,8 @@ class FakeTracker(Tracker):
                 return self.as_kernels_do(function, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise Invalid(
-                f"what {operation.name} makes in {self.modules.here() or 'the training'} depends on the values of its "
-                "operands, and an estimate has none: it can only be measured"
+                f"the result of {operation.name} in {self.modules.here() or 'the training'} depends on tensor values, "
+                "which an estimate does not have: measure it instead"
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):

@@ -36,7 +36,7 @@ def emulated():
 
 
 def _refuse(*_, **__):
-    raise Invalid("this loss of TRL's is another on a GPU, by Triton: rehearse the training instead")
+    raise Invalid("TRL's loss uses a Triton kernel on a GPU, which cannot be estimated: rehearse the training instead")
 
 
 @contextlib.contextmanager

@@ -54,8 +54,8 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     method = str(getattr(method, "value", method))
     if method != "bitsandbytes":
         raise ValueError(
-            f"{where}: quant_method={shown(method)} is not supported. Supported is bitsandbytes, with load_in_4bit or "
-            "load_in_8bit: give such a quantization_config, or a model that is not quantized"
+            f"{where}: quant_method={shown(method)} is not supported. Give a quantization_config of bitsandbytes, with "
+            "load_in_4bit or load_in_8bit, or a model that is not quantized"
         )
     return {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
 
@@ -91,9 +91,9 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
     try:
         config = BitsAndBytesConfig(**settings)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"quantization_config: {error}") from error
+        raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
     if not (config.load_in_4bit or config.load_in_8bit):
-        raise ValueError("quantization_config: say load_in_4bit or load_in_8bit")
+        raise ValueError("quantization_config has neither load_in_4bit nor load_in_8bit: set one of them to true")
     if config.load_in_4bit and torch.device(device).type == "cpu":
         _boundaries(config.bnb_4bit_quant_type, torch.device(device))
     quantizer = AutoHfQuantizer.from_config(config)
@@ -148,7 +148,7 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     name = settings.pop("peft_type", "LORA")
     name = str(getattr(name, "value", name)).upper()
     if name not in known:
-        raise ValueError(f"peft: {name!r} is no peft_type. {nearest_text(name, known)}")
+        raise ValueError(f"peft: peft_type={name!r} is not a valid value. {nearest_text(name, known)}")
     check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
     if settings.get("task_type") is None and family in _TASK_TYPES:
         settings["task_type"] = _TASK_TYPES[family]
@@ -156,7 +156,7 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     try:
         return peft.get_peft_model(model, known[name](**settings))
     except (TypeError, KeyError, AttributeError, AssertionError) as error:
-        raise ValueError(f"peft ({name}) refuses this: {error}") from error
+        raise ValueError(f"peft ({name}) does not accept this configuration ({error}): change it") from error
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
@@ -178,7 +178,7 @@ def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) 
     if Version(transformers.__version__) < Version("5.24") or Version(peft.__version__) >= Version(needed):
         return
     if name in _IN_THE_CACHE:
-        wrong = "generate() ignores the prefix" if generates else "it refuses a prefix for this model"
+        wrong = "generate() ignores the prefix" if generates else "peft rejects a prefix for this model"
         fails = generates or family in _CLASSIFIES
     else:
         wrong = "generate() puts the prompt before every token"
@@ -204,7 +204,9 @@ def freeze(model, names: str) -> None:
     for part in filter(None, names.split(",")):
         found = [parameter for name, parameter in model.named_parameters() if part.strip() in name]
         if not found:
-            raise ValueError(f"freeze={part!r}: no parameter has that in its name, as 'embeddings' or 'layers.0.'")
+            raise ValueError(
+                f"freeze={part!r} matches no parameter: give a part of a name, e.g. embeddings or layers.0."
+            )
         for parameter in found:
             parameter.requires_grad_(False)
 

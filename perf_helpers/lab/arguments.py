@@ -1,8 +1,8 @@
-"""What a training is told: one vocabulary, that of the installed `transformers.TrainingArguments`, and one form.
+"""Training arguments: their names, which are those of the installed `transformers.TrainingArguments`, and their checks.
 
 Every name that a user types is checked here, before anything is built, and every name that changed between library
-versions is mapped here and nowhere else. What the library takes is read from its source: to import it takes seconds,
-which only the clean process has to spend that trains.
+versions is mapped here and nowhere else. The library's arguments are read from its source, since importing it takes
+seconds; only the process that trains imports it.
 """
 
 import ast
@@ -32,21 +32,27 @@ MODEL_ARGUMENTS = {
 }
 # What of the model is learned, and how the rest is kept, see `adapters`.
 ADAPTER_ARGUMENTS = {
-    "peft": (dict | str | None, "adapters, as peft's configuration: a JSON file or JSON, e.g. '{\"r\": 16}' for LoRA"),
+    "peft": (dict | str | None, "adapters: a peft configuration as JSON or a JSON file, e.g. '{\"r\": 16}' for LoRA"),
     "quantization_config": (
         dict | str | None,
-        "a base of 8 or 4 bits, as transformers' BitsAndBytesConfig: a JSON file or JSON",
+        "quantization of the base model: a BitsAndBytesConfig as JSON or a JSON file, e.g. '{\"load_in_4bit\": true}'",
     ),
-    "load_in_4bit": (bool, "the same in short: 4 bits"),
-    "load_in_8bit": (bool, "the same in short: 8 bits"),
-    "prepare_model_for_kbit_training": (bool, "peft's function: what is not quantized in fp32; default: with peft"),
-    "freeze": (str | None, "parameters that learn nothing: parts of their names, with commas between"),
+    "load_in_4bit": (bool, "4-bit base model; short for quantization_config='{\"load_in_4bit\": true}'"),
+    "load_in_8bit": (bool, "8-bit base model; short for quantization_config='{\"load_in_8bit\": true}'"),
+    "prepare_model_for_kbit_training": (
+        bool,
+        "peft's function of that name: casts parameters that are not quantized to fp32 (default: with peft)",
+    ),
+    "freeze": (
+        str | None,
+        "parameters to freeze: parts of their names, separated by commas, e.g. embeddings,layers.0.",
+    ),
 }
 # Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
 GENERATION_ARGUMENTS = {
-    "max_new_tokens": (int, "tokens that each answer gets, all of them; with --inference"),
-    "num_beams": (int, "answers kept beside each other while one is searched; with max_new_tokens"),
-    "cache_implementation": (Literal["dynamic", "static"], "of keys and values; with max_new_tokens"),
+    "max_new_tokens": (int, "tokens to generate per sample, e.g. 20; with --inference"),
+    "num_beams": (int, "beams of beam search, e.g. 4; with max_new_tokens"),
+    "cache_implementation": (Literal["dynamic", "static"], "key-value cache: dynamic or static; with max_new_tokens"),
 }
 OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS
 _AS_JSON = ("peft", "quantization_config")
@@ -62,16 +68,16 @@ _SYNONYMS = (
     ("no_cuda", "use_cpu"),
 )
 
-# Gone for good: what to write instead.
+# Arguments that were removed, and what to do instead.
 _REMOVED = {
-    "adafactor": "optim='adafactor'",
-    "group_by_length": "train_sampling_strategy='group_by_length'",
-    "warmup_ratio": "warmup_steps (a number below 1 is a share of the training)",
-    "fp16_backend": "nothing: torch's own autocast is the only backend",
-    "half_precision_backend": "nothing: torch's own autocast is the only backend",
-    "fp16_opt_level": "nothing: apex is no longer used",
-    "overwrite_output_dir": "nothing: each experiment has a folder of its own",
-    "logging_dir": "nothing: an experiment writes no logs",
+    "adafactor": "use optim='adafactor'",
+    "group_by_length": "use train_sampling_strategy='group_by_length'",
+    "warmup_ratio": "use warmup_steps (a number below 1 is a share of the training)",
+    "fp16_backend": "leave it out, torch's own autocast is the only backend",
+    "half_precision_backend": "leave it out, torch's own autocast is the only backend",
+    "fp16_opt_level": "leave it out, apex is no longer used",
+    "overwrite_output_dir": "leave it out, each experiment has a folder of its own",
+    "logging_dir": "leave it out, an experiment writes no logs",
 }
 
 # What an experiment fixes unless told otherwise: nothing is written, printed, sent or evaluated.
@@ -114,12 +120,14 @@ class Arguments:
     def _check_together(self) -> None:
         """Raise ValueError at values that do not go together, and at a kernel that there is not."""
         if self.get("load_in_4bit") and self.get("load_in_8bit"):
-            raise ValueError("load_in_8bit: the model is in 4 bits already. Keep one of the two.")
+            raise ValueError("load_in_8bit and load_in_4bit are both given: keep one of the two")
         if self.generation and "max_new_tokens" not in self.generation:
-            raise ValueError(f"{next(iter(self.generation))}: give max_new_tokens too, how many tokens an answer gets")
+            raise ValueError(f"{next(iter(self.generation))} needs max_new_tokens: add it, e.g. max_new_tokens=20")
         kernel = self.get("attn_implementation") or "eager"
         if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # those are of a Hub, and variants
-            raise ValueError(f"attn_implementation={shown(kernel)} is not known. {nearest_text(kernel, _kernels())}")
+            raise ValueError(
+                f"attn_implementation={shown(kernel)} is not a valid value. {nearest_text(kernel, _kernels())}"
+            )
 
     @functools.cached_property
     def current(self) -> dict[str, Any]:
@@ -128,7 +136,7 @@ class Arguments:
         renamed = {names.get(name, name): value for name, value in self.given.items()}
         if len(renamed) != len(self.given):
             twice = [name for name in self.given if names.get(name, name) != name]
-            raise ValueError(f"{', '.join(twice)}: given under its old and its new name. Keep one.")
+            raise ValueError(f"{', '.join(twice)} is given under its old and its new name: keep one of the two")
         return renamed
 
     @functools.cached_property
@@ -168,12 +176,12 @@ class Arguments:
 
     @property
     def passed_over_on_a_cpu(self) -> list[str]:
-        """What the libraries pass over there without a word, and what they do instead, a sentence each."""
-        told = {
-            "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type; bf16=True is honoured",
-            "fsdp": "on a CPU accelerate passes over fsdp: each rank keeps all, as with DistributedDataParallel",
+        """Return a sentence per given argument that the libraries silently ignore on a CPU."""
+        ignored = {
+            "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type: use bf16=True instead",
+            "fsdp": "on a CPU accelerate ignores fsdp, and each rank keeps the whole model: use a GPU to shard it",
         }
-        return [text for name, text in told.items() if self.training.get(name)]
+        return [text for name, text in ignored.items() if self.training.get(name)]
 
     def samples_per_step(self, processes: int = 1) -> int:
         """The effective batch, in samples: micro-batch x accumulation x processes."""
@@ -311,8 +319,8 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
         if name in valid:
             continue
         if name in _REMOVED:
-            raise ValueError(f"{name!r} is no longer a training argument. Instead: {_REMOVED[name]}.")
-        hint = nearest_text(name, valid) or "The names are those of transformers.TrainingArguments."
+            raise ValueError(f"{name!r} is no longer a training argument: {_REMOVED[name]}")
+        hint = nearest_text(name, valid) or "Use a name of transformers.TrainingArguments."
         raise ValueError(f"unknown training argument {shown(name)}. {hint}")
 
 
@@ -337,7 +345,7 @@ def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
         raise ValueError(_refused(parser, words, error)) from None
     check_names((word.lstrip("-").split("=")[0] for word in rest if word.startswith("--")), also=also)
     if rest:
-        raise ValueError(f"not understood: {' '.join(rest)}")
+        raise ValueError(f"unexpected words: {' '.join(rest)}. Start each argument with --, e.g. --bf16 True")
     return Arguments.of(vars(given))
 
 
@@ -351,9 +359,9 @@ def _refused(parser, words: list[str], error) -> str:
     place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
     value = words[place].partition("=")[2] or "".join(words[place + 1 : place + 2])
     if error.message.startswith("expected"):
-        return f"{name}: it takes a value, as in --{name} VALUE"
+        return f"{name} needs a value: write --{name} VALUE"
     if action.choices:
-        return f"{name}={shown(value)} is none of its values. {nearest_text(value, map(str, action.choices))}"
+        return f"{name}={shown(value)} is not a valid value. {nearest_text(value, map(str, action.choices))}"
     kind = _KINDS.get(action.type) or ("True or False" if "ruthy" in error.message else "")
     return f"{name}={shown(value)}: give {kind}" if kind else f"{name}={shown(value)}: {error.message}"
 
@@ -388,12 +396,12 @@ def _check_values(given: Mapping[str, Any]) -> None:
         of_torch = shown(chosen).removeprefix("torch.")  # of a dtype its name
         if choices and chosen not in choices and of_torch not in choices:
             near = nearest_text(shown(chosen)[1:-1], choices)
-            raise ValueError(f"{name}={shown(chosen)} is none of its values. {near}")
+            raise ValueError(f"{name}={shown(chosen)} is not a valid value. {near}")
         if value is not None or not (choices or kind is bool):
             of_kind(name, value, kind)
         most = 1 if name in _AT_MOST_1 else MOST
         if isinstance(value, float | int) and not 0 <= value <= most and name != "local_rank":
-            raise ValueError(f"{name}={shown(value)}: give a number that is not negative, of {most:,} at most")
+            raise ValueError(f"{name}={shown(value)}: give a number from 0 to {most:,}")
         if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
             with reading(f"{name}={shown(value)}", "JSON", "a JSON object"):
                 from_json(value)

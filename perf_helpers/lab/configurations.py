@@ -51,7 +51,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
 
 
-_OF_DTYPE = "{where}: dtype={value}: transformers loads no weights in it. Give float32, bfloat16 or float16, or none"
+_OF_DTYPE = (
+    "{where}: transformers cannot load weights in dtype={value}. Give float32, bfloat16 or float16, or leave it out"
+)
 
 
 def made(where: str, kind: str, fields: dict[str, Any]):
@@ -60,7 +62,9 @@ def made(where: str, kind: str, fields: dict[str, Any]):
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"{where}: no model_type {shown(kind)}. {nearest_text(str(kind), CONFIG_MAPPING)}")
+        raise ValueError(
+            f"{where}: model_type={shown(kind)} is not a valid value. {nearest_text(str(kind), CONFIG_MAPPING)}"
+        )
     _check_sizes(where, fields)
     dtype = fields.get("dtype") or fields.get("torch_dtype")
     if isinstance(dtype, str) and not hasattr(torch, dtype):
@@ -68,7 +72,9 @@ def made(where: str, kind: str, fields: dict[str, Any]):
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # what its fields' values are not fit for shows in any kind of error
-        raise ValueError(f"{where}: {kind} takes no such configuration ({shown(str(error))})") from None
+        raise ValueError(
+            f"{where}: transformers rejects this {kind} configuration ({shown(str(error))}): correct it"
+        ) from None
 
 
 def dtype_of(
@@ -102,7 +108,9 @@ def read_config(path: Path) -> dict[str, Any]:
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f"{path}: a model configuration needs 'model_type'")
+        raise ValueError(
+            f"{path} is not a model configuration: it has no 'model_type'. Give a config.json or its folder"
+        )
     return fields
 
 

@@ -1,4 +1,4 @@
-"""The doctor: what a user of a machine should know before a lesson runs there, each with its remedy."""
+"""The doctor: check a machine before a lesson runs there, and name a remedy for each problem."""
 
 import importlib.metadata
 import importlib.util
@@ -28,14 +28,14 @@ REMEDIES = {
     "nvidia-ml-py": "pip install nvidia-ml-py",
     "without CUDA": "Run `pip uninstall -y torch`, then install the CUDA build that pytorch.org names for this system.",
     "not installed": "pip install torch",
-    "Driver Not Loaded": "Run `nvidia-smi`; if it fails too, `sudo modprobe nvidia` or install the driver again.",
-    "CUDA driver": "Run `nvidia-smi`; if it works, restart the machine or container, else install the driver again.",
+    "Driver Not Loaded": "Run `nvidia-smi`. If it fails too, run `sudo modprobe nvidia` or reinstall the driver.",
+    "CUDA driver": "Run `nvidia-smi`. If it works, restart the machine or container; otherwise reinstall the driver.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's."""
+    """One result of the doctor."""
 
     level: str  # "ok", "note", "warning" or "error"
     subject: str  # what it is about: "GPU 0", "memory", a package
@@ -44,7 +44,7 @@ class Finding:
 
 
 def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
-    """What a user of this machine should know, each with its remedy. `installed` is what versions() gives."""
+    """Return the findings about this machine. `installed`: package versions as `hardware.versions()` returns them."""
     return [
         *_about_gpus(machine),
         *_about_precision(machine),
@@ -56,7 +56,7 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 
 def is_supported() -> bool:
-    """Whether the packages installed are those that this project promises to work with: see its dependencies."""
+    """Return whether the installed packages are within the ranges of this project's dependencies."""
     return all(finding.level in ("ok", "note") for finding in _about_packages(versions()))
 
 
@@ -73,8 +73,8 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", "GPU", f"{machine.visible_reason}.", REMEDIES["CUDA_VISIBLE_DEVICES"])
     silent = machine.nvml_reason
     if silent and (machine.gpus or (remedy(silent, "") and silent not in machine.cuda_reason)):
-        text = f"NVML gives nothing ({silent}): device-used memory can only be asked of CUDA."
-        yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it says what is wrong."))
+        text = f"NVML does not answer ({silent}): device-used memory can only be read through CUDA."
+        yield Finding("warning", "NVML", text, remedy(silent, "Run `nvidia-smi`: it prints what is wrong."))
     for gpu in machine.gpus if machine.kind == "cuda" else ():
         subject, free = f"GPU {gpu.index}", _amount(gpu.free_bytes, binary=True)
         capability = "{}.{}".format(*gpu.capability) if gpu.capability else "unknown"
@@ -86,11 +86,12 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             text = f"Only {free} of its memory are free: other programs hold the rest."
             yield Finding("warning", subject, text, "`nvidia-smi` lists them; shut down notebooks that are done.")
         if "+cu13" in (machine.torch_build or "") and gpu.capability and gpu.capability < (7, 5):
-            text = f"torch {machine.torch_build} has no kernels for this GPU: CUDA 13 dropped what is below 7.5."
+            text = f"torch {machine.torch_build} has no kernels for this GPU: CUDA 13 needs capability 7.5 or more."
             yield Finding("error", subject, text, "Install torch built for CUDA 12.6, listed on pytorch.org.")
     if machine.kind == "cuda" and len(machine.gpus) > 1:
         text = f"{len(machine.gpus)} GPUs are visible, and a Trainer in one process uses them all (DataParallel)."
-        yield Finding("note", "GPUs", text, "For one: `export CUDA_VISIBLE_DEVICES=0`. Lesson 15 is about several.")
+        remedy_of_many = "To use one GPU, type `export CUDA_VISIBLE_DEVICES=0`. Lesson 15 is about several."
+        yield Finding("note", "GPUs", text, remedy_of_many)
 
 
 def _about_precision(machine: Machine) -> Iterator[Finding]:
@@ -102,11 +103,13 @@ def _about_precision(machine: Machine) -> Iterator[Finding]:
     else:
         what = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
         fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
-        text = f"This {what} operations run but are emulated: slower, same memory."
+        text = f"This {what} operations are emulated: slower, with the same memory."
         yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
     if not on_gpu and machine.cpu_features is not None and CPU_FP16.isdisjoint(machine.cpu_features):
-        text = "This CPU has no instructions for fp16. A checkpoint in fp16 stays so when it is loaded, and crawls."
-        yield Finding("note", "fp16", text, "Load it with dtype=torch.float32, or bfloat16; lesson 19 measures it.")
+        text = "This CPU has no instructions for fp16: a checkpoint that is loaded in fp16 runs very slowly."
+        yield Finding(
+            "note", "fp16", text, "Load it with dtype=torch.float32 or torch.bfloat16; lesson 19 measures it."
+        )
 
 
 def _about_host(machine: Machine) -> Iterator[Finding]:
@@ -115,29 +118,29 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
     threads = int(told) if told.isdigit() else everything
     if machine.cpu_quota and everything and machine.cpu_quota < min(everything, threads):
         allowed = f"{machine.cpu_quota:g} of {everything} cores"
-        text = f"A cgroup allows the time of {allowed}, but torch starts {threads} threads: it is throttled."
+        text = f"A cgroup allows the time of {allowed}, but torch starts {threads} threads, which are throttled."
         remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
         yield Finding("warning", "CPU", text, remedy)
     elif told and cores and threads < cores:
         text = f"OMP_NUM_THREADS={told}: torch computes on {told} of {cores} cores."
-        yield Finding("note", "CPU", text, "Type `unset OMP_NUM_THREADS` before starting, unless you mean it.")
+        yield Finding("note", "CPU", text, "Type `unset OMP_NUM_THREADS` before starting, unless that is intended.")
     if cores == 1:
         text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."
         yield Finding("warning", "CPU", text, "Use two cores or more for lessons 12, 15 and 19.")
     else:
-        yield Finding("ok", "CPU", f"{machine.cpu_model or 'CPU'}: {cores} of {everything} cores can be used.")
+        yield Finding("ok", "CPU", f"{machine.cpu_model or 'CPU'}: {cores} of {everything} cores are usable.")
     little = free is not None and free < LITTLE_BYTES
     remedy = "Close other programs, or allow more (`docker run --memory=8g`)." if little else ""
     text = f"{'Only ' if little else ''}{_amount(free)} of {_amount(machine.memory_bytes)} are free."
     yield Finding("warning" if little else "ok", "memory", text, remedy)
     if machine.shm_bytes is not None and machine.shm_bytes < SMALL_SHM_BYTES:
-        text = f"/dev/shm has {_amount(machine.shm_bytes)} free: DataLoader workers can die in it (Bus error)."
+        text = f"/dev/shm has only {_amount(machine.shm_bytes)} free: DataLoader workers may crash (Bus error)."
         yield Finding("warning", "/dev/shm", text, "Start the container with `--shm-size=2g` or `--ipc=host`.")
 
 
 def _about_folders() -> Iterator[Finding]:
     """Where runs and temporary files go: whether they can, and whether there is room."""
-    kept = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not kept")
+    kept = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
     for name, find, lost in (kept, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:
             folder = Path(find()).absolute()
@@ -146,14 +149,16 @@ def _about_folders() -> Iterator[Finding]:
         except FileNotFoundError:  # of none of the folders for temporary files
             there, free = "Every folder for temporary files", 0
         if free < SMALL_DISK_BYTES:
-            text = f"has only {_amount(free)} free: without room" if free else "cannot be written to:"
-            remedy = f"Type `export {name}=FOLDER`, with one that has room and that you may write to."
+            text = f"has only {_amount(free)} free:" if free else "cannot be written to:"
+            remedy = f"Type `export {name}=FOLDER`, with a folder that has 1 GB free and that you may write to."
             yield Finding(
                 "warning" if free or find is cache_folder else "error", name, f"{there} {text} {lost}.", remedy
             )
         elif find is not cache_folder and len(os.fsencode(folder)) > LONG_TEMPORARY:
-            text = f"{folder} is long: where a socket's name there has over 107 bytes, DataLoader workers hang."
-            yield Finding("warning", name, text, f"Type `export {name}=/tmp`: at most {LONG_TEMPORARY} bytes.")
+            text = f"{folder} is too long: DataLoader workers hang if a socket's path has more than 107 bytes."
+            yield Finding(
+                "warning", name, text, f"Type `export {name}=/tmp`, or a path of at most {LONG_TEMPORARY} bytes."
+            )
 
 
 def _about_imports() -> Iterator[Finding]:
@@ -163,16 +168,16 @@ def _about_imports() -> Iterator[Finding]:
         file, home = spec and spec.origin, Path(record.locate_file("")).absolute()
         loaded = getattr(sys.modules.get(package), "__version__", record.version)
         if home not in Path(file or "").parents and "editable" not in (record.read_text("direct_url.json") or ""):
-            text = f"Python finds {file or 'nothing'} in place of the {package} that is installed."
+            text = f"Python imports {file or 'nothing'} instead of the installed {package}."
             again = f"pip install --no-deps --force-reinstall {package}=={record.version}"
-            yield Finding("error", package, text, "Rename it, or take its folder off PYTHONPATH." if file else again)
+            yield Finding("error", package, text, "Rename it, or remove its folder from PYTHONPATH." if file else again)
         elif loaded.partition("+")[0] != record.version.partition("+")[0]:
-            text = f"{package} {loaded} is loaded here, and {record.version} was installed since."
+            text = f"{package} {loaded} is loaded, but {record.version} has been installed since."
             yield Finding("error", package, text, "Restart the kernel (in the menu: Kernel, Restart).")
     for name in sorted({*sys.stdlib_module_names, *PACKAGES} - {"test"}):
         for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
             if file.exists() and not file.resolve().is_relative_to(sys.prefix):
-                text = f"A notebook in this folder imports {file} in place of the library {name}."
+                text = f"A notebook in this folder imports {file} instead of the library {name}."
                 yield Finding("warning", name, text, "Rename it, or start in another folder.")
 
 
@@ -191,7 +196,7 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
             text = f"{package} is not installed: {needs} cannot run."
             yield Finding("error" if needs == "lessons" else "note", package, text, f"pip install {package}")
         elif package in ranges and not ranges[package].contains(version, prereleases=True):
-            text = f"{package} {version} is outside of the tested range {ranges[package]}: verdicts may differ."
+            text = f"{package} {version} is outside the tested range {ranges[package]}: verdicts may differ."
             yield Finding("warning", package, text, f'pip install "{package}{ranges[package]}"')
         elif package == "torch" and (package in ranges or is_untested_torch(version)):
             yield _about_torch(version, [each.version for each in ranges.get(package, ()) if each.operator == ">="])
@@ -200,14 +205,14 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 def _about_torch(version: str, oldest: list[str]) -> Finding:
     """Whether this release of torch was tried. `oldest`: the oldest that pip admits; empty if it is not known."""
     tested = f"{' '.join([*oldest, 'to']) if oldest else 'up to'} {NEWEST_TORCH}"
-    other = "`perf-helpers estimate --torch RELEASE` answers for the CUDA memory of another one."
+    other = "To estimate CUDA memory of another release: `perf-helpers estimate --torch RELEASE`."
     if not is_untested_torch(version):
-        return Finding("ok", "torch", f"torch {version} is among the tested releases ({tested}). {other}")
+        return Finding("ok", "torch", f"torch {version} is a tested release (tested: {tested}). {other}")
     text = (
-        f"torch {version} is untested (tested are {tested}), but not refused: verdicts may differ, and CUDA memory is"
+        f"torch {version} is untested (tested: {tested}). It is accepted; verdicts may differ, and CUDA memory follows"
     )
     install = f'To install a tested one: pip install "torch=={NEWEST_TORCH}.*"'
-    return Finding("warning", "torch", f"{text} estimated by the rules of torch {NEWEST_TORCH}.", f"{other} {install}")
+    return Finding("warning", "torch", f"{text} the rules of torch {NEWEST_TORCH}.", f"{install} {other}")
 
 
 def is_untested_torch(version: str) -> bool:

@@ -198,7 +198,7 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
         "text": (False, "nothing to measure: explained and sourced"),
     }
     if feature not in FEATURES:
-        raise ValueError(f"unknown feature {feature!r}: use one of {', '.join(FEATURES)}")
+        raise ValueError(f"feature={feature!r} is unknown: choose one of {', '.join(FEATURES)}")
     met, missing = needs[feature]
     return met, "" if met else missing
 
@@ -240,7 +240,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     if gpus:
         return gpus, nvml_reason, visible_reason, None
     if count:
-        missing = f"NVML counts {count} GPU(s), but the CUDA driver's library is not here"
+        missing = f"NVML counts {count} GPU(s), but the CUDA driver's library is missing"
     elif not nvml_reason:
         missing = "this machine has no NVIDIA GPU"
     elif (ROOT / "proc/driver/nvidia/version").exists():
@@ -270,7 +270,7 @@ def hidden(value: str | None, shown: int) -> str | None:
     if not value.strip():
         return "CUDA_VISIBLE_DEVICES is set but empty, which hides every GPU"
     end = f"only the {shown} before it can be used" if shown else "every GPU is hidden"
-    why = f"{entries[shown]!r} is no GPU here, or one is named twice"
+    why = f"{entries[shown]!r} is not a GPU of this machine, or a GPU is named twice"
     return f"CUDA_VISIBLE_DEVICES={value!r}: {why}, so {end}"
 
 
@@ -312,7 +312,7 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
     except subprocess.TimeoutExpired:
         return [], "the CUDA driver gave no answer in 60 s"
     if done.returncode:
-        return [], f"the CUDA driver says: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
+        return [], f"the CUDA driver reports: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
     return [Gpu.from_dict(row) for row in json.loads(done.stdout)], None
 
 

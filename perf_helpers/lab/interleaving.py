@@ -24,8 +24,8 @@ from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.records import Timing
 from perf_helpers.unknown import NeedsValues
 
-NO_TIME = "a rehearsal: no kernel computes, so there is no time"
-TOO_SHORT = Outcome("crashed", "it ended before its turns were over: give it more steps")
+NO_TIME = "a rehearsal measures no time, because no kernel computes"
+TOO_SHORT = Outcome("crashed", "it ended before the comparison did: give it more steps")
 
 Seconds = tuple[float, float]  # by the wall's clock, and that a process computed
 
@@ -52,7 +52,7 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
         NeedsValues: in a rehearsal, after one turn that shows that they run.
     """
     if not works or turns < 1:
-        raise ValueError(f"{len(works)} functions, turns={turns}: at least one of each")
+        raise ValueError(f"{len(works)} functions and turns={turns}: give at least one of each")
     for work in works:
         work()
     if is_rehearsal():

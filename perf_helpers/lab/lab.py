@@ -1,4 +1,4 @@
-"""The lab: runs experiments in clean processes, keeps what they yield, and compares them."""
+"""The lab: runs experiments in fresh subprocesses, keeps their results, and compares them."""
 
 import os
 import sys
@@ -24,30 +24,30 @@ from perf_helpers.unknown import NeedsValues, Unknown
 
 Answer = TypeVar("Answer")
 
-# Effects below this factor are not told from noise by the wall's clock. On a shared 2-core CPU the same code, on one
-# thread and in turns with itself, gave ratios of 0.97 to 1.07 at best; a busy neighbour made it worse: 1.3 there.
+# Effects below this factor cannot be told from noise in wall-clock time. On a shared 2-core CPU the same code, on one
+# thread and interleaved with itself, gave ratios of 0.97 to 1.07 at best; with other load on the machine up to 1.3.
 NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
-# By CPU time and inside one process the same code is told apart by less; a comparison measures by how much.
+# In CPU time and inside one process the noise is smaller; a comparison measures how large it is.
 LEAST_FLOOR = 1.05
 PROCESSES = 4  # of a comparison on a CPU
 MOST_RANKS = 256  # of a training on one machine, each a process
-PATIENCE_SECONDS = 120  # that a lab waits for estimates that never come
+PATIENCE_SECONDS = 120  # that a lab waits for estimates that fail, all together
 
 
 class Lab:
-    """Runs experiments, one clean process each.
+    """Run experiments, each in a fresh subprocess.
 
     Args:
-        profile: "auto", "cpu", "t4" or "gpu": the task and the lengths of measurement.
+        profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" chooses by this machine.
         strict: let `claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
-        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, as `sweep.Workers` and Dask's own
-            do; each still gets a clean process there, and its run has that machine. None: here.
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
+            gets a fresh subprocess there, and its run names that machine. None: experiments run here.
         timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
-        ValueError: no such profile.
+        ValueError: an unknown profile, or `out` is not a folder.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Lab:
         arguments_of_kind(Lab.__init__, locals())
         self.machine, self.versions = executors.seen_by(executor)
         if out and os.path.exists(out) and not os.path.isdir(out):
-            raise ValueError(f"out={shown(str(out))}: give a folder")
+            raise ValueError(f"out={shown(str(out))} is not a folder: give one")
         self.profile = choose_profile(profile, self.machine)
         self.task = self.profile.task
         self.strict, self.out, self.lesson = strict, str(out), lesson
@@ -90,30 +90,31 @@ class Lab:
         timeout: float | None = None,
         **arguments,
     ) -> Run:
-        """Train the task with transformers' Trainer and return what it took.
+        """Train the task with transformers' Trainer, and return its memory and speed.
 
         Args:
-            name: what the run is called in tables and pictures.
-            task: another task than the lab's.
+            name: the run's name in tables and pictures.
+            task: the model and its data; None: the lab's.
             optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
-                meter, losses kept), each in a clean process of its own.
+                meter, losses kept), or both; each takes a fresh subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
-            steps: optimizer steps to time; default: the profile's.
+            steps: optimizer steps to time; None: the profile's.
+            timeout: seconds per experiment; None: the lab's.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
         Raises:
-            ValueError: an unknown argument or a value out of range, before anything is built. What goes wrong while the
-                experiment runs (out of memory, a crash, a timeout) is no exception: it is the run's status.
+            ValueError: an unknown argument or a value out of range; it is raised before anything is built. A failure
+                while the experiment runs (out of memory, a crash, a timeout) is not raised: see the run's `status`.
         """
         arguments_of_kind(Lab.train, locals())
-        told = Arguments.of(arguments, also=Lab.train.__annotations__)
-        if self.machine.kind == "cpu" or told.get("use_cpu"):
-            for text in told.passed_over_on_a_cpu:
+        parsed = Arguments.of(arguments, also=Lab.train.__annotations__)
+        if self.machine.kind == "cpu" or parsed.get("use_cpu"):
+            for text in parsed.passed_over_on_a_cpu:
                 warnings.warn(text, stacklevel=2)
         optimizer = None if optimizer is None else pickled(optimizer)
         steps = self.profile.steps if steps is None else steps
-        how = {"arguments": told, "optimizer": optimizer, "processes": processes, "steps": steps}
+        how = {"arguments": parsed, "optimizer": optimizer, "processes": processes, "steps": steps}
         return self._run(name, task, measure, timeout, **how)
 
     def infer(
@@ -125,13 +126,14 @@ class Lab:
         timeout: float | None = None,
         **arguments,
     ) -> Run:
-        """Forward passes without gradients, `per_device_eval_batch_size` samples each, and what they took.
+        """Run forward passes without gradients, and return their memory and speed.
 
-        Arguments and errors are those of `train`; each pass is a step.
+        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` it generates text.
+        Arguments and errors are those of `train`.
         """
         arguments_of_kind(Lab.infer, locals())
-        told = Arguments.of(arguments, also=Lab.infer.__annotations__)
-        return self._run(name, task, measure, timeout, arguments=told, training=False)
+        parsed = Arguments.of(arguments, also=Lab.infer.__annotations__)
+        return self._run(name, task, measure, timeout, arguments=parsed, training=False)
 
     def run(
         self,
@@ -145,22 +147,28 @@ class Lab:
         use_cpu: bool = False,
         timeout: float | None = None,
     ) -> Run:
-        """Run a function of one's own, e.g. a training loop, in a clean process; same figures as `train`.
+        """Run a function of your own, e.g. a training loop, in a fresh subprocess; return the same figures as `train`.
 
         Args:
-            function: takes the task and returns something that JSON can hold (`run.value`). It may be defined in a
-                notebook. Each entry of `measure` calls it in a clean process of its own (memory on CPU: in two, see
-                `memory_meter.MemoryMeter`); it needs no measuring code.
-            measure: as in `train`; or, to run it once with no meter, "value" if only what it returns is wanted, and
-                "none" if it reads a clock: a course that runs several lessons at once then lets the others wait.
-            samples_per_step: samples that one optimizer step sees (all processes together), for samples per second.
-            use_cpu: the function uses the CPU although there is a GPU: its memory is what is counted.
+            function: takes the task and returns a value that JSON can hold (`run.value`). It may be defined in a
+                notebook and needs no measuring code. Each entry of `measure` calls it in a fresh subprocess (memory on
+                a CPU: in two, see `memory_meter.MemoryMeter`).
+            name: the run's name; None: the function's.
+            measure: as in `train`; or, to run the function once without a meter, "value" if you only want what it
+                returns, and "none" if it reads a clock: a course that runs several lessons at once then lets the
+                others wait.
+            samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
+            use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
+            task, processes, timeout: as in `train`.
+
+        Raises:
+            ValueError: an argument that is out of range, or a function that cannot be sent to a subprocess.
         """
         arguments_of_kind(Lab.run, locals())
         name = name or getattr(function, "__name__", "function")
         how = {"function": pickled(function), "samples_of_function": samples_per_step, "processes": processes}
-        told = Arguments.of({"use_cpu": True} if use_cpu else {})
-        return self._run(name, task, measure, timeout, arguments=told, **how)
+        parsed = Arguments.of({"use_cpu": True} if use_cpu else {})
+        return self._run(name, task, measure, timeout, arguments=parsed, **how)
 
     def compare(
         self,
@@ -170,27 +178,31 @@ class Lab:
         steps_per_turn: int = 1,
         timeout: float | None = None,
     ) -> Comparison | list[Comparison]:
-        """Runs of this lab against a baseline: memory exactly, speed by letting them take turns.
+        """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
-        On a CPU all of them, and the baseline once more, take turns inside one clean process, on one thread, and so in
-        several processes. The speed ratio is that of the seconds computed, the median of all pairs; its interval a
-        bootstrap over processes and pairs, widened by the noise floor: what the baseline differed from itself, at least
-        1.05. `wall_ratio` is the same by the wall's clock. On GPUs, and between several ranks, each of two has a
-        process of its own; the clock decides, and the floor is the runs' `noise_floor`.
-        What could not be measured is unknown, and says why: a comparison that fails is no exception.
+        On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
+        this is repeated in several subprocesses. The speed ratio is the median of all pairs, in CPU seconds. Its
+        interval is a bootstrap over processes and pairs, widened to the noise floor: how much the baseline differed
+        from itself, at least a factor of 1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with
+        several ranks, each of the two runs has its own process, the wall clock decides, and the floor is the runs'
+        `noise_floor`. A failed comparison is not raised: its ratios are unknown and say why.
 
         Args:
-            others: one gives a comparison, several a list of them.
-            turns: of each run, on a CPU shared out among the processes; default: the profile's.
-            steps_per_turn: optimizer steps in a turn, of which the fastest counts.
-            timeout: seconds for all that take turns at once; default: the lab's, for each of the others.
+            baseline: the run that the others are compared with.
+            others: one run gives a comparison, several give a list of comparisons.
+            turns: turns per run; on a CPU they are divided among the subprocesses. None: the profile's.
+            steps_per_turn: optimizer steps per turn, of which the fastest counts.
+            timeout: seconds for all interleaved runs together; None: the lab's, times the number of other runs.
+
+        Raises:
+            ValueError: a run of another lab, no other run, or a number out of range.
         """
         for run in (baseline, *others):
             of_kind("a run to compare", run, Run)
             if run.id not in self._experiments:
-                raise ValueError(f"{run.name!r} was not run by this lab: run it with lab.train or lab.run first")
+                raise ValueError(f"{run.name!r} is not a run of this lab: run it first, with lab.train or lab.run")
         if not others:
-            raise ValueError(f"{baseline.name!r} is alone: give a run to compare it with")
+            raise ValueError(f"nothing to compare {baseline.name!r} with: give another run")
         turns = whole_number("turns", self.profile.turns if turns is None else turns)
         positive("timeout", 1 if timeout is None else timeout)
         how = turns, whole_number("steps_per_turn", steps_per_turn), timeout
@@ -202,7 +214,7 @@ class Lab:
             if baseline.peak_bytes and run.peak_bytes:
                 memory_ratio = run.peak_bytes / baseline.peak_bytes
             else:
-                memory_ratio = Unknown(f"memory not measured: {failed or 'nobody asked for it'}")
+                memory_ratio = Unknown(f"memory not measured: {failed or 'add it to measure='}")
             if failed:
                 speed = (Ratio.unknown(f"speed not measured: {failed}"),)
             else:
@@ -211,30 +223,31 @@ class Lab:
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """The factor within which the speeds of these runs are not told apart; without runs, that of the machine."""
+        """Return the factor within which speeds of these runs count as equal; without runs, the machine's."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """A ratio from pairs measured in turns: median, bootstrap interval, widened by the `noise_floor` of the runs.
+        """Return the ratio of interleaved pairs: their median and bootstrap interval, widened to `noise_floor(*runs)`.
 
-        It is unknown where a pair is.
+        If a pair is unknown, so is the ratio. Raises ValueError for fewer than 3 pairs.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
-        """The answer to a question that trains nothing: an estimate, an advice, an explorer made of them.
+        """Call a function that predicts without training, e.g. `lab.foresee(estimate, task, bf16=True)`.
 
-        A lesson does not depend on it. Where it is refused, fails or takes longer than `seconds`, one line says so, and
-        the answer is None. A lab waits two minutes at most for answers that never come, all questions together. A
-        strict lab raises instead, where the packages installed are supported ones.
+        If it fails or takes longer than `seconds`, print one line and return None, so that a lesson goes on. All failed
+        calls of a lab together take two minutes at most; later ones are skipped. A strict lab raises instead, if the
+        installed packages are supported ones.
 
         Args:
-            question: called with the arguments and options, e.g. `lab.foresee(estimate, task, bf16=True)`.
+            question: the function; it is called with `arguments` and `options`.
+            seconds: time limit of this call.
         """
         began = time.monotonic()
         try:
             if self._patience <= 0:
-                raise TimeoutError("earlier ones took too long, this one was not waited for")
+                raise TimeoutError(f"skipped, because earlier ones took {PATIENCE_SECONDS} s together")
             with (
                 quiet.experiment(alone=False),
                 processes.within(min(seconds, self._patience)),
@@ -250,11 +263,11 @@ class Lab:
             return None
 
     def __getitem__(self, name: str) -> Run:
-        """The latest run of that name."""
+        """Return the latest run of that name. Raises KeyError if there is none."""
         for run in reversed(self.runs):
             if run.name == name:
                 return run
-        raise KeyError(f"no run {name!r} yet; there are {', '.join(run.name for run in self.runs) or 'none'}")
+        raise KeyError(f"no run is called {name!r}; runs so far: {', '.join(run.name for run in self.runs) or 'none'}")
 
     def _run(self, name: str, task: Task | None, measure: str | Sequence[str], timeout: float | None, **more) -> Run:
         usual = {"steps": self.profile.steps, "warmup_steps": self.profile.warmup_steps}
@@ -318,7 +331,8 @@ class Lab:
         try:
             self.store.append(run)
         except OSError as error:
-            print(f"The run could not be kept in {self.store.path}: {error.strerror}.", file=sys.stderr)
+            remedy = f"Set {'out' if self.out else 'PERF_HELPERS_HOME'} to a folder that can be written to."
+            print(f"The run was not saved in {self.store.path}: {error.strerror}. {remedy}", file=sys.stderr)
         return run
 
     def _perform(self, function, *arguments):

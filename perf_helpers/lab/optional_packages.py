@@ -38,8 +38,8 @@ def missing(package: str) -> str | None:
     if importlib.util.find_spec(package):
         return None
     first = "setuptools wheel && pip install --no-build-isolation " if package == "deepspeed" else ""
-    how = f'make build/{package}, and optional_packages.offer("{package}"); or pip install {first}{package}'
-    return f"needs {package} ({how})"
+    here = f'make build/{package} and optional_packages.offer("{package}")'
+    return f"needs {package} (pip install {first}{package}; or, in a checkout, {here})"
 
 
 def import_peft() -> None:

@@ -95,14 +95,14 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     """The outcome of a process that ended without giving one; `code` is negative for a signal, None if nobody is left
     to tell it; `kills_before` are the `oom_kills` when it began."""
     if code is None:
-        return Outcome("killed", "the process was ended together with the one that it was forked from")
+        return Outcome("killed", "the process ended because its parent process did")
     if code == -signal.SIGKILL and oom_kills() > kills_before:
-        return Outcome("out of memory", "memory ran out, and the system ended the process by SIGKILL")
+        return Outcome("out of memory", "the system ran out of memory and killed the process (SIGKILL)")
     if code < 0:
         name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
-        reason = "; often the system's way to end a process when memory runs out" if -code == 9 else ""
-        return Outcome("killed", f"the process was ended by {name}{reason}")
-    return Outcome("crashed", f"the process ended with exit code {code} and without a result")
+        reason = "; the system may have run out of memory" if -code == 9 else ""
+        return Outcome("killed", f"the process was killed by {name}{reason}")
+    return Outcome("crashed", f"the process ended with exit code {code} before it returned a result")
 
 
 # What gloo writes before it ends the process: "... op.preamble.length <= op.nbytes. 24 vs 16".
@@ -112,9 +112,11 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 def explained(outcome: Outcome, errors: str) -> Outcome:
     """The outcome with what its processes wrote to the standard error, where that tells why they ended, or waited."""
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for ever for that batch
-        return outcome.replace(message=f"{outcome.message}; /dev/shm is full: give it more, or load without workers")
+        return outcome.replace(
+            message=f"{outcome.message}; /dev/shm is full: enlarge it, or set dataloader_num_workers=0"
+        )
     if found := _TOO_LONG.search(errors):
         sent, expected = found.groups()
-        what = f"gloo had {sent} bytes where it expected {expected}: the ranks' tensors differ in size or dtype"
+        what = f"gloo received {sent} bytes instead of {expected}: give all ranks tensors of one size and dtype"
         return outcome.replace(message=f"{outcome.message}; {what}")
     return outcome

@@ -1,4 +1,4 @@
-"""What is done in clean processes, and for how long: one experiment, several in turns, any function."""
+"""Run experiments, interleaved experiments and functions in fresh subprocesses, within a time limit."""
 
 import contextlib
 import dataclasses
@@ -234,7 +234,7 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
         import torch
 
         if torch.cuda.is_initialized() and torch.cuda.memory_stats().get("num_alloc_retries"):
-            raise MemoryError("there is not enough for all at once")
+            raise MemoryError("the runs do not fit on the device together")
         on_step(number)
 
     stepped.takes_turns = True

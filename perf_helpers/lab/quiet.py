@@ -164,27 +164,40 @@ experiment = _Lesson().experiment
 
 def _log(*what):
     import json
+
     if os.environ.get("QLOG"):
-        with open(os.environ["QLOG"], "a") as f: f.write(json.dumps([time.time(), os.environ.get(LOCK, "").split(" ")[0], *what]) + "\n")
+        with open(os.environ["QLOG"], "a") as f:
+            f.write(json.dumps([time.time(), os.environ.get(LOCK, "").split(" ")[0], *what]) + "\n")
 
 
 @contextlib.contextmanager
 def clocks_logged(name):
     seen = set()
+
     def make(n, clock):
         def read():
-            if sys._getframe(1).f_globals.get("__name__") in _READERS: seen.add(n)
+            if sys._getframe(1).f_globals.get("__name__") in _READERS:
+                seen.add(n)
             return clock()
+
         return read
+
     with contextlib.ExitStack() as stack:
-        for n in _CLOCKS: stack.enter_context(patch.object(time, n, make(n, getattr(time, n))))
+        for n in _CLOCKS:
+            stack.enter_context(patch.object(time, n, make(n, getattr(time, n))))
         yield
     _log("clock", name, sorted(seen))
+
+
 _inner = experiment
+
+
 @contextlib.contextmanager
 def experiment(alone):
-    t=time.time()
+    t = time.time()
     with _inner(alone):
-        w=time.time()-t
-        try: yield
-        finally: _log("alone" if alone else "shared", round(w,2), round(time.time()-t-w,2))
+        w = time.time() - t
+        try:
+            yield
+        finally:
+            _log("alone" if alone else "shared", round(w, 2), round(time.time() - t - w, 2))

@@ -119,10 +119,10 @@ class Products:
 
     def __str__(self) -> str:
         if not self.ratio.known:
-            return "products: not measured"
+            return "matmuls: not measured"
         rate = f"{self.flops_per_second / 1e9:.3g} GFLOP/s"
         part = "{:.0%} to {:.0%} of a step".format(*self.shares)
-        return f"{self.dtype} products at {self.ratio} x the rate of fp32's, which is {rate}; products are {part}"
+        return f"matmuls in {self.dtype} run at {self.ratio} x fp32's rate of {rate}; matmuls take {part}"
 
 
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
@@ -165,7 +165,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
     except NeedsValues as error:
         return Products(dtype, Ratio.unknown(str(error)))
     if None in taken:
-        return Products(dtype, Ratio.unknown(f"rates of products not measured: {lab[name].message}"))
+        return Products(dtype, Ratio.unknown(f"matmul rates not measured: {lab[name].message}"))
     seconds, step = (min(turn[CPU] for process in taken for turn in process[which]) for which in (0, 3))
     rate = 3 * 2 * rows * width * 4 * width / seconds
     of_products = model_flops(task, batch_size) / rate
@@ -205,7 +205,9 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
 
     config = task.build_config()
     if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"{task.model}: torch's counter does not see the grouped products of experts")
+        raise ValueError(
+            f"{task.model}: torch's FLOP counter ignores grouped matmuls of experts. Choose a model without experts"
+        )
     # The counter knows the products that plain attention is made of, and not every fused kernel.
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
         model, batch = task.build_model(), task.batch(samples)
@@ -213,7 +215,9 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
             try:
                 loss = model(**batch).loss
             except DataDependentOutputException as error:
-                raise ValueError(f"{task.model}: its forward asks for values ({error})") from None
+                raise ValueError(
+                    f"{task.model}: its forward depends on values of tensors ({error}). Choose another model"
+                ) from None
             if training:
                 loss.backward()
     return counter.get_total_flops()

@@ -163,7 +163,7 @@ def _do(*command: str) -> None:
 
 def _reason(name: str, errors: bytes) -> str:
     lines = errors.decode(errors="replace").strip().splitlines() or ["no reason given"]
-    return f"needs the right to make a slow link; {name} says: {lines[0]}"
+    return f"needs permission to make a slow link; {name} printed: {lines[0]}"
 
 
 def _enter(descriptor: int) -> None:

@@ -79,18 +79,18 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
 def _place(frames: list[FrameSummary]) -> str:
     """Where a rank is, in words: in the user's line, and in what that line called where ranks wait for each other."""
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
-        return "has come to its end"
+        return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]
     own = next((number for number, frame in enumerate(inner) if not is_library(frame.filename)), None)
     called = inner[:own]
     waiting = (frame for frame in reversed(called) if _COLLECTIVES in frame.filename and frame.name != "wrapper")
-    said = f"waits in {waits.name}, " if (waits := next(waiting, None)) else ""
+    waiting_in = f"waits in {waits.name}, " if (waits := next(waiting, None)) else ""
     if own is None:
         last = called[0] if called else frames[0]
-        return f"{said}in line {last.lineno} of {os.path.basename(last.filename)} ({last.name})"
+        return f"{waiting_in}in line {last.lineno} of {os.path.basename(last.filename)} ({last.name})"
     at = inner[own]
     quoted = (at.line or "")[:_LONGEST_LINE]
-    return f"{said}in line {at.lineno} of {at.name}{quoted and f', {quoted!r}'}"
+    return f"{waiting_in}in line {at.lineno} of {at.name}{quoted and f', {quoted!r}'}"
 
 
 def _is_of_worker(frame: FrameSummary, name: str) -> bool:

@@ -80,7 +80,7 @@ class Task(Record):
         """The same task with other sizes; `config` is merged with the present one."""
         names = [item.name for item in dataclasses.fields(self)]
         if unknown := changes.keys() - {*names}:
-            raise ValueError(f"a task has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+            raise ValueError(f"a task has no {', '.join(sorted(unknown))}. Choose from {', '.join(names)}.")
         if "config" in changes:
             changes["config"] = {**self.config, **changes["config"]}
         return dataclasses.replace(self, **changes)
@@ -165,9 +165,9 @@ class Task(Record):
             options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
             return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
         except (OSError, ValueError):
-            where = "is not on the Hub" if known or not name else "cannot be fetched: the Hub does not answer"
+            where = "not on the Hub" if known or not name else "cannot be downloaded (the Hub does not answer)"
             where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
-            raise ValueError(f"{shown(self.model)} is no preset, no file or folder, and {where}") from None
+            raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
         """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
@@ -180,7 +180,7 @@ class Task(Record):
         found = getattr(transformers, name, None)
         if found is None:
             near = nearest_text(name, _families_of_classes())
-            raise ValueError(f"transformers has no class {shown(name)}; name one with architecture=. {near}")
+            raise ValueError(f"transformers has no class {shown(name)}: name another with architecture=. {near}")
         return found
 
     def family(self) -> str:
@@ -188,7 +188,9 @@ class Task(Record):
         name = self.model_class().__name__
         family = _families_of_classes().get(name)
         if family is None:
-            raise ValueError(f"no data is known for {name}: with architecture= choose one for {', '.join(_FAMILIES)}")
+            raise ValueError(
+                f"cannot generate data for {name}: name a class for {', '.join(_FAMILIES)} with architecture="
+            )
         return family
 
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
@@ -255,7 +257,9 @@ class Task(Record):
             with torch.device(device or "cpu"):
                 model = self.model_class(whole)._from_config(config, **options).train()
         except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
-            raise ValueError(f"{self.model}: no model can be made of this configuration ({error!r})") from error
+            raise ValueError(
+                f"{self.model}: transformers cannot build this configuration ({error!r}): correct it"
+            ) from error
         for pattern, kind in model._get_dtype_plan(options["dtype"]).items():  # as `from_pretrained` reads its files
             of_plan = re.compile(pattern.replace("*", ".*"))
             for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -284,7 +288,7 @@ class Task(Record):
         if self.seq_len is None:
             return min(512, limit or 512)
         if limit and self.seq_len > limit:
-            raise ValueError(f"seq_len={self.seq_len}: {self.model} has positions for {limit} tokens only")
+            raise ValueError(f"seq_len={self.seq_len} is too large: {self.model} has positions for {limit} tokens")
         return self.seq_len
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
@@ -395,7 +399,7 @@ def _usual_class(config) -> str:
         names = getattr(modeling_auto, _FAMILIES[family]).get(config.model_type)
         if names:
             return names if isinstance(names, str) else names[0]
-    raise ValueError(f"no class with a training loss is known for {config.model_type!r}: name one with architecture=")
+    raise ValueError(f"{config.model_type!r} has no class with a known training loss: name one with architecture=")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task, positions
 from perf_helpers.texts import shown, whole_number
 
-_OF_QUANTIZED = "peft: a model of {bits} bits{by} learns by adapters alone. Give them, e.g. peft={{'r': 8}}"
+_OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: add them, e.g. peft={{'r': 8}}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Experiment:
             object.__setattr__(self, "packages", ("bitsandbytes",))
         if self.training and self.arguments.generation:
             name = next(iter(self.arguments.generation))
-            raise ValueError(f"{name} is for inference: Lab.infer, estimate(training=False), or --inference")
+            raise ValueError(
+                f"{name} is for inference only: add --inference, or use Lab.infer or estimate(training=False)"
+            )
         if self.training and self.arguments.quantization and not self.arguments.get("peft"):
             raise ValueError(_OF_QUANTIZED.format(bits="8 or 4", by=""))
 
@@ -203,11 +205,14 @@ def _check_room(task: Task, new: int) -> None:
     kind, length, room = task.model_class(config), task.length(config), positions(config)
     if not kind.can_generate():
         raise ValueError(
-            f"max_new_tokens: {kind.__name__} has no generate(). Choose a class that writes, "
+            f"max_new_tokens: {kind.__name__} cannot generate text. Name a class that can, "
             "e.g. --architecture LlamaForCausalLM"
         )
     if room and not config.is_encoder_decoder and length + new > room:
-        raise ValueError(f"max_new_tokens={new}: {task.model} has positions for {room} tokens, and {length} are there")
+        raise ValueError(
+            f"max_new_tokens={new} is too large: of {room} positions of {task.model} the prompt takes {length}. "
+            f"Give {room - length} or less, or a smaller seq_len"
+        )
 
 
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
@@ -232,7 +237,7 @@ def pickled(function: Callable) -> bytes:
         ValueError: it is no function, or cannot travel.
     """
     if not callable(function):
-        raise ValueError(f"{shown(function)} is not a function: pass one that takes the task")
+        raise ValueError(f"{shown(function)} is not a function: give one that takes the task")
     import cloudpickle
 
     try:
@@ -240,5 +245,5 @@ def pickled(function: Callable) -> bytes:
     except Exception as error:
         name = getattr(function, "__name__", "the function")
         raise ValueError(
-            f"{name} cannot travel to a clean process ({error}): import or make inside it what it needs"
+            f"{name} cannot be sent to a subprocess ({error}): import or create what it needs inside the function"
         ) from error

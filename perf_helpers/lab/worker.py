@@ -25,7 +25,7 @@ from perf_helpers.unknown import Unknown
 # Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
 # transformers' complete their configuration.
 _METERED_COMPILED = 4
-NO_COMPILER = "a rehearsal: what is compiled for a card cannot run where there is none"
+NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot hold: return numbers or text")
+    raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot store: return numbers or text")
 
 
 def _refusal(experiment: Experiment) -> str | None:
@@ -158,8 +158,8 @@ def _refusal(experiment: Experiment) -> str | None:
     if not available or needed <= available:
         return _refusal_of_workers(experiment, machine.shm_bytes)
     what = "weights" if alone else "weights and gradients"
-    takes = f"its {what} alone take {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
-    return f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: {takes}"
+    takes = f"its {what} alone take {needed / 1e9:.1f} GB, but only {available / 1e9:.1f} GB are available"
+    return f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: {takes}. Choose a smaller model"
 
 
 def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
@@ -169,9 +169,9 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
     if not samples or free is None or (needed := sum(each.nbytes for each in task.arrays(samples).values())) <= free:
         return None
-    told = f"dataloader_num_workers={workers}: batches on their way take {bytes_text(needed)} of /dev/shm"
     return (
-        f"{told}, where {bytes_text(free)} are free. Give it more (docker run --shm-size=2g), or load without workers"
+        f"dataloader_num_workers={workers}: prefetched batches take {bytes_text(needed)} of /dev/shm, but only "
+        f"{bytes_text(free)} are free. Enlarge it (docker run --shm-size=2g), or set dataloader_num_workers=0"
     )
 
 
@@ -199,13 +199,15 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
 
     devices = torch.cuda.device_count()
     if not experiment.function and not experiment.arguments.get("use_cpu") and 0 < devices < experiment.processes:
-        text = f"{experiment.processes} ranks need a GPU each, and there are {devices}: use_cpu=True trains on the CPU"
+        text = (
+            f"{experiment.processes} ranks need a GPU each, but there are {devices}: set use_cpu=True to train on CPU"
+        )
         return Outcome("refused", text)
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=10).close()
     except OSError as error:  # torch's launcher would look for it for minutes
-        return Outcome("refused", f"ranks meet over loopback, which does not answer ({error}): `ip link set lo up`")
+        return Outcome("refused", f"ranks cannot connect over loopback ({error}): type `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads, oom_kills = threads_of(experiment), outcomes.oom_kills()
@@ -253,7 +255,7 @@ def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None], oom_kill
     early = [str(other) for other, end in sorted(told.items()) if end is None]
     if early and _lost_connection(outcome):
         others = f"rank{'s' * (len(early) > 1)} {', '.join(early)}"
-        message += f"; {others} had come to an end before, with fewer collectives"
+        message += f"; {others} had already ended, after fewer collectives"
     return outcome.replace(message=message)
 
 
@@ -323,5 +325,5 @@ def _meet_or_fail() -> None:
 
 
 _TO_MEET = timedelta(seconds=60)
-_NEVER_MET = "the ranks did not meet"  # nothing was measured by then
+_NEVER_MET = "the ranks did not connect to each other"  # nothing was measured by then
 _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")

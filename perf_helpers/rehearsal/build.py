@@ -31,21 +31,21 @@ def problem() -> str | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"a rehearsal needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
     if not compiler():
-        return f"a rehearsal needs a C++ compiler ({', '.join(COMPILERS)}): there is none"
+        return f"a rehearsal needs a C++ compiler ({', '.join(COMPILERS)}), and none was found"
     return None
 
 
 def finding() -> doctor.Finding:
     """What the doctor says of rehearsals."""
     if hardware.is_rehearsal():
-        return doctor.Finding("note", "rehearsal", "The GPU is a stand-in: memory is real, nothing is computed.")
+        return doctor.Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")
     if why := problem():
-        install = "" if compiler() else "`apt install g++`, or your system's C++ compiler."
-        return doctor.Finding("note", "rehearsal", f"No GPU can be rehearsed: {why}.", install)
+        install = "" if compiler() else "Run `apt install g++`, or install your system's C++ compiler."
+        return doctor.Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {why}.", install)
     if interpreter() is None:
-        text = "GPUs can be rehearsed once torch's CUDA build is there: 5 GB, in an environment of its own."
-        return doctor.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` makes it.")
-    return doctor.Finding("ok", "rehearsal", "`perf-helpers rehearse` tells what a training takes on other GPUs.")
+        text = "To rehearse GPUs, torch's CUDA build is needed: 5 GB, in a separate environment."
+        return doctor.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` installs it.")
+    return doctor.Finding("ok", "rehearsal", "`perf-helpers rehearse` can show the memory of a training on other GPUs.")
 
 
 def compiler() -> str | None:
@@ -81,14 +81,14 @@ def set_up() -> Path:
     if python := interpreter():
         return python
     folder = environment()
-    print(f"Making an environment with torch's CUDA build in {folder}: 5 GB, some minutes.", file=sys.stderr)
+    print(f"Installing torch's CUDA build into {folder}: 5 GB, some minutes.", file=sys.stderr)
     venv.create(folder, clear=True, with_pip=True)
     python = folder / "bin" / "python"
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *_packages()]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
-        raise RuntimeError(f"torch's CUDA build could not be installed: {last}")
+        raise RuntimeError(f"torch's CUDA build could not be installed ({last}): check the network and the disk")
     package = Path(__file__).resolve().parents[1]
     (_site_packages(python) / package.name).symlink_to(package)
     (folder / "complete").touch()
@@ -103,7 +103,7 @@ def library(python: Path) -> Path:
     """
     site = _site_packages(python)
     if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
-        raise RuntimeError(f"CUDA's headers are missing in {site}/nvidia: is torch its CUDA build?")
+        raise RuntimeError(f"CUDA's headers are missing in {site}/nvidia: install torch's CUDA build there")
     sources = sorted(path for path in SOURCES.rglob("*") if path.is_file())
     decisive = [Path(__file__), *sources, site / "torch" / "version.py"]
     state = hashlib.sha256(bytes(python) + b"".join(path.read_bytes() for path in decisive))
@@ -121,7 +121,7 @@ def library(python: Path) -> Path:
         command = [compiler(), *options, *units, "-o", draft / "librehearsal.so", "-ldl", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"the rehearsal's library does not compile: {done.stderr.strip()[:2000]}")
+            raise RuntimeError(f"the rehearsal's library cannot be compiled: {done.stderr.strip()[:2000]}")
         # One library under three names: preloaded, it answers whoever links CUDA; the other two are looked for.
         for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
             (draft / name).symlink_to("librehearsal.so")
@@ -142,15 +142,11 @@ def doubts(python: Path, folder: Path) -> str:
     found = []
     if doctor.is_untested_torch(version):
         newest = doctor.NEWEST_TORCH
-        found.append(
-            f"nobody has tried torch {version} with the rehearsal's stub CUDA runtime (newest tried: {newest})"
-        )
+        found.append(f"torch {version} is untested with the rehearsal's stub CUDA runtime (newest tested: {newest})")
     if names := (folder / UNANSWERED).read_text().split():
         listed = ", ".join(names)
-        found.append(
-            f"the stub does not answer functions of torch {version} that may copy or allocate memory: {listed}"
-        )
-    return f"{'; '.join(found)}. What is rehearsed may be off." if found else ""
+        found.append(f"the stub lacks functions of torch {version} that may copy or allocate memory: {listed}")
+    return f"{'; '.join(found)}. Rehearsed memory may be wrong." if found else ""
 
 
 def unanswered(linked: set[str]) -> list[str]:

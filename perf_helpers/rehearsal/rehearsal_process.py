@@ -76,14 +76,14 @@ def run(words: list[str], on: Card) -> int:
         ValueError: no command, or one that is not found.
     """
     if not words:
-        raise ValueError("name a command after --, e.g. python train.py")
+        raise ValueError("no command follows --: give one, e.g. -- python train.py")
     with command(on) as (python, environment):
         if words[0] in ("python", "python3"):
             words = [str(python), *words[1:]]
         try:
             return subprocess.run(words, env=environment).returncode
         except FileNotFoundError as error:
-            raise ValueError(f"no command {words[0]!r}") from error
+            raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
 
 
 @contextlib.contextmanager
@@ -166,7 +166,7 @@ class Rehearsal(ThreadPoolExecutor):
             self._channel.send_bytes(request)
             answer = self._channel.recv_bytes()
         except (EOFError, OSError) as error:
-            raise BrokenExecutor(f"the rehearsal ended (exit code {self._process.wait(10)})") from error
+            raise BrokenExecutor(f"the rehearsal's process ended (exit code {self._process.wait(10)})") from error
         failed, value = pickle.loads(answer)
         if failed:
             raise value

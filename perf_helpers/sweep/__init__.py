@@ -1,4 +1,4 @@
-"""Sweeping over workers: a grid of training arguments, of which every combination is a training of its own.
+"""Run a training for every combination of a grid of arguments, on one or several workers.
 
 Covers the plan and its file, Dask's workers as an executor for any lab, and the sweep that hands them its rows.
 Not covered: how one row is measured, and the store that keeps it (`perf_helpers.lab`).

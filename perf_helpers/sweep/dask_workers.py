@@ -137,7 +137,7 @@ class Workers(Executor):
                 if self._workers or not self._calls:
                     alone_since = time.monotonic()
                 elif time.monotonic() - alone_since > self._patience:
-                    raise ValueError(f"no worker came within {self._patience:g} s")
+                    raise ValueError(f"no worker connected within {self._patience:g} s: start one, or raise --wait")
                 await asyncio.sleep(_ROUND)
         except Exception as error:
             self._closed, self._failure = True, error
@@ -161,25 +161,29 @@ class Workers(Executor):
                 self._welcome(_Worker(**answer))
             elif not isinstance(answer, OSError):  # of that kind is what comes of a worker that leaves meanwhile
                 reason = f"{type(answer).__name__}: {answer}"
-                self._refused[address] = f"the worker at {address} does not have this perf_helpers ({reason})"
+                self._refused[address] = (
+                    f"the worker at {address} cannot run perf_helpers ({reason}): install this version there"
+                )
 
     async def _ask(self, question: Callable[..., Awaitable], *arguments, **options) -> Any:
         """What the scheduler answers. Raises ValueError where it does not any more."""
         try:
             return await question(*arguments, **options)
         except Exception as error:  # of many kinds
-            raise ValueError(f"the scheduler does not answer any more ({error})") from error
+            raise ValueError(
+                f"the scheduler stopped answering ({error}): restart it, then run the sweep again"
+            ) from error
 
     def _welcome(self, worker: _Worker) -> None:
         if not worker.devices:
-            hint = f'start workers with --resources "{RESOURCE}=1", one for each GPU'
+            hint = f'start workers with --resources "{RESOURCE}=1", one per GPU'
             self._refused[worker.address] = f"worker {worker.name} offers no resource {RESOURCE!r}: {hint}"
             return
         ours = hardware.versions() | {"perf_helpers": perf_helpers.__version__}
         differing = [name for name in (*TELLING, "perf_helpers") if worker.versions[name] != ours[name]]
         if differing:
             said = ", ".join(f"{name} {worker.versions[name]} (here {ours[name]})" for name in differing)
-            self._say_once(f"worker {worker.name} has {said}: its figures and those of other versions are not one set")
+            self._say_once(f"worker {worker.name} has {said}: do not compare its results with those of other versions")
         self._workers[worker.address] = worker
         self._wake()
 
@@ -221,13 +225,13 @@ class Workers(Executor):
             finally:
                 worker.running.discard(future)
                 self._wake()
-            said = f"worker {worker.name} ({worker.address}) was killed or left"
+            said = f"worker {worker.name} ({worker.address}) was killed or disconnected"
             attempt = {"worker": worker.name, "address": worker.address, "began": began, "ended": now("milliseconds")}
             attempts.append(attempt | {"status": "killed", "message": said})
             if len(attempts) < ATTEMPTS:
-                self._tell(f"{said}: what it did is done once more elsewhere")
+                self._tell(f"{said}: its row is run once more elsewhere")
         every = " and then ".join(attempt["message"] for attempt in attempts)
-        raise Killed(f"{every}; not tried again", tuple(attempts))
+        raise Killed(f"{every}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
         """A worker with a free device; for a call that was lost before, another one than lost it, if there is any."""
@@ -244,8 +248,8 @@ class Workers(Executor):
         near = [other for other in self._workers.values() if other.host == worker.host and other.machine.kind == "cpu"]
         sharing = sum(other.devices for other in near) if worker.machine.kind == "cpu" else 1
         if sharing > 1:
-            shared = f"{sharing} experiments share the CPU of {worker.host}, on an equal part of its cores each"
-            self._say_once(f"{shared}: memory is exact, speeds disturb each other")
+            shared = f"{sharing} experiments share the cores of {worker.host}"
+            self._say_once(f"{shared}: memory is exact, but they slow each other down")
         future = self._client.submit(
             attend,
             worker.id,
@@ -288,11 +292,11 @@ def connected(
     whole_number("workers", 1 if workers is None else workers, most=1024)
     positive("wait", patience)
     if scheduler and workers:
-        raise ValueError("workers are started here, or a scheduler has some: give one of the two")
+        raise ValueError("--workers and --scheduler are both given: keep one of the two")
     if importlib.util.find_spec("distributed") is None:
         if scheduler or workers:
             raise ValueError(f"several workers need Dask: {INSTALL}")
-        tell(f"one training after another, in this process; on several workers with Dask: {INSTALL}")
+        tell(f"Dask is not installed, so rows run one by one in this process. For several workers: {INSTALL}")
         yield None
         return
     distributed = importlib.import_module("distributed")
@@ -312,7 +316,7 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
     gpus = machine.gpus if machine.kind == "cuda" else ()
     count = count or max(1, len(gpus))
     if gpus and count > len(gpus):
-        raise ValueError(f"workers={count}: each has a GPU, and there are {len(gpus)}")
+        raise ValueError(f"workers={count}: each needs a GPU, but there are {len(gpus)}. Give at most {len(gpus)}")
     quiet = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "dashboard": False}
     silent = {"DASK_LOGGING__DISTRIBUTED": "critical"}  # what happens to workers is told in lines of our own
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:

@@ -1,7 +1,7 @@
-"""A sweep: the trainings of a plan, on as many workers as there are, kept in the lab's store, gone on with later.
+"""Sweeps: the trainings of a plan, run on all available workers and kept in the lab's store, so that they can continue.
 
-A plan is a grid of arguments, or rows as they stand, read from TOML. Everything is checked when it is made, before
-anything runs: names, values, the model, its sequence length.
+A plan is a grid of arguments, or a list of rows, read from TOML. Names, values, the model and its sequence length are
+checked when the plan is made, before anything runs.
 """
 
 import itertools
@@ -42,31 +42,31 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | PathLike) -> "Plan":
-        """The plan in a TOML file, see `of`.
+        """Read a plan from a TOML file, see `of`.
 
         Raises:
-            ValueError: the file cannot be read, is not TOML, or is no plan; in one line that begins with its name.
+            ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its name.
         """
         with reading(path, "TOML", "a plan in TOML"):
-            told = tomllib.loads(text_of(Path(path)))
+            tables = tomllib.loads(text_of(Path(path)))
         try:
-            return cls.of(told)
+            return cls.of(tables)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "Plan":
-        """The plan that these tables tell, as they stand in a file.
+        """Make a plan from the tables of a plan file.
 
         Args:
             told: `measure` ("memory", "time" or both), `steps`, `processes` and `timeout` (seconds); the tables `task`
-                (names of `Task`), `arguments` (training arguments of every row), `grid` (a list of values for each
-                name: every combination is a row) and the list of tables `rows` (one row each, as it stands, with a
-                `name`). Grid and rows may name fields of the task too, but for `config`.
+                (fields of `Task`), `arguments` (training arguments of every row) and `grid` (a list of values per name;
+                every combination is a row); and the list of tables `rows` (one row each, with an optional `name`).
+                `grid` and `rows` may set fields of the task too, except `config`.
 
         Raises:
-            ValueError: an unknown name, with the nearest one that is known; a value that is not taken; no rows; a row
-                twice. It says in which table.
+            ValueError: an unknown name, with the nearest known one; an invalid value; no rows; a repeated row. The
+                message names the table.
         """
         check_known("a plan", told, OF_THE_PLAN)
         task, fixed, grid = (_table(told, name) for name in ("task", "arguments", "grid"))
@@ -74,7 +74,7 @@ class Plan:
         fixed = {name: _value("[arguments]", name, value, in_task=False) for name, value in fixed.items()}
         combinations = [*_combinations(grid, {*task, *fixed}), *_as_they_stand(_rows(told))]
         if not combinations:
-            raise ValueError("it has no rows: give lists of values under [grid], or each row under [[rows]]")
+            raise ValueError("the plan has no rows: give lists of values under [grid], or each row under [[rows]]")
         processes = whole_number("processes", told.get("processes", 1))
         rows = tuple(_row(name, task, fixed, changes, processes) for name, changes in combinations)
         _check_tasks(row.task for row in rows)
@@ -88,7 +88,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What became of the rows of a plan."""
+    """The results of a plan's rows."""
 
     runs: tuple[Run, ...]  # one a row, in the plan's order
     reused: frozenset[str]  # ids of runs that were in the store before
@@ -96,14 +96,14 @@ class Sweep:
 
     @property
     def ok(self) -> bool:
-        """Whether every row trained."""
+        """Return whether every row trained."""
         return all(run.ok for run in self.runs)
 
     def table(self) -> plots.Table:
-        """The rows side by side: status, memory, speed, and where each was performed."""
+        """Return a table of the rows: status, memory, speed, and the worker that ran each."""
         shown = plots.table(self.runs, f"{len(self.runs)} trainings, kept in {self.store}")
         several = len({run.machine.get("name") for run in self.runs}) > 1
-        shown.header += ["performed by", *["machine"] * several]
+        shown.header += ["worker", *["machine"] * several]
         for row, run in zip(shown.rows, self.runs, strict=True):
             row += [self._performed(run), *[run.machine.get("name", "")] * several]
         return shown
@@ -114,7 +114,7 @@ class Sweep:
         return f"{worker}{times}{' (earlier)' * (run.id in self.reused)}"
 
     def failures(self) -> list[str]:
-        """A line for each row that did not train, with the reason."""
+        """Return a line per row that did not train, with the reason."""
         return [f"{run.name}: {run.status}, {run.message}" for run in self.runs if not run.ok]
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: every run as it stands in the store, and whether it was there before."""
+        """Return every run as in the store, and whether it was reused, for JSON."""
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -135,19 +135,19 @@ def run(
     *,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Sweep:
-    """Perform the rows of a plan: by the lab's executor, as many at once as that can; one after another without one.
+    """Run the rows of a plan: with the lab's executor as many at once as it can, without one row by row.
 
-    A row that trained before on the same task, arguments and versions, and on a machine that is here too, is not
-    trained again: its run is in the lab's store. So a sweep that was interrupted goes on where it was. Every run is
-    stored the moment it is known, by this process: workers need no folder in common.
+    A row is not repeated if the lab's store has a run of the same task, arguments and versions, on a machine that is
+    available now; so an interrupted sweep continues. This process stores each run as soon as it ends: workers need no
+    common folder.
 
     Args:
-        lab: `Lab(executor=Workers(client))` for a cluster. Its `runs` get those of the sweep.
-        plan: or a file, or tables, that tell one: `Plan.read`, `Plan.of`.
-        tell: called with a line for people as the sweep goes on.
+        lab: where to run; `Lab(executor=Workers(client))` for a cluster. The sweep's runs are added to `lab.runs`.
+        plan: a `Plan`, the path of a plan file (`Plan.read`), or its tables (`Plan.of`).
+        tell: called with a line of text about the progress.
 
     Raises:
-        ValueError: no plan; or no workers can be had.
+        ValueError: an invalid plan, or no worker is available.
     """
     if not isinstance(plan, Plan):
         plan = Plan.of(plan) if isinstance(plan, Mapping) else Plan.read(plan)
@@ -156,7 +156,7 @@ def run(
     known = _known(lab, plan, experiments)
     if known:
         reason = "trained before on the same task, arguments, versions and machine"
-        tell(f"{len(known)} of {len(experiments)} rows are in {lab.store.path} ({reason}): not trained again")
+        tell(f"{len(known)} of {len(experiments)} rows are taken from {lab.store.path} ({reason})")
     found = dict(known)
     missing = {number: each for number, each in enumerate(experiments) if number not in known}
     try:
@@ -164,8 +164,8 @@ def run(
             found[number] = run = lab.keep(experiments[number], _final(outcome))
             tell(f"{len(found)}/{len(experiments)} {run!r}")
     except KeyboardInterrupt:
-        done = f"{len(found)} of {len(experiments)} rows are in {lab.store.path}"
-        tell(f"interrupted: {done}; the same sweep goes on from there")
+        done = f"{len(found)} of {len(experiments)} rows are saved in {lab.store.path}"
+        tell(f"interrupted: {done}. Run the same command to continue")
         raise
     reused = frozenset(run.id for run in known.values())
     return Sweep(tuple(found[number] for number in range(len(experiments))), reused, str(lab.store.path))
@@ -230,14 +230,14 @@ def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
 def _table(told: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = told.get(name, {})
     if not isinstance(table, Mapping):
-        raise ValueError(f"{name}={shown(table)}: write it as a table, [{name}]")
+        raise ValueError(f"{name}={shown(table)} is not a table: write it as [{name}]")
     return dict(table)
 
 
 def _rows(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     rows = told.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError("rows: write each as a table of its own, [[rows]]")
+        raise ValueError("rows is not a list of tables: write each row under its own [[rows]]")
     return rows
 
 
@@ -245,16 +245,16 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
     """(name, what changes) of every combination of the grid's values, the last name's values changing fastest."""
     for name, values in grid.items():
         if name == "config":
-            raise ValueError("[grid] has no 'config': it stands under [task]")
+            raise ValueError("[grid] cannot have 'config': move it to [task]")
         if name in taken:
-            raise ValueError(f"[grid]: {name!r} has one value in another table already: keep one of them")
+            raise ValueError(f"[grid]: {name!r} is set in another table too: keep one of the two")
         if not isinstance(values, list):
-            raise ValueError(f"[grid]: {name}={values!r}: give a list of values, as in {name} = [{values!r}]")
+            raise ValueError(f"[grid]: {name}={values!r}: give a list of values, e.g. {name} = [{values!r}]")
         if not values:
             raise ValueError(f"[grid]: {name}=[]: give at least one value")
         grid[name] = [_value("[grid]", name, value) for value in values]
     if (number := math.prod(map(len, grid.values()))) > MOST_ROWS:
-        raise ValueError(f"[grid] has {number:,} combinations; {MOST_ROWS:,} rows are the most")
+        raise ValueError(f"[grid] has {number:,} combinations: give at most {MOST_ROWS:,}")
     changing = [name for name, values in grid.items() if len(values) > 1] or [*grid]
     made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
     return [(_name({name: each[name] for name in changing}), each) for each in made]
@@ -280,11 +280,11 @@ def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
     if name in OF_THE_TASK:
         if in_task and name != "config":
             return value
-        raise ValueError(f"{where}: {name!r} is no training argument: it stands under [task]")
+        raise ValueError(f"{where}: {name!r} is not a training argument: give it under [task]")
     if name in OF_THE_PLAN:  # in TOML, what comes after a table's head belongs to that table
-        raise ValueError(f"{where}: {name!r} stands in the file's first lines, before any [table]")
+        raise ValueError(f"{where}: {name!r} does not belong here: give it at the top of the file, before any [table]")
     if name == "output_dir":
-        raise ValueError(f"{where}: output_dir is not taken: each training has a folder of its own")
+        raise ValueError(f"{where}: output_dir cannot be set, each training has its own folder: leave it out")
     try:
         arguments.check_names([name], also=OF_THE_TASK)
         if not isinstance(value, str):
@@ -299,7 +299,7 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
     of_task = task | {key: value for key, value in changes.items() if key in OF_THE_TASK}
     of_training = fixed | {key: value for key, value in changes.items() if key not in OF_THE_TASK}
     if "model" not in of_task:
-        raise ValueError("[task]: name a model, as in model = 'bert-tiny'")
+        raise ValueError("[task] has no model: name one, e.g. model = 'bert-tiny'")
     try:
         return Experiment(name, Task(**of_task), Arguments.of(of_training), processes=processes)
     except ValueError as error:
@@ -324,5 +324,5 @@ def _check_twice(rows: Iterable[Experiment]) -> None:
 def _measure(told: Any) -> tuple[str, ...]:
     meters = (told,) if isinstance(told, str) else tuple(told) if isinstance(told, list | tuple) else ()
     if not meters or set(map(str, meters)) - set(METERS) or len(set(meters)) < len(meters):
-        raise ValueError(f"measure={shown(told)}: choose 'memory', 'time' or both, as in measure = ['memory', 'time']")
+        raise ValueError(f"measure={shown(told)}: choose 'memory', 'time' or both, e.g. measure = ['memory', 'time']")
     return meters

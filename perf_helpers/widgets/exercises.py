@@ -98,7 +98,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
     if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
         raise ValueError(f"options={options!r}: give at least two, each with its explanation")
     if right not in options:
-        raise ValueError(f"right={right!r}: it must be one of the options, {', '.join(map(repr, options))}")
+        raise ValueError(f"right={right!r} is not an option: choose from {', '.join(map(repr, options))}")
     answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
     chosen = learner_log.choice(learner_log.of(lab).read(), lab.lesson, key)
     if chosen is None:
@@ -151,7 +151,9 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
             feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
             if feedback.status != expected and not is_unknown:
-                raise RuntimeError(f"this check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}")
+                raise RuntimeError(
+                    f"this check calls {answer!r} {feedback.status} instead of {expected}: {feedback.text}"
+                )
         folded = f"<details><summary>What the solution gives</summary>{feedback._repr_html_()}</details>"
         return feedback if feedback.status == "not measured" else Feedback("right", "", folded)
     finally:
@@ -204,7 +206,7 @@ class Hints:
 
     def __init__(self, *steps: str):
         if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-            raise ValueError(f"hints={steps!r}: give at least one text, and no empty one")
+            raise ValueError(f"hints={steps!r}: give at least one text, none of them empty")
         self.steps = steps
 
     def __repr__(self) -> str:
@@ -257,7 +259,7 @@ def challenge(
         if is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
     if baseline.peak_bytes is None:
-        raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")
+        raise ValueError(f"baseline={baseline!r}: give a run with its memory measured")
     unknown = [value.why for value in targets.values() if isinstance(value, Unknown)]
     if unknown:
         feedback = (not_attempted if answer is None else not_measured)(f"the target is unknown: {unknown[0]}")
@@ -277,7 +279,7 @@ def challenge(
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
     """Why a recipe is not even tried, or None."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
-        return f"{answer!r} is no dict of training arguments, such as {{'per_device_train_batch_size': 1}}"
+        return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
         arguments = Arguments.of(answer)
         batch = arguments.samples_per_step(baseline.processes)
@@ -285,10 +287,10 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
         return str(error)
     for name in ("max_steps", "num_train_epochs"):
         if name in arguments.current:
-            return f"`{name}` says how long to train, and every recipe trains as long: leave it out"
+            return f"`{name}` changes how long to train, which must be equal for all recipes: leave it out"
     needed = Arguments(baseline.arguments).samples_per_step(baseline.processes)
     if batch != needed:
-        return f"the effective batch must stay {needed}, and the answer makes it {batch}"
+        return f"the effective batch must stay {needed}, but the answer makes it {batch}"
     return None
 
 

@@ -46,7 +46,7 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
     from IPython.display import display
 
     if empty := [name for name, values in choices.items() if not list(values)]:
-        raise ValueError(f"{empty[0]}: no values to choose from")
+        raise ValueError(f"{empty[0]} is empty: give at least one value to choose from")
     _show(draw(**{name: values[0] for name, values in choices.items()}))
     output, styled = ipywidgets.Output(), {"style": {"description_width": "initial"}, "layout": {"max_width": "100%"}}
     controls = {}

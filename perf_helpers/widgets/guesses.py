@@ -76,7 +76,7 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
         ValueError: this kernel has not asked for a guess under that key.
     """
     if (lab.lesson, key) not in _UNITS:
-        raise ValueError(f"key={key!r}: no guess was asked for; run the cell with predict(lab, {key!r}, ...) first")
+        raise ValueError(f"key={key!r}: no guess was made yet. Run the cell with predict(lab, {key!r}, ...) first")
     unit = _UNITS[lab.lesson, key]
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)

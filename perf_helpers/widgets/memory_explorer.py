@@ -266,6 +266,6 @@ def _verdict(answer: peak_model.Answer, parts: dict[str, int], own: dict[str, in
         text += f"; {name} ({bytes_text(size, binary=True)}) is {'large enough' if size >= needed else 'too small'}"
     if answer.attention is not None:
         kernels = " and ".join(answer.attention)
-        text += f". Attention takes the {kernels} kernel" if kernels else ". Attention is plain: no fused kernel"
+        text += f". Attention uses the {kernels} kernel" if kernels else ". Attention uses no fused kernel"
     context = " The context is that of a V100, the one figure that the guides give; yours may differ."
     return f"{text}.{context if 'context' in parts else ''}"

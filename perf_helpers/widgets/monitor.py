@@ -55,7 +55,7 @@ class Monitor:
         self.gpu = gpus[0] if gpus and gpus[0].uuid else None
         self.name = (self.gpu.name or "NVIDIA GPU") if self.gpu else machine.name
         if gpus and not self.gpu:
-            self.name = f"the host, since NVML gives nothing about the GPU ({machine.nvml_reason})"
+            self.name = f"the host, because NVML does not report the GPU ({machine.nvml_reason})"
         self.figures, self._panels = (GPU_FIGURES, GPU_PANELS) if self.gpu else (HOST_FIGURES, HOST_PANELS)
         self.interval_seconds = interval_seconds
         # The latest, as (seconds since the start, figures); replaced as a whole: readers need no lock.
@@ -90,7 +90,7 @@ class Monitor:
         self._thread.join(CLOSE_SECONDS)
         try:
             if self._thread.is_alive():
-                raise RuntimeError(f"the driver has not answered the monitor for {CLOSE_SECONDS} s: try `nvidia-smi`")
+                raise RuntimeError(f"the GPU driver has not answered for {CLOSE_SECONDS} s: check it with `nvidia-smi`")
             if self._error:
                 raise self._error
             kept = self._kept() if self._display else None

@@ -29,7 +29,7 @@ def recipes(lab: Lab) -> None:
 
     groups = _groups(lab)
     if not groups:
-        raise ValueError("no run so far has its memory or its speed measured: train something first")
+        raise ValueError("no run has its memory or its speed measured yet: train something first")
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
     card = ipywidgets.Dropdown(options=[("any", 0), *SIZES.items()], description="fits on", **wide)

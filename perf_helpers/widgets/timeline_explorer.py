@@ -23,7 +23,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
     runs = {run.name: run for run in runs if run.memory and run.memory.timeline}
     if not runs:
-        raise ValueError("none of these runs has a timeline: run them with measure=('memory',)")
+        raise ValueError("none of these runs has a timeline: run them with measure='memory'")
     steps = {name: plots.Timeline(run.memory.timeline) for name, run in runs.items()}
     names, last = list(steps), max(map(len, steps.values())) - 1
     wide = {**WHOLE_WIDTH, "flex": "1 1 18em"}

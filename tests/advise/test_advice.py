@@ -58,12 +58,12 @@ def test_what_is_proposed_fits_when_it_is_trained_and_the_next_micro_batch_does_
 
 def test_an_advice_is_not_verified_where_its_device_is_neither_there_nor_rehearsed(ask, monkeypatch):
     gpu = SimpleNamespace(machine=hardware.Machine("a GPU", "cuda", gpus=(hardware.Gpu(0, capability=(8, 0)),)))
-    with pytest.raises(ValueError, match=r"for cpu, this is a GPU: verify it where it will run$"):
+    with pytest.raises(ValueError, match=r"for cpu, .*a GPU: verify it where it will run$"):
         verify(ask(memory="64GB"), gpu)
     monkeypatch.setattr(build, "problem", lambda: "no compiler")
     for capability in ((9, 0), (8, 6)):
         advice = ask(memory="64GB", device="cuda", compute_capability=capability)
-        with pytest.raises(ValueError, match="verify it where it will run; no compiler"):
+        with pytest.raises(ValueError, match=r"verify it .*; no compiler"):
             verify(advice, gpu)
 
 
@@ -145,7 +145,7 @@ def test_memory_in_its_units(ask):
     [
         ({"effective_batch": 0}, "effective_batch=0"),
         ({"most": True}, "most=True"),
-        ({"processes": 3}, "does not divide"),
+        ({"processes": 3}, "effective_batch=64 .*processes=3"),
         ({"device": "tpu"}, "'cpu' or 'cuda'"),
         ({"device": "cuda", "context_memory": "lots"}, "context_memory='lots'"),
         ({"device": "cuda", "context_memory": -1}, "context_memory=-1"),
@@ -162,15 +162,15 @@ def test_a_mistake_is_named(ask, followed, options, hint):
     ("options", "context", "source"),
     [
         ({}, 530 * 2**20, "530 MiB .* messages"),
-        ({"processes": 2}, 530 * 2**20, "NCCL's buffers come on top"),
-        ({"context_memory": "450MiB"}, 450 * 2**20, "450 MiB .*as you said"),
-        ({"context_memory": 0}, 0, "0 MiB .*as you said"),
+        ({"processes": 2}, 530 * 2**20, "NCCL's buffers"),
+        ({"context_memory": "450MiB"}, 450 * 2**20, "450 MiB .*as given"),
+        ({"context_memory": 0}, 0, "0 MiB .*as given"),
     ],
 )
 def test_what_is_kept_for_the_context_is_told_and_is_not_the_allocators(ask, followed, options, context, source):
     advice = ask(memory=4 * 10**9, device="cuda", **options)
     assert advice.context_bytes == context and re.search(
-        source, next(note for note in advice.notes if note.startswith("Needed"))
+        source, next(note for note in advice.notes if "CUDA context" in note)
     )
     assert {asked["device_memory"] for asked in followed} == {4 * 10**9 - context}
     for recipe in advice.recipes:
@@ -179,22 +179,22 @@ def test_what_is_kept_for_the_context_is_told_and_is_not_the_allocators(ask, fol
 
 def test_a_margin_is_left_free_and_named(ask, followed):
     advice = ask(margin=0.05)
-    assert "5% of the memory, 50.0 MB, are left free" in advice.notes[1]
+    assert "5% of the memory, 50.0 MB" in advice.notes[1]
     assert min(recipe.headroom_bytes for recipe in advice.recipes) >= 50 * MB
     fewer = ask(margin=0.5)
     assert all(recipe.needed_bytes <= 500 * MB for recipe in fewer.recipes) and fewer.recipes != advice.recipes
-    with pytest.raises(ValueError, match=r"margin=1: give a part of the memory from 0 to 1"):
+    with pytest.raises(ValueError, match=r"margin=1: give a fraction"):
         ask(margin=1)
 
 
 @pytest.mark.parametrize(
     ("options", "device", "capability", "assumed"),
     [
-        ({"memory": "80GB"}, "cuda", (9, 0), "for 74.51 GiB is what one is sold with"),
-        ({"memory": "24GiB"}, "cuda", (9, 0), "for 24.00 GiB is what one is sold with"),
+        ({"memory": "80GB"}, "cuda", (9, 0), "74.51 GiB"),
+        ({"memory": "24GiB"}, "cuda", (9, 0), "24.00 GiB"),
         ({"memory": "80GB", "device": "cpu"}, "cpu", None, None),
         ({"memory": "7GB"}, "cpu", None, None),
-        ({"memory": "7GB", "device": "cuda"}, "cuda", (9, 0), "a GPU; compute capability 9.0"),
+        ({"memory": "7GB", "device": "cuda"}, "cuda", (9, 0), "compute capability 9.0"),
         ({"memory": None, "card": "T4"}, "cuda", (7, 5), None),
         ({"memory": "12GB", "card": "t4"}, "cuda", (7, 5), None),
         ({"memory": None, "card": "t4", "compute_capability": (8, 0)}, "cuda", (8, 0), None),
@@ -212,7 +212,7 @@ def test_who_names_a_card_or_its_memory_means_a_gpu(ask, followed, options, devi
 
 def test_a_gpu_without_a_recorded_run_is_ranked_by_the_guides_or_not_at_all(ask, followed):
     sources = {source for recipe in ask(memory="4GB", device="cuda").recipes for source in recipe.speed_source}
-    assert sources and all("not measured here" in text or "plain recipe" in text for text in sources)
+    assert sources and all("not measured" in text or "plain recipe" in text for text in sources)
     assert not any("CPU" in text for text in sources)
 
 
@@ -304,7 +304,7 @@ def said(advice, word):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "words"), [(("flash",), "takes the flash kernel"), ((), "is plain"), (("cuDNN", "flash"), "and flash")]
+    ("kernels", "words"), [(("flash",), "flash kernel"), ((), "no fused kernel"), (("cuDNN", "flash"), "and flash")]
 )
 def test_attentions_kernel_is_told(ask, attending, kernels, words):
     attending(*kernels)
@@ -339,9 +339,9 @@ def test_a_vocabulary_is_padded_where_a_product_is_as_wide_and_the_device_wants_
 
 
 def test_a_length_is_padded_to_eight(ask):
-    (line,) = said(ask(task=Task("bert-tiny", seq_len=30), **GPU), "tokens are no multiple")
+    (line,) = said(ask(task=Task("bert-tiny", seq_len=30), **GPU), "multiple of 8")
     assert "pad to 32" in line
-    assert not said(ask(task=Task("bert-tiny", seq_len=32), **GPU), "tokens are no multiple")
+    assert not said(ask(task=Task("bert-tiny", seq_len=32), **GPU), "multiple of 8")
 
 
 def test_plain_attention_and_unfused_adamw_are_for_who_asks(ask):
@@ -350,5 +350,5 @@ def test_plain_attention_and_unfused_adamw_are_for_who_asks(ask):
     asked = ask(memory=10**12, must={"attn_implementation": "eager", "optim": "adamw_torch"})
     first = asked.recipes[0]
     assert first.arguments["attn_implementation"] == "eager" and first.arguments["optim"] == "adamw_torch"
-    assert any("square of length x length" in cost for cost in first.costs)
+    assert any("length x length" in cost for cost in first.costs)
     assert any("foreach" in cost for cost in first.costs)

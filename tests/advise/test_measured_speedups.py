@@ -71,7 +71,7 @@ def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
 
 def test_it_is_said_where_nobody_measured(ask):
     (_, recipe, *_) = ask(memory=420 * MB, avoid=["adamw_bnb_8bit"]).recipes
-    assert "checkpointing: not measured here" in recipe.speed_source
+    assert "checkpointing: not measured" in recipe.speed_source
 
 
 def test_where_nothing_ran_here_the_nearest_recorded_machine_speaks(recorded, ask):
@@ -86,14 +86,14 @@ def test_what_was_recorded_of_another_quantity_is_not_taken(recorded, ask, tmp_p
     path = max(tmp_path.glob("*/*.json"))
     path.write_text(path.read_text().replace("throughput with gradient_checkpointing", "what was asked for once"))
     found = {recipe.name: recipe for recipe in ask(memory=420 * MB).recipes}
-    assert "checkpointing: not measured here" in found["checkpointing, AdamW, 64 x 1"].speed_source
+    assert "checkpointing: not measured" in found["checkpointing, AdamW, 64 x 1"].speed_source
 
 
 def test_no_ratio_of_a_cpu_is_taken_for_a_gpu(recorded, ask):
     advice = ask(memory="4GB", device="cuda", most=99)
     sources = {source for recipe in advice.recipes for source in recipe.speed_source}
     assert sources and not any("recorded on" in source for source in sources)
-    assert any("fp16-faster of the 2023 guide, V100-SXM2 16 GB" in source for source in sources)
+    assert any("fp16-faster" in source and "V100-SXM2 16 GB" in source for source in sources)
     free = 4 * 10**9 - 530 * 2**20
     assert all(recipe.peak_bytes + recipe.headroom_bytes == free for recipe in advice.recipes)
 
@@ -119,4 +119,4 @@ def test_measured_comes_before_not_measured_and_the_faster_first(ask, pairs):
 
 def test_what_all_recipes_share_makes_none_of_them_slower(ask, pairs):
     (recipe,) = ask(must={"optim": "adafactor"}, avoid=["checkpointing"], runs=pairs(5.0, optim="adafactor")).recipes
-    assert recipe.speed == 1.0 and recipe.speed_source == ("the plain recipe: what the others are compared with",)
+    assert recipe.speed == 1.0 and "plain recipe" in " ".join(recipe.speed_source)

@@ -106,7 +106,7 @@ def test_advice_ends_when_its_time_is_up_and_says_what_was_not_looked_at(ask, mo
     monkeypatch.setattr(search, "seconds_left", lambda: 0.0)
     late = ask(memory=450 * MB, most=99)
     assert late.recipes == whole.recipes[:1] and late.estimates < whole.estimates
-    assert any("time was up" in note and "not looked at" in note for note in late.notes)
+    assert any("time limit" in note and "not tried" in note for note in late.notes)
 
 
 # ---- what is chosen among
@@ -162,10 +162,10 @@ def test_lower_precision_is_for_devices_that_compute_in_it():
         ({"must": {"per_device_train_batch_size": 5}}, "64 samples"),
         ({"must": {"gradient_accumulation_steps": 2}, "avoid": ["accumulation"]}, "keep one"),
         ({"must": {"optim": "adafactor"}, "avoid": ["adafactor"]}, "keep one"),
-        ({"avoid": ["chekpointing"]}, "'chekpointing' is no technique. Did you mean 'checkpointing'"),
+        ({"avoid": ["chekpointing"]}, "avoid='chekpointing'.*Did you mean 'checkpointing'"),
         ({"avoid": ["zzz"]}, "Choose from 8-bit Adam, Adafactor, AdamW, LoRA, QLoRA, SGD, accumulation,"),
         ({"avoid": "checkpointing"}, "give a list"),
-        ({"avoid": ["adamw_torch_fused", "adafactor", "8-bit Adam"]}, "fix one with must"),
+        ({"avoid": ["adamw_torch_fused", "adafactor", "8-bit Adam"]}, "optim: .*must"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_named(ask, followed, options, hint):
@@ -195,7 +195,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would(ask):
 
 def test_where_samples_are_too_few_to_share_it_says_that_the_batch_grows(ask):
     (sharding,) = (change for change in ask(memory=30 * MB, effective_batch=2).changes if change.name == "sharding")
-    assert not sharding.fits and "2 samples a step cannot be shared by so many" in sharding.text
+    assert not sharding.fits and "2 samples" in sharding.text
 
 
 def test_a_shorter_sequence_is_the_longest_that_fits(ask):

@@ -88,7 +88,7 @@ def test_runs_of_one_name_are_told_apart_by_their_number():
 def test_another_experiment_of_one_name_is_not_compared_and_said_so():
     other = a_run(moved_by("activations", 5), arguments={"bf16": True})
     found = compared([a_run()], [other])
-    assert not found.changes and "another experiment now, not compared: 00_a/vanilla" in found.notes
+    assert not found.changes and any("experiment" in note and "00_a/vanilla" in note for note in found.notes)
 
 
 def test_a_run_that_fails_now_is_worse():
@@ -101,17 +101,17 @@ def test_a_run_that_fails_now_is_worse():
 def test_on_other_hardware_no_bytes_and_no_seconds_are_compared_and_it_says_so(what):
     other = results(machine="another, 8 cores")["machine"]
     found = compared([a_run()], [a_run(moved_by("activations", 1))], **{what: other if what == "machine" else "t4"})
-    assert not found.changes and any("no bytes and no seconds" in warning for warning in found.warnings)
+    assert not found.changes and any("differ" in warning and "bytes" in warning for warning in found.warnings)
 
 
 def test_only_lessons_that_ran_in_both_are_compared():
     then = results(decision("a"), decision("b", lesson="01_b"))
     then["lessons"].append({"name": "01_b", "status": "ok", "seconds": 1, "message": ""})
     found = compare(then, results(decision("a")))
-    assert not found.changes and "ran only then, not compared: 01_b" in found.notes
+    assert not found.changes and any("old run" in note and "01_b" in note for note in found.notes)
     elsewhere = results()
     elsewhere["lessons"][0]["name"] = "02_c"
-    with pytest.raises(ValueError, match="no lesson ran in both"):
+    with pytest.raises(ValueError, match=r"no lesson in common.*run the same lessons"):
         compare(then, elsewhere)
 
 
@@ -156,7 +156,7 @@ def test_compare_shows_other_versions_and_warns_of_another_machine_or_profile():
     assert "nothing changed" in same.to_text()
     other = compare(results(), results(machine="NVIDIA H200", profile="gpu"))
     assert any("machines differ" in warning for warning in other.warnings)
-    assert any("profiles differ (cpu, gpu)" in warning for warning in other.warnings)
+    assert any("profiles" in warning and "(cpu, gpu)" in warning for warning in other.warnings)
     assert "warning: the machines differ" in other.to_text() and "name: CPU, 2 cores -> NVIDIA H200" in other.to_text()
 
 
@@ -210,7 +210,7 @@ def test_functions_of_a_lesson_that_was_rewritten_are_not_compared():
     assert [change["id"] for change in both.changes] == ["00_a/vanilla", "00_a/training"]
     found = compare(night("one", MEMORY), night("two", grown))
     assert [change["id"] for change in found.changes] == ["00_a/training"]
-    assert "of other code now, their functions are not compared: 00_a" in found.notes
+    assert any("code changed" in note and "00_a" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

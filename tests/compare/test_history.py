@@ -65,7 +65,7 @@ def test_machines_and_profiles_have_histories_of_their_own_and_damaged_files_are
     (tmp_path / "cut.json").write_text('{"schema": 1, "lessons": [')
     histories, unread = history.read(tmp_path)
     assert len(histories) == 3 and len(unread) == 1 and "cut.json" in unread[0]
-    with pytest.raises(ValueError, match="no results of a course"):
+    with pytest.raises(ValueError, match="name a folder"):
         history.read(tmp_path / "nothing")
 
 

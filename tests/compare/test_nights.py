@@ -122,7 +122,7 @@ def test_a_course_that_is_worse_than_its_baseline_fails(shell, tmp_path, monkeyp
     suite = ElementTree.parse(tmp_path / "out" / "junit.xml").getroot()[0]
     failed = [case.get("classname") for case in suite if case.find("failure") is not None]
     assert failed == (["compare", "compare.verdict"] if code else [])
-    assert "Against the baseline" in (tmp_path / "out" / "index.html").read_text()
+    assert "with the baseline" in (tmp_path / "out" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
     monkeypatch.setattr(comparison, "run_course", lambda *_, **__: data)
     done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)
     differs = any(not claim["as_expected"] for claim in claims)
-    assert done == code and ("send us these lines" in errors) == differs
+    assert done == code and ("report these lines" in errors) == differs
     if differs:
         machine, versions, claim = [line.strip() for line in errors.splitlines()[1:]]
         assert machine.startswith("CPU, 2 cores") and "torch 2.13.0" in versions
@@ -161,5 +161,5 @@ def test_the_pages_of_a_night_are_made_again_with_what_changed(shell, nights):
     (nights / "results.json").write_text(json.dumps(data | {"baseline": found, "fail_on": ["memory"]}))
     assert shell("report", nights)[0] == 0
     page, suite = (nights / "index.html").read_text(), ElementTree.parse(nights / "junit.xml").getroot()[0]
-    assert "Against the baseline" in page and "activations +1 B" in page
+    assert "with the baseline" in page and "activations +1 B" in page
     assert [case.get("name") for case in suite if case.find("failure") is not None] == ["memory", "00_a/vanilla"]

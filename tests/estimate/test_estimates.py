@@ -48,8 +48,8 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"optim": "adamw_torch_fsued"}, "Did you mean 'adamw_torch_fused'"),
         ({"per_device_train_batch_size": 0}, "at least 1"),
         ({"device": "gpu"}, "choose 'cpu' or 'cuda'"),
-        ({"torch_compile": True}, "compiled code keeps is its compiler's choice.*lab.train"),
-        ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "ask without it"),
+        ({"torch_compile": True}, "torch_compile.*lab.train"),
+        ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "leave torch_compile out"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
@@ -75,7 +75,7 @@ def test_what_cannot_be_followed_is_refused_by_name():
     def lost(task):
         raise RuntimeError("no such kernel")
 
-    with pytest.raises(ValueError, match=r"bert-tiny cannot be followed on fake tensors.*no such kernel"):
+    with pytest.raises(ValueError, match=r"bert-tiny .*no such kernel.*measure"):
         estimate(TINY, device="cpu", function=lost)
 
 
@@ -84,7 +84,7 @@ def test_what_depends_on_values_is_refused_with_its_operation_and_module(tmp_pat
     fields |= {"num_layers": 4, "num_decoder_layers": 4, "num_heads": 2, "num_experts": 3}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     task = Task(str(tmp_path), seq_len=8, dataset_size=8)
-    with pytest.raises(ValueError, match=r"what aten\.nonzero\.default makes in .*mlp.experts depends on the values"):
+    with pytest.raises(ValueError, match=r"aten\.nonzero\.default in .*mlp.experts depends on .*measure"):
         estimate(task, device="cpu")
 
 
@@ -196,7 +196,8 @@ def test_under_a_torch_that_nobody_has_tried_the_newest_rules_answer_and_everybo
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
     monkeypatch.setattr(torch, "__version__", "2.99.0a0+git")
     allocator_settings._warn_of_untested.cache_clear()
-    told = f"torch 2.99 is untested: rules of torch {allocator_settings.newest()} (newest known) were used"
+    told = allocator_settings.untested_text("2.99")
+    assert "2.99" in told and allocator_settings.newest() in told
     options = {"device": "cuda", "compute_capability": (7, 5), "per_device_train_batch_size": 2}
     with pytest.warns(UserWarning, match=re.escape(told)):
         untested = estimate(TINY, **options)
@@ -223,13 +224,13 @@ def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_anothe
     plain, same, older = (estimate(TINY, **options, torch_version=each) for each in (None, "2.13", "2.11.0"))
     assert plain.memory == same.memory
     assert [each.assumptions[-1].partition(":")[0] for each in (plain, older)] == ["torch 2.13", "torch 2.11"]
-    assert "a workspace of its own" in older.assumptions[-1]
+    assert "workspace of its own" in older.assumptions[-1]
     newer = estimate(TINY, **options, torch_version="2.15")
-    assert "each matmul gives its workspace back" in newer.assumptions[-1] != plain.assumptions[-1]
+    assert "frees its workspace" in newer.assumptions[-1] != plain.assumptions[-1]
     assert older.peak_bytes - plain.peak_bytes == 2**20, "cuBLASLt's, of the one thread that adds biases"
     with pytest.raises(ValueError, match=r"torch_version='2.9': .*2.10"):
         estimate(TINY, **options, torch_version="2.9")
-    with pytest.raises(ValueError, match=r"torch_version='2.11' is of CUDA's allocator"):
+    with pytest.raises(ValueError, match=r"torch_version='2.11' .*device='cuda'"):
         predicted(torch_version="2.11")
 
 
@@ -290,8 +291,8 @@ KILLED = processes.Failed(Outcome("killed", "SIGKILL"))
     "failure, message",
     [
         (Invalid("no such model"), "^no such model$"),
-        (LATE, "m was given up, no result within 1 s: give it more time with timeout="),
-        (KILLED, "m cannot be followed on fake tensors: SIGKILL"),
+        (LATE, r"\bm .*within 1 s.*timeout="),
+        (KILLED, r"\bm .*SIGKILL.*measure"),
     ],
     ids=["invalid", "late", "killed"],
 )

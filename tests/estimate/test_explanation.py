@@ -88,7 +88,7 @@ def test_experts_that_stay_whole_and_norms_that_are_cast_are_told():
         experts.startswith("these experts are not quantized") and "model.layers.*.mlp.experts.gate_up_proj" in experts
     )
     assert experts.endswith(f"{sizes[0] / 1e3:.1f} kB") and head.endswith(f"lm_head.weight, {sizes[1] / 1e3:.1f} kB")
-    assert cast.startswith("prepare_model_for_kbit_training cast these to fp32") and "and" in cast
+    assert cast.startswith("prepare_model_for_kbit_training cast") and "and" in cast
     assert "A" not in repr(found).splitlines()[-1][:3] and repr(found).splitlines()[-1].startswith("B: prepare")
 
 
@@ -112,7 +112,7 @@ def test_checkpointing_through_which_no_gradient_flows_is_told():
     (idle,) = found.warnings["B"]
     assert idle.startswith("no gradient reaches these") and re.search(r"vit\.(encoder\.)?layers?\.\*\.", idle), idle
     assert "classifier" not in idle
-    with pytest.raises(ValueError, match="nothing trains: re-entrant checkpointing"):
+    with pytest.raises(ValueError, match=r"no parameter gets a gradient: .*use_reentrant=False"):
         explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_switched_alone_is_switched_with_the_next():
 @pytest.mark.parametrize(
     ("a", "b", "told"),
     [
-        (BATCH, dict(BATCH), "one recipe"),
+        (BATCH, dict(BATCH), "give b an argument"),
         (BATCH, BATCH | {"optim": "adamv"}, "optim='adamv'"),
         (BATCH, BATCH | {"torch_compile": True}, "torch_compile"),
     ],

@@ -96,10 +96,10 @@ def test_a_training_has_no_cache(lab):
 @pytest.mark.parametrize(
     ("task", "options", "why"),
     [
-        (LLAMA, {"num_beams": 3}, "num_beams: give max_new_tokens too"),
+        (LLAMA, {"num_beams": 3}, "num_beams needs max_new_tokens"),
         (LLAMA, {"max_new_tokens": 0}, "max_new_tokens=0"),
         (LLAMA, {"max_new_tokens": 3, "cache_implementation": "paged"}, "Choose from dynamic, static"),
-        (Task("gpt2", seq_len=1000), {"max_new_tokens": 30}, "has positions for 1024 tokens, and 1000 are there"),
+        (Task("gpt2", seq_len=1000), {"max_new_tokens": 30}, "max_new_tokens=30 .*1024 .*1000"),
         (
             Task("bert-tiny", seq_len=16, architecture="BertForSequenceClassification"),
             {"max_new_tokens": 3},
@@ -113,7 +113,7 @@ def test_what_cannot_write_is_refused(task, options, why):
 
 
 def test_a_training_that_is_to_write_is_refused(lab):
-    with pytest.raises(ValueError, match="max_new_tokens is for inference"):
+    with pytest.raises(ValueError, match=r"max_new_tokens .*--inference"):
         lab.train("t", task=LLAMA, max_new_tokens=3)
     words = ["estimate", "--model", "gpt2", "--max_new_tokens", "3"]
     assert "--inference" in str(CliRunner().invoke(cli.app, words).exception)

@@ -110,19 +110,19 @@ def test_the_largest_batch_and_length_that_fit_a_card(monkeypatch):
 @pytest.mark.parametrize(
     "values, message",
     [
-        ([], "there are none"),
-        ([5, 0], "'0' .number 2 of them. is no length: give whole numbers of tokens from 1 to 1,048,576"),
+        ([], "give the number of tokens"),
+        ([5, 0], "'0' .entry 2.*from 1 to 1,048,576"),
         ([-3], "'-3'"),
         ([float("nan")], "'nan'"),
         ([2.5], "'2.5'"),
         (["many"], "'many'"),
         ([True], "'True'"),
-        ([10**30], "'10000000000000000000' .number 1"),
-        ([[], [7]], "'0' .number 1"),
+        ([10**30], "'10000000000000000000' .entry 1"),
+        ([[], [7]], "'0' .entry 1"),
     ],
 )
 def test_what_is_no_length_is_named(values, message):
-    with pytest.raises(ValueError, match=f"^lengths: .*{message}"):
+    with pytest.raises(ValueError, match=f"^lengths.*{message}"):
         worst_batch(BERT, values)
 
 
@@ -142,9 +142,9 @@ def test_lengths_come_from_files_columns_and_rows(tmp_path):
 
 
 def test_what_a_model_cannot_take_is_said_before_anything_is_followed():
-    with pytest.raises(ValueError, match="seq_len=576: bert-tiny has positions for 512 tokens only"):
+    with pytest.raises(ValueError, match=r"seq_len=576 .*\b512 tokens"):
         worst_batch(BERT, [513], pad_to_multiple_of=64)
-    with pytest.raises(ValueError, match="pad_to_multiple_of=0: give a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of=0: .*at least 1"):
         worst_batch(BERT, [5], pad_to_multiple_of=0)
     with pytest.raises(ValueError, match="batch_rebalance"):
         worst_batch(BERT, [5], train_sampling_strategy="batch_rebalance")

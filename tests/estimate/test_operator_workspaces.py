@@ -130,7 +130,7 @@ def test_what_a_product_is_assumed_to_hide_is_told_with_its_size(machine):
     asked, large = Probe(1), mm(8192, 4096, 8192)
     asked.run([large])
     (told,) = operator_workspaces.assumptions([large], asked)
-    assert told.startswith("what aten.mm.default allocates inside itself is taken as up to ")
+    assert told.startswith("aten.mm.default is assumed to allocate up to ")
     assert f"{asked[large].bytes / 1e6:,.1f} MB" in told
 
 
@@ -220,9 +220,8 @@ def test_an_operation_that_needs_its_data_is_unknown_and_told():
     asked = Probe(1)
     asked.run([gone])
     assert asked[gone] == Hidden(None, "unknown")
-    assert operator_workspaces.assumptions([gone], asked) == [
-        "what aten.embedding.default allocates inside itself was not found out and is counted as 0 bytes"
-    ]
+    (told,) = operator_workspaces.assumptions([gone], asked)
+    assert "aten.embedding.default" in told and "0 bytes" in told
 
 
 def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measured(monkeypatch):

@@ -182,5 +182,5 @@ def test_a_model_of_few_positions_is_fitted_too(positions, lengths):
 def test_lengths_are_those_that_the_model_can_take(known):
     assert known("gpt2").lengths == (32, 64, 128, 256)
     assert known("vit").lengths == ()
-    with pytest.raises(ValueError, match="no preset"):
+    with pytest.raises(ValueError, match="bert-tinny"):
         Surfaces(Task("bert-tinny")).prepare()

@@ -60,7 +60,7 @@ def test_gradients_of_fsdp2_wait_whole_for_the_last_micro_batch():
 def test_sharding_is_for_gpus_and_for_several():
     plain, passed_over = predicted(processes=2), predicted(processes=2, fsdp=True)
     assert passed_over.memory.phase_breakdowns == plain.memory.phase_breakdowns
-    assert any(text.startswith("fsdp: accelerate takes it up on accelerators only") for text in passed_over.assumptions)
+    assert any(text.startswith("fsdp: ") for text in passed_over.assumptions)
     assert estimate(GPT, fsdp=True, **CUDA).memory.breakdown == estimate(GPT, **CUDA).memory.breakdown
 
 
@@ -105,5 +105,5 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice():
 
 def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
     monkeypatch.setattr(prediction, "_follow", lambda *_: pytest.fail("something was followed"))
-    with pytest.raises(Invalid, match="transformers has no class 'no_such_class'"):
+    with pytest.raises(Invalid, match="'no_such_class': name another with architecture="):
         follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)

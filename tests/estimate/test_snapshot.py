@@ -139,7 +139,7 @@ def test_a_snapshot_that_cannot_be_is_refused_before_anything_is_followed(option
 
 
 def test_a_folder_is_no_place(tmp_path):
-    with pytest.raises(ValueError, match="the name of a file"):
+    with pytest.raises(ValueError, match=r"snapshot=.*: give a file"):
         place(tmp_path)
     assert place(tmp_path / "file").is_absolute()
 

@@ -102,7 +102,7 @@ def test_a_number_that_was_never_computed_is_finite(tracker):
 
 
 def test_what_depends_on_values_is_refused_with_its_operation(tracker):
-    with pytest.raises(Invalid, match=r"what aten\.nonzero\.default makes in the training depends on the values"):
+    with pytest.raises(Invalid, match=r"aten\.nonzero\.default in the training depends on"):
         fake(3).nonzero()
 
 
@@ -242,7 +242,7 @@ def test_how_many_a_mask_chooses_is_known_where_its_values_are(true):
 
 
 def test_how_many_a_mask_chooses_is_not_guessed(tracker):
-    with pytest.raises(Invalid, match="depends on the values"):
+    with pytest.raises(Invalid, match=r"depends on .*: measure"):
         numbers = fake(4, 6)
         numbers[numbers > 0]
 

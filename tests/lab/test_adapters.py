@@ -138,9 +138,9 @@ def test_frozen_layers_learn_nothing(lab):
         ({"peft": {"rank": 8}}, "no 'rank'"),
         ({"peft": {"peft_type": "LORAX"}}, "LORA"),
         ({"quantization_config": {"load_in_4bits": True}, "peft": {"r": 2}}, "load_in_4bit"),
-        ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}, "peft": {"r": 2}}, "say load_in_4bit or load_in_8bit"),
-        ({"freeze": "no such layer"}, "no parameter has that in its name"),
-        ({"load_in_4bit": True}, "learns by adapters alone"),
+        ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}, "peft": {"r": 2}}, "load_in_4bit nor load_in_8bit"),
+        ({"freeze": "no such layer"}, "no such layer.*give a part of a name"),
+        ({"load_in_4bit": True}, "peft="),
     ],
 )
 @needs_peft
@@ -154,11 +154,11 @@ def test_what_does_not_exist_is_refused_by_name(lab, given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"peft": "no_such_file.json"}, "peft='no_such_file.json': cannot be read"),
+        ({"peft": "no_such_file.json"}, "peft='no_such_file.json'.*Give a JSON file"),
         ({"peft": "{r: 8}"}, "not JSON"),
         ({"peft": 8}, "give a mapping"),
         ({"load_in_4bit": "yes"}, "give True or False"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "Keep one"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit.*keep one"),
         ({"freeze": ["layers.0."]}, "freeze=.*give a text"),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_library_whose_source_is_written_otherwise_is_imported(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "problem"),
-    [(["--no-such", "3"], "unknown training argument 'no-such'"), (["--bf16", "True", "3"], "not understood: 3")],
+    [(["--no-such", "3"], "'no-such'"), (["--bf16", "True", "3"], r"\b3\b.*--bf16 True")],
 )
 def test_words_that_are_no_arguments_are_refused(words, problem):
     with pytest.raises(ValueError, match=problem):
@@ -85,7 +85,7 @@ def test_an_argument_is_found_and_changed_by_any_of_its_names(typed):
 
 
 def test_one_argument_under_two_names_is_refused():
-    with pytest.raises(ValueError, match="Keep one"):
+    with pytest.raises(ValueError, match=r"checkpointing.*keep one"):
         Arguments.of(dict.fromkeys(CHECKPOINTING, True))
 
 

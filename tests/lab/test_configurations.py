@@ -345,7 +345,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 def test_fp16_on_weights_of_16_bits_is_told_as_the_training_s_failure(tmp_path, dtype, why):
     """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
-    with pytest.raises(ValueError, match=rf"this training fails: .*{why}.*dtype='float32'"):
+    with pytest.raises(ValueError, match=rf"{why}.*dtype='float32'"):
         estimate(task, **T4, fp16=True)
     assert estimate(task, **T4, fp16=True, dtype="float32").peak_bytes
     with pytest.warns(UserWarning, match="ignores fp16"):
@@ -375,7 +375,7 @@ def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
     types = {recipe.arguments["dtype"] for recipe in advice.recipes}
     assert types <= {"float32", "bfloat16"} and "float32" in types
     assert all(recipe.arguments["dtype"] == "float32" for recipe in advice.recipes if recipe.arguments.get("bf16"))
-    assert "weights in bfloat16 (config.json), unless a recipe says dtype" in repr(advice).splitlines()[0]
+    assert "weights in bfloat16 (config.json)" in repr(advice).splitlines()[0]
     plain = advise.advise(Task("bert-tiny", seq_len=16), effective_batch=2, memory="8GB", device="cpu", most=1)
     assert "dtype" not in plain.recipes[0].arguments
     assert "weights in float32 (preset)" in repr(plain).splitlines()[0]

@@ -110,13 +110,13 @@ def test_nvml_s_bindings_are_missing(installed):
 
 def test_a_version_that_was_not_tested(installed):
     answer = doctor(installed(transformers="4.40.0"), "-P", *COMMAND)
-    assert one(answer, "warning", "transformers", "4.40.0 is outside of") == 'pip install "transformers<6,>=5.15"'
+    assert one(answer, "warning", "transformers", "4.40.0 is outside") == 'pip install "transformers<6,>=5.15"'
 
 
 def test_an_installation_that_was_interrupted(installed):
     python = installed(without=["accelerate"])
     environments.record(python, "accelerate", "1.12.0")
-    remedy = one(doctor(python, "-P", *COMMAND), "error", "accelerate", "finds nothing in place of the accelerate")
+    remedy = one(doctor(python, "-P", *COMMAND), "error", "accelerate", "nothing instead of the installed accelerate")
     assert remedy == "pip install --no-deps --force-reinstall accelerate==1.12.0"
 
 
@@ -126,9 +126,7 @@ def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
     code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
     code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "
     answer = doctor(python, "-P", "-c", code + "from perf_helpers.cli import main; main()")
-    assert one(answer, "error", "numpy", "is loaded here, and 2.0.0 was installed since").startswith(
-        "Restart the kernel"
-    )
+    assert one(answer, "error", "numpy", "2.0.0 has been installed since").startswith("Restart the kernel")
 
 
 # What stands in the way of what is installed
@@ -138,18 +136,18 @@ def test_a_file_of_the_learners_that_is_called_like_a_library(tmp_path):
     for name in ("torch.py", "random.py", "lessons.py"):
         (tmp_path / name).touch()
     answer = doctor(folder=tmp_path)  # as the command is started, which does not look into the folder
-    assert one(answer, "warning", "torch", "imports torch.py in place of the library").startswith("Rename it")
+    assert one(answer, "warning", "torch", "imports torch.py").startswith("Rename it")
     assert one(answer, "warning", "random", "imports random.py") and answer[1] == 0
     (tmp_path / "random.py").unlink()  # with which Python itself does not come far
     answer = doctor(sys.executable, *COMMAND, folder=tmp_path)  # as a notebook's kernel looks
-    assert one(answer, "error", "torch", f"Python finds {tmp_path}/torch.py in place of").startswith("Rename it")
+    assert one(answer, "error", "torch", f"imports {tmp_path}/torch.py").startswith("Rename it")
 
 
 def test_another_copy_of_a_library_comes_first(tmp_path):
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").touch()
     answer = doctor(PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert "off PYTHONPATH" in one(answer, "error", "numpy", f"finds {tmp_path}/numpy/__init__.py in place")
+    assert "PYTHONPATH" in one(answer, "error", "numpy", f"imports {tmp_path}/numpy/__init__.py")
 
 
 # The environment's variables
@@ -217,7 +215,7 @@ def test_a_container_with_little_memory():
 
 def test_a_container_with_little_shared_memory():
     answer = doctor(shell="mount -t tmpfs -o size=64m none /dev/shm")
-    assert "--shm-size=2g" in one(answer, "warning", "/dev/shm", "has 67.1 MB free: DataLoader workers can die in it")
+    assert "--shm-size=2g" in one(answer, "warning", "/dev/shm", "67.1 MB free")
 
 
 def test_one_core():
@@ -241,14 +239,14 @@ def test_a_home_that_cannot_be_written_to(disk, tmp_path):
 def test_a_disk_that_is_nearly_full(disk):
     folder = disk("50m")
     remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} has only 52.4 MB free")
-    assert remedy.startswith("Type `export TMPDIR=FOLDER`, with one that has room")
+    assert remedy.startswith("Type `export TMPDIR=FOLDER`")
 
 
 def test_a_folder_for_temporary_files_whose_name_is_too_long_for_sockets(tmp_path):
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
-    remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} is long: where a socket's name there")
-    assert remedy == "Type `export TMPDIR=/tmp`: at most 56 bytes."
+    remedy = one(doctor(TMPDIR=str(folder)), "warning", "TMPDIR", f"{folder} is too long")
+    assert "export TMPDIR=/tmp" in remedy and "56 bytes" in remedy
 
 
 def test_no_folder_for_temporary_files_can_be_written_to():

@@ -168,14 +168,14 @@ def kill_the_server_of_ranks(task):
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
-        (kill_oneself, "killed", "the process was ended by SIGKILL"),
-        (kill_oneself_beside_workers, "killed", "the process was ended by SIGKILL"),
-        (read_address_zero, "killed", "the process was ended by SIGSEGV"),
+        (kill_oneself, "killed", "SIGKILL"),
+        (kill_oneself_beside_workers, "killed", "SIGKILL"),
+        (read_address_zero, "killed", "SIGSEGV"),
         (train_within_too_little, "out of memory", "DefaultCPUAllocator: can't allocate memory"),
         (build_lists_within_too_little, "out of memory", "MemoryError"),
-        (kill_the_server, "killed", "ended together with the one that it was forked from"),
-        (kill_a_rank, "killed", "rank 1: the process was ended by SIGKILL"),
-        (kill_the_server_of_ranks, "killed", "ended together with the one that it was forked from"),
+        (kill_the_server, "killed", "parent process"),
+        (kill_a_rank, "killed", "rank 1: the process was killed by SIGKILL"),
+        (kill_the_server_of_ranks, "killed", "parent process"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -225,7 +225,7 @@ def test_what_the_kernel_ends_for_its_memory_is_out_of_memory_and_this_process_l
         time.sleep(600)
 
     run = lab.run(fill, measure=("none",), processes=processes)
-    assert run.status == "out of memory" and "the system ended the process by SIGKILL" in run.message, run
+    assert run.status == "out of memory" and "SIGKILL" in run.message, run
 
 
 def test_an_experiment_that_is_deaf_to_every_signal_ends_with_its_time(lab, tmp_path):
@@ -330,7 +330,7 @@ def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed
     assert re.match("load: crashed: RuntimeError: Caught RuntimeError in DataLoader .*; /dev/shm is full", torchs), done
     assert re.match("load: timed out: no result within [0-9]+ s; /dev/shm is full", own), done
     assert without == "load: ok, not measured"
-    words = "trained: refused: dataloader_num_workers=4: batches on their way take 2.1 MB of /dev/shm, where 1.0"
+    words = "trained: refused: dataloader_num_workers=4: prefetched batches take 2.1 MB of /dev/shm, but only 1.0"
     assert trained[0].startswith(words) and trained[1] == "trained: ok, not measured", trained
 
 
@@ -369,7 +369,7 @@ def test_ranks_without_a_loopback_interface_are_refused_before_torch_looks_for_i
         pytest.skip("a network without a loopback interface needs root, and a container that allows it")
     done = subprocess.run(["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True)
     ranks, alone = done.stdout.splitlines()
-    assert re.match("ranks: refused: ranks meet over loopback, .*unreachable.*ip link set lo up", ranks), done
+    assert re.match("ranks: refused: .*loopback.*unreachable.*ip link set lo up", ranks), done
     assert alone.startswith("alone: ok"), done
 
 

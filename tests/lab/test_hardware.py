@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,23 +226,23 @@ def test_torch_is_read_from_its_version_file_alone(monkeypatch, tmp_path):
         ("0", 1, None),
         ("1,0", 2, None),
         ("GPU-ab,GPU-aa", 2, None),
-        ("", 0, "set but empty, which hides every GPU"),
-        ("  ", 0, "set but empty"),
-        ("-1", 0, "'-1' is no GPU here, or one is named twice, so every GPU is hidden"),
-        ("0,0", 0, "or one is named twice, so every GPU is hidden"),
-        ("0,-1,1", 1, "'-1' is no GPU here, or one is named twice, so only the 1 before it can be used"),
-        ("0,,1", 1, "'' is no GPU here"),
+        ("", 0, "empty.*hides every GPU"),
+        ("  ", 0, "empty"),
+        ("-1", 0, "'-1'.*every GPU is hidden"),
+        ("0,0", 0, "named twice.*every GPU is hidden"),
+        ("0,-1,1", 1, "'-1'.*only the 1 before it can be used"),
+        ("0,,1", 1, "''.*named twice"),
     ],
 )
 def test_what_cuda_visible_devices_hides_is_told(value, shown, words):
     reason = hardware.hidden(value, shown)
-    assert reason is None if words is None else words in reason
+    assert reason is None if words is None else re.search(words, reason)
     assert reason is None or "CUDA_VISIBLE_DEVICES" in reason
 
 
 @pytest.mark.parametrize("value", ["", "-1", "abc", "0,0", "GPU-zz"])
 def test_hidden_gpus_mean_the_cpu_with_the_reason_and_the_remedy(use, monkeypatch, value):
-    use(T4, driver=[], driver_reason="the CUDA driver says: no CUDA-capable device is detected (cuInit: 100)")
+    use(T4, driver=[], driver_reason="the CUDA driver reports: no CUDA-capable device is detected (cuInit: 100)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     machine = hardware.describe()
     assert machine.kind == "cpu" and machine.gpus == () and machine.cuda_visible_devices == value
@@ -297,7 +298,7 @@ def test_a_driver_that_fails_in_the_child_leaves_a_reason(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # here it loads; the child meets what is really there
     monkeypatch.setattr(hardware, "DRIVER_SCRIPT", "import sys; sys.exit('no luck')")
-    assert hardware.ask_driver.__wrapped__(None, None) == ([], "the CUDA driver says: no luck")
+    assert hardware.ask_driver.__wrapped__(None, None) == ([], "the CUDA driver reports: no luck")
     monkeypatch.setattr(hardware, "DRIVER_SCRIPT", """print('[{"index": 0, "uuid": "GPU-1", "capability": [9, 0]}]')""")
     assert hardware.ask_driver.__wrapped__(None, None) == ([Gpu(0, "GPU-1", capability=(9, 0))], None)
 
@@ -329,7 +330,7 @@ def test_supports_names_what_is_missing(feature, machine, missing):
 
 
 def test_supports_rejects_an_unknown_feature():
-    with pytest.raises(ValueError, match="'sm90': use one of any, cuda, sm80"):
+    with pytest.raises(ValueError, match=r"'sm90'.*any, cuda, sm80"):
         hardware.supports("sm90", GOOD)
 
 

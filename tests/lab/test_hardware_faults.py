@@ -70,7 +70,7 @@ def test_whatever_cuda_visible_devices_says_a_machine_without_gpus_is_a_cpu_with
 def test_a_driver_that_shows_nothing_is_told_with_what_cuda_visible_devices_says(libraries, value):
     made = libraries(3, nvmlInit_v2=0) | ({} if value is None else {"CUDA_VISIBLE_DEVICES": value})
     kind, reason, _, texts = described(**made)
-    assert (kind, "the CUDA driver says: no device (cuInit: 100)" in reason) == ("cpu", True)
+    assert (kind, "the CUDA driver reports: no device (cuInit: 100)" in reason) == ("cpu", True)
     assert value is None or f"CUDA_VISIBLE_DEVICES={value!r}" in reason
     assert reason in texts[0] and ("unset" in texts[0]) == (value is not None)
 

@@ -43,16 +43,16 @@ def refusal(model, **options):
         ({"text_config": {"hidden_size": 10**12}}, "hidden_size"),
         ({"hidden_size": -5}, "hidden_size=-5"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
-        ({"vocab_size": 0}, "no model can be made"),
+        ({"vocab_size": 0}, "cannot build"),
         ({"pad_token_id": 10**9}, "Padding_idx"),
         ({"hidden_size": "many"}, "configuration"),
         ({"hidden_size": float("nan")}, "not JSON"),
         ({"hidden_size": [32]}, "configuration"),
         ({"num_hidden_layers": True}, "configuration"),
         ({"hidden_act": "nope"}, "nope"),
-        ({"model_type": ["bert"]}, "no model_type ['bert']"),
-        ({"model_type": "berrt"}, "no model_type 'berrt'. Did you mean 'bert'"),
-        ({"self": 1}, "takes no such configuration"),
+        ({"model_type": ["bert"]}, "model_type=['bert']"),
+        ({"model_type": "berrt"}, "Did you mean 'bert'"),
+        ({"self": 1}, "configuration"),
     ],
 )
 def test_a_size_or_a_type_that_no_model_has_is_refused_before_it_is_built(fields, words, tmp_path):
@@ -71,15 +71,15 @@ def _loop(path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.write_text('{"a":' * 10_000 + "1" + "}" * 10_000), "too many brackets"),
+        (lambda path: path.write_text('{"a":' * 10_000 + "1" + "}" * 10_000), "nested brackets"),
         (
             lambda path: path.write_bytes(b'{"model_type": "bert", "x": "' + b"y" * 100_000_000 + b'"}'),
             "16,777,216 bytes",
         ),
         (lambda path: path.write_bytes(b"\xff\xfe"), "not JSON"),
         (_loop, "symbolic links"),
-        (os.mkfifo, "no file"),
-        (lambda path: path.symlink_to("/dev/zero"), "no file"),
+        (os.mkfifo, "not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a file"),
     ],
     ids=["deep", "100 MB", "no text", "loop", "pipe", "without end"],
 )
@@ -98,7 +98,7 @@ def test_no_code_of_a_model_s_folder_is_run(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BERT | {"model_type": model_type, "auto_map": code}))
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
     if model_type == "evil":
-        assert "no model_type 'evil'" in refusal(tmp_path)
+        assert "model_type='evil'" in refusal(tmp_path)
     else:
         assert type(Task(str(tmp_path)).build_model(device="meta")).__module__.startswith("transformers.")
     assert not marker.exists()
@@ -106,7 +106,7 @@ def test_no_code_of_a_model_s_folder_is_run(model_type, tmp_path):
 
 @pytest.mark.parametrize("model", ["x" * 5000, "a\0b", "a\0b.json", "../../etc/passwd", "http://[::1"])
 def test_a_name_that_is_no_path_is_refused_in_words(model):
-    assert "no preset" in refusal(model) or "not JSON" in refusal(model)
+    assert "not a preset" in refusal(model) or "not JSON" in refusal(model)
 
 
 def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
@@ -115,9 +115,9 @@ def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypat
     folder = tmp_path / "mein Modell"
     folder.mkdir()
     (folder / "model.bin").write_bytes(b"\x80\x02")
-    assert "No such file or directory). Give a config.json or its folder" in refusal(folder), "weights only"
+    assert "Give a config.json or its folder" in refusal(folder), "weights only"
     assert "not JSON" in refusal(folder / "model.bin")
-    assert "is no preset, no file or folder, and is not on the Hub. Did you mean 'gpt2'" in refusal(tmp_path / "gpt2")
+    assert "not on the Hub. Did you mean 'gpt2'" in refusal(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypat
 def test_a_name_that_cannot_be_fetched_gets_the_nearest_preset_and_another_way(name, near, monkeypatch):
     monkeypatch.setattr("perf_helpers.lab.configurations.hub_answers", lambda: False)
     said = refusal(name)
-    assert "the Hub does not answer" in said and near in said and said.endswith("Or give its config.json.")
+    assert "does not answer" in said and near in said and said.endswith("config.json.")

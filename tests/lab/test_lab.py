@@ -34,7 +34,7 @@ def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
         time.sleep(600)
 
     assert lab.foresee(estimate, TINY, device="cpu", function=endless, seconds=1) is None
-    assert capsys.readouterr().out.startswith("no estimate: bert-tiny was given up, no result within 1 s")
+    assert capsys.readouterr().out.startswith("no estimate: the estimate of bert-tiny timed out")
     assert lab.run(lambda _: 1, measure=("none",)).ok, "what comes later has its own time"
 
 
@@ -50,7 +50,7 @@ def test_a_lab_that_has_waited_in_vain_for_long_waits_no_more(tmp_path, monkeypa
     assert [impatient.foresee(slow) for _ in range(3)] == [None] * 3
     lines = capsys.readouterr().out.splitlines()
     assert len(asked) == 1 and lines[0] == "no estimate: no answer"
-    assert lines[1:] == ["no estimate: earlier ones took too long, this one was not waited for"] * 2
+    assert len(lines) == 3 and all(line.startswith("no estimate: skipped") for line in lines[1:])
 
 
 def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, monkeypatch, capsys):
@@ -133,7 +133,7 @@ def test_several_are_compared_with_one_baseline_in_the_same_turns(lab):
     assert found[0].memory_ratio > 1 == found[2].memory_ratio
     assert found[0].step_seconds[0] == found[2].step_seconds[0] < found[0].step_seconds[1]
     assert type(found[0]).from_dict(json.loads(json.dumps(found[0].to_dict()))) == found[0]
-    with pytest.raises(ValueError, match="give a run to compare"):
+    with pytest.raises(ValueError, match="give another run"):
         lab.compare(two)
 
 
@@ -168,7 +168,7 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
     assert comparison.speed_ratio.value.why == "speed not measured: timed out, no result within 1 s"
     assert comparison.memory_ratio == 1 and "Speed not measured: timed out" in capsys.readouterr().err
     nobody = lab.run(lambda task: 1, "nobody asked", measure=("none",))
-    assert lab.compare(nobody, nobody).memory_ratio.why == "memory not measured: nobody asked for it"
+    assert lab.compare(nobody, nobody).memory_ratio.why.endswith("measure=")
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_on_a_cpu_every_run_has_the_floor_of_a_cpu(lab):
 
 def test_a_comparison_of_runs_of_another_lab_is_refused(lab, tmp_path):
     run = Lab("cpu", out=tmp_path).run(lambda task: 1, measure=("none",))
-    with pytest.raises(ValueError, match="not run by this lab"):
+    with pytest.raises(ValueError, match=r"lab\.train or lab\.run"):
         lab.compare(run, run)
 
 
@@ -295,7 +295,7 @@ def test_a_function_that_cannot_travel_says_what_to_do(lab):
     import threading
 
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="inside it what it needs"):
+    with pytest.raises(ValueError, match="inside the function"):
         lab.run(lambda task: lock.locked(), measure=("none",))
 
 

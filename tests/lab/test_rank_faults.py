@@ -80,7 +80,7 @@ def run_out_of_memory():
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was ended by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was killed by SIGKILL"),
         (lambda: {}["lost"], "crashed", "rank 1: KeyError: 'lost' (line "),
         (leave, "crashed", "rank 1: SystemExit: enough (line "),
         (run_out_of_memory, "out of memory", "rank 1: RuntimeError: "),
@@ -138,8 +138,8 @@ def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
         torch.distributed.broadcast(torch.ones(6 - 2 * rank), src=0)
 
     run = provoke(disagree)
-    assert run.status == "killed" and run.message.startswith("rank 1: the process was ended by SIGABRT"), run
-    assert "24 bytes where it expected 16: the ranks' tensors differ" in run.message
+    assert run.status == "killed" and run.message.startswith("rank 1: ") and "SIGABRT" in run.message, run
+    assert "24 bytes instead of 16" in run.message and "dtype" in run.message
 
 
 def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_rank_that_enters_fewer_collectives_is_told_apart_from_one_that_died(p
 
     run = provoke(one_more)
     assert run.status == "crashed" and run.message.startswith("rank 0: "), run
-    assert run.message.endswith("; rank 1 had come to an end before, with fewer collectives")
+    assert run.message.endswith("fewer collectives") and "; rank 1 " in run.message
 
 
 def test_the_labs_own_port_is_free_whatever_the_environment_says(provoke, monkeypatch):

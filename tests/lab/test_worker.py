@@ -30,7 +30,7 @@ def ending(how):
     "how, status, message",
     [
         (lambda: os._exit(9), "crashed", "rank 1: the process ended with exit code 9"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was ended by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was killed by SIGKILL"),
         (lambda: [].pop(), "crashed", "rank 1: IndexError: pop from empty list"),
         (lambda: (_ for _ in ()).throw(MemoryError("too much")), "out of memory", "rank 1: MemoryError: too much"),
     ],

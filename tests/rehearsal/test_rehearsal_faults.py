@@ -55,7 +55,7 @@ def test_a_rehearsal_that_is_killed_is_a_run_that_says_so_and_the_next_one_is_un
     expected = rehearse(TINY, on="t4")
     with Rehearsal(CARDS["t4"]) as stage:
         run = Lab("gpu", executor=stage, out=tmp_path / "out").run(kill, measure=("none",))
-    assert (run.status, run.message) == ("killed", "the rehearsal ended (exit code -9)")
+    assert run.status == "killed" and "exit code -9" in run.message
     after = rehearse(TINY, on="t4")
     assert after.ok and (after.memory.breakdown, after.memory.reserved_bytes) == (
         expected.memory.breakdown,

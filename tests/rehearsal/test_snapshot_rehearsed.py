@@ -81,7 +81,7 @@ def test_of_several_ranks_the_first_writes_it(tmp_path):
 
 
 def test_a_place_for_no_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the name of a file"):
+    with pytest.raises(ValueError, match=r"snapshot=.*: give a file"):
         Rehearsal(CARDS["a100"], tmp_path)
 
 

@@ -165,7 +165,7 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
     for run in runs:
         there = run.attempts[-1]["address"] == one_elsewhere
         assert (run.machine["name"] == "another machine") == there == (run.versions["torch"] == "1.0")
-    (line,) = [line for line in told if "not one set" in line]
+    (line,) = [line for line in told if "do not compare" in line]
     assert "torch 1.0 (here" in line and "\n" not in line
 
 
@@ -183,7 +183,7 @@ def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(
             time.sleep(0.05)
         run = lab.run(look, measure=("none",))
     assert run.value == [None, None, max(1, lab.machine.cpu_cores // 2)], run
-    assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "speeds disturb each other" in line]
+    assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "share the cores" in line]
 
 
 def test_what_dask_sets_for_its_own_tasks_is_undone_and_what_a_user_sets_stays(monkeypatch):
@@ -253,7 +253,7 @@ def test_workers_that_offer_no_device_are_refused_with_what_to_do(in_this_proces
 
 
 def test_where_no_worker_comes_that_is_said(in_this_process):
-    with Workers(in_this_process(0), patience=0.3) as executor, pytest.raises(ValueError, match="no worker came"):
+    with Workers(in_this_process(0), patience=0.3) as executor, pytest.raises(ValueError, match="raise --wait"):
         executor.submit(print).result()
 
 
@@ -268,7 +268,7 @@ def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_pat
         while not (tmp_path / "began").exists():
             time.sleep(0.05)
         client.cluster.close()
-        with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+        with pytest.raises(ValueError, match="scheduler stopped answering"):
             future.result()
 
 
@@ -277,8 +277,8 @@ def test_a_client_that_is_closed_leaves_nobody_waiting(in_this_process):
     executor = Workers(client)
     future = executor.submit(print)
     client.close()
-    with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+    with pytest.raises(ValueError, match="scheduler stopped answering"):
         future.result()
     executor.shutdown()
-    with pytest.raises(ValueError, match="the scheduler does not answer any more"):
+    with pytest.raises(ValueError, match="scheduler stopped answering"):
         executor.submit(print)

@@ -62,7 +62,7 @@ def test_a_sweep_is_performed_by_several_workers_at_once_and_kept_in_one_store(c
     assert {run.id for run in lab.runs} == {run.id for run in found.runs}
     assert {run.id for run in Store(tmp_path / "runs.jsonl").read()} == {run.id for run in lab.runs}
     assert again.runs == found.runs and len(again.reused) == 4, "and nothing was trained again"
-    assert [line for line in told if line.startswith("4 of 4 rows are in")]
+    assert [line for line in told if line.startswith("4 of 4 rows are taken")]
     workers = {run.attempts[0]["worker"] for run in found.runs}
     assert all(worker in repr(found) for worker in workers) and "(earlier)" in repr(again)
 
@@ -78,10 +78,10 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, quick, monkeypatch)
 
     with pytest.raises(KeyboardInterrupt):
         sweep.run(Lab("cpu", out=tmp_path), FOUR, tell=interrupt)
-    assert told[-1].startswith("interrupted: 2 of 4 rows are in") and len(performed) == 2
+    assert told[-1].startswith("interrupted: 2 of 4 rows") and len(performed) == 2
     found = sweep.run(Lab("cpu", out=tmp_path), FOUR, tell=told.append)
     assert found.ok and len(performed) == len(set(performed)) == 4 and len(found.reused) == 2
-    assert any(line.startswith("2 of 4 rows are in") for line in told)
+    assert any(line.startswith("2 of 4 rows are taken") for line in told)
     sweep.run(Lab("cpu", out=tmp_path), FOUR)
     assert len(performed) == 4
     versions = hardware.versions() | {"torch": "1.0"}
@@ -156,9 +156,7 @@ def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(mo
     told = []
     with dask_workers.connected(tell=told.append) as executor:
         assert executor is None
-    assert told == [
-        "one training after another, in this process; on several workers with Dask: " + dask_workers.INSTALL
-    ]
+    assert len(told) == 1 and "one by one" in told[0] and dask_workers.INSTALL in told[0]
     for asked in ({"workers": 2}, {"scheduler": "tcp://127.0.0.1:9"}):
         with pytest.raises(ValueError, match="need Dask: pip install"), dask_workers.connected(**asked):
             pass
@@ -168,7 +166,7 @@ def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(mo
     ("asked", "words"),
     [
         ({"workers": 0}, "workers=0: give a whole number"),
-        ({"workers": 2, "scheduler": "tcp://127.0.0.1:9"}, "give one of the two"),
+        ({"workers": 2, "scheduler": "tcp://127.0.0.1:9"}, "keep one of the two"),
         ({"scheduler": "tcp://127.0.0.1:9"}, "no scheduler answers at 'tcp://127.0.0.1:9'"),
         ({"scheduler": "nowhere"}, "no scheduler answers at 'nowhere'"),
     ],
@@ -218,7 +216,7 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
     every, one = made
     assert [options["env"]["CUDA_VISIBLE_DEVICES"] for options in every] == wanted and len(one) == 1
     assert all(options["resources"] == {"device": 1} and options["nthreads"] == 1 for options in every)
-    with pytest.raises(ValueError, match="workers=3: each has a GPU, and there are 2"):
+    with pytest.raises(ValueError, match=r"workers=3: .*at most 2"):
         dask_workers._own_cluster(distributed, 3).__enter__()
 
 
@@ -279,5 +277,5 @@ def test_an_interrupted_command_is_exit_code_130_and_leaves_nothing(command, tmp
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     printed, told = process.communicate()
     assert (process.returncode, printed) == (130, ""), told
-    assert "interrupted: 1 of 2 rows are in" in told and "Traceback" not in told, told
+    assert "interrupted: 1 of 2 rows" in told and "Traceback" not in told, told
     assert all(map(gone, left()))

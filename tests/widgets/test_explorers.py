@@ -29,5 +29,5 @@ def test_a_control_draws_anew_and_a_cell_run_again_leaves_one_box(shown):
 
 
 def test_a_choice_without_values_is_refused():
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="is empty: give"):
         widgets.explore(lambda batch: None, batch=[])

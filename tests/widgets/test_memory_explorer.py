@@ -73,7 +73,7 @@ def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, t
 
 def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab, shown, monkeypatch):
     explorers.memory(lab, device="cuda")
-    assert "Attention takes the" in text(shown)
+    assert "Attention uses the" in text(shown)
     asked = []
 
     class Asked(peak_model.Surfaces):

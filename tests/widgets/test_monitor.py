@@ -59,9 +59,7 @@ def test_a_gpu_that_nvml_does_not_know_leaves_the_host_and_says_so(monkeypatch):
     with monitor.Monitor(10) as watching:
         pass
     assert watching.samples[0][1][monitor.OWN] > 0
-    assert "the host, since NVML gives nothing about the GPU (Driver/library version mismatch)" in str(
-        watching.summary()
-    )
+    assert "the host, because NVML does not report the GPU (Driver/library version mismatch)" in str(watching.summary())
 
 
 def test_it_watches_from_the_blocks_beginning_to_its_end():
