@@ -180,10 +180,11 @@ def lines(
 ) -> Axes:
     """Several series over one x, told apart by colour, dash and marker, each labelled in the legend.
 
-    Where a value is None or unknown the line has a gap; of a series without any value the legend says so.
+    The line has a gap if a value is None, unknown or missing; the legend marks a series without any value.
     """
     ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
+        values = [value if is_measured(value) else None for value in values]
         marker = _MARKERS[i % len(_MARKERS)] if markers else None
         ax.plot(x, values, marker=marker, **_style(i, label, values))
     if len(series) > 1:

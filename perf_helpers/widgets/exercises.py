@@ -21,7 +21,7 @@ from perf_helpers.course import learner_log
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
-from perf_helpers.unknown import NeedsValues, Unknown, is_measured
+from perf_helpers.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 from perf_helpers.widgets.frame import ROW, place
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
@@ -182,10 +182,10 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """What a check says of an answer; "not measured" where it asked for a value that is unknown."""
+    """What a check says of an answer; "not measured" if it needs a value that is unknown, or a run that failed."""
     try:
         return judge(answer)
-    except NeedsValues as reason:
+    except (NeedsValues, RunFailed) as reason:
         return not_measured(str(reason))
 
 
@@ -256,9 +256,9 @@ def challenge(
     for name, value in targets.items():
         if is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
-    if baseline.peak_bytes is None:
+    if not is_measured(baseline.peak_bytes):
         raise ValueError(f"baseline={baseline!r}: a challenge needs one that ran with its memory measured")
-    unknown = [value.why for value in targets.values() if isinstance(value, Unknown)]
+    unknown = [value.why for value in targets.values() if isinstance(value, Unknown | Missing)]
     if unknown:
         feedback = (not_attempted if answer is None else not_measured)(f"the target is unknown: {unknown[0]}")
     elif answer is None:
@@ -303,8 +303,10 @@ def _measured_feedback(
         run = next(before, None) or lab.train(name, **again, **recipe)
     except ValueError as error:  # a value that the library refuses
         return wrong(str(error))
+    if run.status in ("timed out", "killed"):  # by a machine that is busy or full, for all we know
+        return not_measured(run.failure)
     if not run.ok:
-        return wrong(f"the run ended with: {run.status}, {run.message}")
+        return wrong(run.failure)
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
     said, speed = f"the peak is {bytes_text(run.peak_bytes)}", None
