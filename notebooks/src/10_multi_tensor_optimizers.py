@@ -675,7 +675,7 @@ def check(answer):
         return exercises.not_attempted()
     run = peak_run("challenge", from_trainer(answer["optim"], answer["rate"]), answer["in_backward"])
     if not run.ok:
-        return exercises.wrong(f"{run.status}: {run.message}")
+        return exercises.run_failed(run)
     if run.peak_bytes > limit:
         return exercises.wrong(f"{plots.bytes_text(run.peak_bytes)}: over the limit. What else could go?")
     ends = ends_of(answer)

@@ -72,6 +72,12 @@ def not_measured(why: str) -> Feedback:
     return Feedback("not measured", why)
 
 
+def run_failed(run: Run) -> Feedback:
+    """The feedback on an answer whose run failed. It is wrong, unless the run timed out or was killed: a busy or full
+    machine may be why."""
+    return (not_measured if run.status in ("timed out", "killed") else wrong)(run.failure)
+
+
 def prose_html(text: str) -> str:
     """Plain text as HTML; words between backticks become code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
@@ -303,10 +309,8 @@ def _measured_feedback(
         run = next(before, None) or lab.train(name, **again, **recipe)
     except ValueError as error:  # a value that the library refuses
         return wrong(str(error))
-    if run.status in ("timed out", "killed"):  # by a machine that is busy or full, for all we know
-        return not_measured(run.failure)
     if not run.ok:
-        return wrong(run.failure)
+        return run_failed(run)
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
     said, speed = f"the peak is {bytes_text(run.peak_bytes)}", None
