@@ -71,9 +71,11 @@ def _assigned(text: str, line: int) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
             continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
         rest.extend(ast.iter_child_nodes(node))
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            while isinstance(node, ast.Subscript | ast.Attribute):  # a part of something is assigned
+                node = node.value
+            found |= {node.id} if isinstance(node, ast.Name) else set()
     return found
 
 

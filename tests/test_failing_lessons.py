@@ -27,17 +27,15 @@ def test_each_cell_goes_on_or_says_how_its_run_failed(source, tmp_path, monkeypa
 
 def test_a_lesson_that_trips_over_a_failed_run_is_found(tmp_path):
     source = tmp_path / "99_trips.py"
-    source.write_text(
-        "\n\n".join(
-            [
-                '# %% tags=["parameters"]\nprofile = "auto"\nout = ""',
-                '# %%\nfrom perf_helpers import Lab\n\nlab = Lab(profile, out=out)\nrun = lab.run(print, measure="none")',
-                "# %%\nimport torch\n\ntorch.testing.assert_close(run.value, [1.0])\nafter = 1",
-                "# %%\nafter + 1",
-                "# %%\nfirst, second = run.value",
-            ]
-        )
-    )
+    cells = [
+        '# %% tags=["parameters"]\nprofile = "auto"\nout = ""',
+        "# %%\nfrom perf_helpers import Lab\n\nlab = Lab(profile, out=out)",
+        '# %%\nimport torch\n\nrun = lab.run(print, measure="none")',
+        "# %%\ntorch.testing.assert_close(run.value, [1.0])\nafter = 1",
+        "# %%\nafter + 1",
+        "# %%\nfirst, second = run.value",
+    ]
+    source.write_text("\n\n".join(cells))
     failed = failing_lessons.run(source, tmp_path)
-    assert [(number, type(error)) for number, error in failed] == [(2, TypeError), (3, NameError), (4, RunFailed)]
-    assert [problem.partition(":")[0] for problem in failing_lessons.problems(failed)] == ["cell 2"]
+    assert [(number, type(error)) for number, error in failed] == [(3, TypeError), (4, NameError), (5, RunFailed)]
+    assert [problem.partition(":")[0] for problem in failing_lessons.problems(failed)] == ["cell 3"]

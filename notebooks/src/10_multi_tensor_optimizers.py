@@ -556,7 +556,8 @@ found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measu
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):
-        rows.append([name, *["does not run here"] * 5, (run.message or found[name].message)[:80]])
+        failed = found[name] if run.ok else run
+        rows.append([name, *["does not run here"] * 5, f"{failed.status}: {failed.message}"[:80]])
         continue
     value, states = found[name].value, run.memory.breakdown["optimizer_states"] / parameters
     ends = ", ".join(f"{loss:.2f}" for loss in value["losses"])
