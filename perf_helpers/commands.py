@@ -387,8 +387,10 @@ def _capability(text: str | None) -> tuple[int, int] | None:
 
 
 def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return a line per category of the peak, if categories are known, and one for what the allocator reserved; `binary`
-    as in `bytes_text`."""
+    """Return a line per category of the peak, if they are known, and one for what the allocator reserved.
+
+    `binary` is that of `bytes_text`.
+    """
     parts = (memory and memory.breakdown) or {}
     lines = [f"  {name_text(category):<18} {bytes_text(size, binary):>12}" for category, size in parts.items() if size]
     if memory and memory.reserved_bytes:

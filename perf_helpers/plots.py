@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perf_helpers.records import CATEGORIES, Comparison, Run
 from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text, seconds_text
-from perf_helpers.unknown import is_measured
+from perf_helpers.unknown import RunFailed, is_measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,10 +52,12 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
 
     Raises:
         ValueError: none of the runs has a breakdown.
+        RunFailed: none has, and one of them failed.
     """
-    runs = [run for run in runs if run.memory and run.memory.breakdown]
-    if not runs:
-        raise ValueError("none of these runs has measured memory: run them with measure='memory'")
+    measured = [run for run in runs if run.memory and run.memory.breakdown]
+    if not measured:
+        raise nothing_of(runs, "none of these runs has measured memory: run them with measure='memory'")
+    runs = measured
     scale, unit = bytes_unit(max(run.peak_bytes for run in runs))
     ax = _axes(ax, title, f"{runs[0].memory.kind} memory at the peak ({unit})", rows=len(runs))
     ends, least = [0.0] * len(runs), _TOO_THIN * max(run.peak_bytes for run in runs) / scale
@@ -71,6 +73,12 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
     ax.set_xlim(0, max(ends) * 1.22)
     _legend(ax)
     return ax
+
+
+def nothing_of(runs: Iterable[Run], otherwise: str) -> RunFailed | ValueError:
+    """The error of a picture that finds nothing to show in these runs: how the first one failed, if one did."""
+    failed = next((run.failure for run in runs if not run.ok), None)
+    return RunFailed(failed) if failed else ValueError(otherwise)
 
 
 class Timeline:
@@ -123,9 +131,10 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
     Raises:
         ValueError: the run has no timeline.
+        RunFailed: it failed.
     """
     if not run.memory or not run.memory.timeline:
-        raise ValueError(f"run {run.name!r} has no timeline: run it with measure='memory'")
+        raise nothing_of([run], f"run {run.name!r} has no timeline: run it with measure='memory'")
     steps = Timeline(run.memory.timeline)
     scale, unit = bytes_unit(steps.highest_bytes)
     ax = _axes(ax, title or run.name, "operations of one step, in order", f"live memory ({unit})", size=(8, 3.4))
@@ -184,10 +193,12 @@ def lines(
 ) -> Axes:
     """Draw several series over one x, with different colours, dashes and markers, and a legend.
 
-    A line has a gap at a value that is None or unknown. A series without any value is "not measured" in the legend.
+    A line has a gap at a value that is None, unknown or missing. A series without any value is "not measured" in the
+    legend.
     """
     ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
+        values = [value if is_measured(value) else None for value in values]
         marker = _MARKERS[i % len(_MARKERS)] if markers else None
         ax.plot(x, values, marker=marker, **_style(i, label, values))
     if len(series) > 1:

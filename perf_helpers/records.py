@@ -1,7 +1,7 @@
 """Runs, ratios and comparisons, the results of experiments, and the files that keep them.
 
-A figure that was not requested is None, and the ratio of a failed run is unknown; a missing measurement is never 0.
-Both are null in files.
+A figure that was not requested is None; of a run that failed it is `Missing`, and a ratio with it is unknown. A missing
+measurement is never 0. All of these are null in files.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from filelock import FileLock
 
-from perf_helpers.unknown import Unknown
+from perf_helpers.unknown import Missing, NeedsValues, Unknown
 
 SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
 
@@ -91,7 +91,7 @@ def _as_json(value: Any) -> Any:
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    return None if isinstance(value, Unknown) else value
+    return None if isinstance(value, Unknown | Missing) else value
 
 
 def _read(kind: Any, value: Any) -> Any:
@@ -167,9 +167,23 @@ class Timing(Record):
     all_waited_seconds: tuple[float, ...] = ()  # in which its main thread could have gone on and had no core
 
 
+# What a run that failed did, and what to do about it, by its status.
+_FAILED = {
+    "out of memory": ("ran out of memory", "Use a smaller batch, shorter sequences or a smaller model"),
+    "timed out": ("timed out", "Give it more seconds with timeout=, or stop other work on this machine"),
+    "killed": ("was killed", "See how much memory is free, and run it again"),
+    "crashed": ("crashed", "Correct what the message names, and run it again"),
+    "refused": ("was refused", "Change what the message names"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Run(Record):
-    """The result of one experiment; a figure that was not measured is None."""
+    """The result of one experiment.
+
+    A figure that was not requested is None. One that the run lacks because it failed is false, and any use of it raises
+    `perf_helpers.unknown.RunFailed` with the run's `failure`.
+    """
 
     name: str  # for people: in tables and pictures
     status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
@@ -194,9 +208,23 @@ class Run(Record):
     date: str = ""  # ISO 8601, UTC
     id: str = ""
 
+    def __post_init__(self):
+        if not self.ok:
+            for name in ("memory", "timing", "losses", "value", *["ranks"] * (self.processes > 1)):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, Missing(self.failure))
+
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def failure(self) -> str:
+        """How the run failed, with its message and what to do about it; empty if it is ok."""
+        if self.ok:
+            return ""
+        how, remedy = _FAILED.get(self.status, (f"is {self.status}", "Run it again"))
+        return f"{self.name!r} {how}{': ' * bool(self.message)}{self.message.rstrip('.')}. {remedy}."
 
     @property
     def experiment(self) -> str:
@@ -204,22 +232,24 @@ class Run(Record):
         return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
 
     @property
-    def peak_bytes(self) -> int | None:
-        return self.memory.peak_bytes if self.memory else None
+    def peak_bytes(self) -> int | Missing | None:
+        return self.memory and self.memory.peak_bytes
 
     @property
-    def step_seconds(self) -> float | None:
-        return self.timing.step_seconds if self.timing else None
+    def step_seconds(self) -> float | Missing | None:
+        return self.timing and self.timing.step_seconds
 
     @property
-    def samples_per_second(self) -> float | None:
-        return self.timing.samples_per_second if self.timing else None
+    def samples_per_second(self) -> float | Missing | None:
+        return self.timing and self.timing.samples_per_second
 
     def __repr__(self) -> str:
+        if not self.ok:
+            return f"{self.name}: {self.status}{': ' * bool(self.message)}{self.message}"
         peak = "not measured" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:.1f} MB {self.memory.kind}"
         rate = self.samples_per_second
         speed = "" if rate is None else ", speed not known" if isinstance(rate, Unknown) else f", {rate:.3g} samples/s"
-        return f"{self.name}: {self.status}{': ' + self.message if self.message else f', {peak}{speed}'}"
+        return f"{self.name}: {self.status}, {peak}{speed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +268,10 @@ class Ratio(Record):
                 object.__setattr__(self, name, Unknown())
 
     @classmethod
-    def unknown(cls, why: str) -> "Ratio":
-        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing."""
-        return cls(*[Unknown(why)] * 3)
+    def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":
+        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing. The arguments are
+        those of `Unknown`."""
+        return cls(*[Unknown(why, error)] * 3)
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":

@@ -3,6 +3,7 @@ decide its claims; nightly at this machine's sizes under strict, where its verdi
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -163,8 +164,9 @@ def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp
     for cost in costs:
         assert (cost["verdict"], cost["value"], cost["as_expected"]) == ("not testable here", None, False)
     problem = "not testable here, expected holds or too small to tell"
-    why = "speed not measured: timed out, no result within 0 s"
-    assert {f"{cost['id']}: {problem} ({why})" for cost in costs} <= {*problems(result)}
+    why = "speed not measured: .* in turns' timed out: no result within 0 s"
+    for cost in costs:
+        assert any(re.match(rf"{cost['id']}: {problem} \({why}", found) for found in problems(result))
 
 
 @strictly

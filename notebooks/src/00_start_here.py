@@ -343,7 +343,7 @@ def check(batch):
         tried[batch] = lab.train(f"batch {batch}", per_device_train_batch_size=batch, measure="memory")
     run = tried[batch]
     if not run.ok:
-        return exercises.wrong(f"the run ended with: {run.status}, {run.message}")
+        return exercises.run_failed(run)
     used = run.peak_bytes / limit
     if used > 1:
         return exercises.wrong(f"batch {batch} takes {used:.0%} of the limit: more than there is")

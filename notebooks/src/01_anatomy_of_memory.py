@@ -244,7 +244,7 @@ def all_kernels(task):
 
 runs = [lab.run(function, measure=("none",)) for function in (device_readings, all_kernels) if cuda]
 found, eager = [run.value or {} for run in runs] or ({}, {})
-missing = f"needs NVML and nvidia-smi ({runs[0].message})" if cuda and not found else None
+missing = f"needs NVML and nvidia-smi ({runs[0].failure})" if cuda and not found else None
 contexts = [reading["context"] for reading in (found, eager) if reading]
 note = f"by default, and with every kernel: {', '.join(f'{size:.0f} MiB' for size in contexts)}" if contexts else ""
 display(claims.check("context-cost", max(contexts, default=None), missing=missing, note=note))

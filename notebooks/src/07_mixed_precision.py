@@ -855,7 +855,7 @@ def check_recipe(answer):
         return exercises.not_attempted("give a dict of training arguments; {} is fp32")
     yours = seeds["mixed"][0] if answer == mixed else learn("yours", answer)
     if not yours.ok:
-        return exercises.wrong(yours.message)
+        return exercises.run_failed(yours)
     if not final(yours) <= 1.1 * max(map(final, seeds["fp32"])):  # nan is no loss either
         return exercises.wrong(f"final loss {final(yours):.3g}, outside of the fp32 seeds' {finals['fp32']}")
     ratio = speed if answer == mixed else lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio

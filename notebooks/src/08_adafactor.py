@@ -504,7 +504,7 @@ def check(answer):
         return exercises.not_attempted()
     run = lab.train("challenge", **recipe, **answer)
     if not run.ok:
-        return exercises.wrong(f"{run.status}: {run.message}")
+        return exercises.run_failed(run)
     figures = f"loss {final(run.losses):.3f}, peak {plots.bytes_text(run.peak_bytes)}"
     if run.peak_bytes > limit:
         return exercises.wrong(f"{figures}: over the limit of {plots.bytes_text(limit)}")

@@ -489,7 +489,7 @@ def check(answer):
         lambda task: [learn(task, answer, seed) for seed in (1, 2, 3)], "challenge", task=look_up, measure=("none",)
     )
     if not run.ok:
-        return exercises.wrong(f"{run.status}: {run.message}")
+        return exercises.run_failed(run)
     loss, size = statistics.median(final(losses) for losses, _ in run.value), run.value[0][1]
     figures = f"{size:.2f} bytes a parameter, final loss {loss:.3f}"
     if loss > band:

@@ -556,7 +556,8 @@ found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measu
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):
-        rows.append([name, *["does not run here"] * 5, (run.message or found[name].message)[:80]])
+        failed = found[name] if run.ok else run
+        rows.append([name, *["does not run here"] * 5, f"{failed.status}: {failed.message}"[:80]])
         continue
     value, states = found[name].value, run.memory.breakdown["optimizer_states"] / parameters
     ends = ", ".join(f"{loss:.2f}" for loss in value["losses"])
@@ -675,7 +676,7 @@ def check(answer):
         return exercises.not_attempted()
     run = peak_run("challenge", from_trainer(answer["optim"], answer["rate"]), answer["in_backward"])
     if not run.ok:
-        return exercises.wrong(f"{run.status}: {run.message}")
+        return exercises.run_failed(run)
     if run.peak_bytes > limit:
         return exercises.wrong(f"{plots.bytes_text(run.peak_bytes)}: over the limit. What else could go?")
     ends = ends_of(answer)

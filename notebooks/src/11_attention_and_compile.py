@@ -662,7 +662,7 @@ def replayed(_):
 
 watched = None if on_cpu or missing else lab.run(replayed, measure=("none",))
 launched, turns = (watched and watched.value) or (None, None)
-why, note = watched.message if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
+why, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
 display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))
 claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=why)
 

@@ -618,7 +618,8 @@ display(claims.check("main-process-loads", lab.run(who_reads, measure=("none",))
 display(claims.check("workers-help", workers_help, note="pairs: " + ", ".join(f"{gain:.2f}" for gain in gains)))
 left = f"waiting with 4 workers {waiting_share(turns[0]['4 workers']):.0%} of the time"
 display(claims.check("workers-not-beyond", lab.ratio(beyond), note=left))
-memory, missing = (helped.peak_bytes / alone.peak_bytes, None) if helped.ok and alone.ok else (None, helped.message)
+missing = helped.failure or alone.failure or None
+memory = None if missing else helped.peak_bytes / alone.peak_bytes
 display(claims.check("workers-no-memory", memory, missing=missing))
 note = f"a worker {plots.bytes_text(costs[1][1])}, the process itself {plots.bytes_text(unhelped[1])}"
 claims.check("workers-host-memory", 1 + 4 * costs[1][1] / unhelped[1], note=note)
@@ -636,7 +637,7 @@ preloaded = lab.run(pinned_share, measure=("none",)).value if on_gpu else None
 display(claims.check("pinned-by-loader", preloaded))
 watched = lab.run(utilisation, task=small, measure=("none",)) if on_gpu else None
 busy = watched.value if watched else None
-missing = f"needs NVML ({watched.message})" if watched and not busy else None
+missing = f"needs NVML ({watched.failure})" if watched and not busy else None
 note = f"utilisation {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with the slow reader" if busy else ""
 claims.check("utilisation-shows-wait", busy[1] / busy[0] if busy else None, missing=missing, note=note)
 
@@ -692,7 +693,7 @@ def check(answer, tries=4):
         return exercises.wrong(f"{answer['num_workers']} workers: three are allowed, and enough")
     run = speed(answer)
     if not run.ok:
-        return exercises.wrong(f"the DataLoader says: {run.message}")
+        return exercises.run_failed(run)
     if 0.88 < run.value < 0.95 and tries > 1:  # near the target, a moment's noise must not decide
         return check(answer, tries - 1)
     found = f"{run.value:.1%} of the speed of synthetic data"

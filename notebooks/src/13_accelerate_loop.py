@@ -263,6 +263,8 @@ eight_steps = partial(train, steps=8)
 
 whole = lab.run(eight_steps, "never killed", task=small, measure=("none",))
 killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed", task=small, measure=("none",))
+if killed.status != "killed":
+    raise RuntimeError(killed.failure or "SIGKILL did not end it")
 before = json.loads(Path(folder.name, "losses.json").read_text())
 print("in the checkpoint:", *sorted(path.name for path in Path(folder.name).iterdir()))
 killed
@@ -462,8 +464,10 @@ def check_log(answer):
     if answer is None:
         return exercises.not_attempted("replace None by a function of (model, norm, log)")
     run = cost_of(answer)
-    if not run.ok or run.value["off"] > 1e-3:
-        return exercises.wrong(run.message or "the log does not hold the norms from before clipping")
+    if not run.ok:
+        return exercises.run_failed(run)
+    if run.value["off"] > 1e-3:
+        return exercises.wrong("the log does not hold the norms from before clipping")
     cost = f"{run.value['share']:.2%} of a step"
     if run.value["read"] or run.value["share"] > 0.02:
         return exercises.wrong(f"{cost}{', and a number is read back in every step' * run.value['read']}")

@@ -134,17 +134,19 @@ def watched(way, folder, _):
 
 # %%
 def measured(name, way, folder="one"):
-    """Bytes (private, mapped) at the peak, after loading, after an answer; {} where this machine cannot tell."""
+    """Bytes (private, mapped) at the peak, after loading, after an answer; {} if this machine cannot tell."""
     if missing:
         return {}
     run = lab.run(partial(watched, way, home / folder), name, measure=("none",), use_cpu=True)
     if not run.ok:
-        print(f"{name}: {run.message}")
-    return run.value if run.ok else {"failed": run.message}
+        print(run.failure)
+    return run.value
 
 
 def share(found, when, *kinds):  # of the weights' bytes: kind 0 is private, kind 1 mapped
-    return sum(found[when][kind] for kind in kinds or (0, 1)) / WEIGHTS if when in found else math.nan
+    if not found:  # nothing could be measured here, or the run failed
+        return math.nan if missing else found
+    return sum(found[when][kind] for kind in kinds or (0, 1)) / WEIGHTS
 
 
 # %% [markdown]
@@ -279,7 +281,7 @@ ways = {"8 of 12 layers on disk, by hand": hooked, "8 of 12 layers on disk": off
 found |= {name: measured(name, way) for name, way in ways.items()}
 
 # %%
-names = [name for name in found if "peak" in found[name]]
+names = [name for name in found if found[name]]
 _, ax = plt.subplots(figsize=(9, 0.42 * len(names) + 1.4), layout="constrained")
 for row, name in enumerate(names):
     private, in_files = (100 * share(found[name], "peak", kind) for kind in (0, 1))
@@ -489,7 +491,7 @@ runs["guarded, disk frozen"] = trained("guarded, disk frozen", 4, 2, callbacks=[
 runs["two steps"] = trained("two steps", 4, 2)
 for name, run in runs.items():
     if run:
-        print(f"{name}:", f"{run.value['changed']:.1%} of the parameters changed" if run.ok else run.message)
+        print(f"{name}:", f"{run.value['changed']:.1%} of the parameters changed" if run.ok else run.failure)
 
 # %%
 exercises.question(
@@ -588,8 +590,8 @@ def check(answer):
     if missing:
         return exercises.not_measured(missing)
     sizes = measured("exercise", partial(load, **answer))
-    if "peak" not in sizes:
-        return exercises.wrong(sizes["failed"])
+    if not sizes:
+        return exercises.run_failed(lab["exercise"])
     wrong_by = max(abs(a - b) for a, b in zip(sizes["logits"], plain["logits"]))
     said = f"{share(sizes, 'peak'):.2f} of the weights at the peak, answers off by {wrong_by:.1g}"
     if share(sizes, "peak") > 0.5:

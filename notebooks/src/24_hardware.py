@@ -69,12 +69,12 @@ def price_of_million(price_an_hour, tokens_per_second):
 
 run = lab.train("training", measure=("time",), per_device_train_batch_size=lab.profile.micro_batch)
 speed = run.samples_per_second
-tokens_per_second = speed * lab.task.length() if speed is not None else None
+tokens_per_second = speed * lab.task.length() if plots.is_measured(speed) else None
 if plots.is_measured(tokens_per_second):
     million = price_of_million(price_an_hour, tokens_per_second)
     print(f"{lab.task}: {tokens_per_second:,.0f} tokens/s, {million:.2f} for a million at {price_an_hour:.2f} an hour")
 else:
-    print("no speed was measured here")
+    print(run.failure or "no speed was measured here")
 
 # %% [markdown]
 # ## How much of the ceiling is that?
@@ -94,7 +94,7 @@ if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
     print(f"{needed / 1e9:.3g} GFLOP a sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} are used")
 else:
-    print(f"utilisation is not known here: {found.message or 'no speed was measured'}")
+    print(f"utilisation is not known here: {found.failure or 'no speed was measured'}")
 
 # %% [markdown]
 # ## Two cards, two ceilings
@@ -230,7 +230,7 @@ hot, not_hot = None, "needs a GPU to heat"
 if on_gpu:
     seconds, uuid = 20 if lab.profile.name != "tiny" else 1, lab.machine.gpus[0].uuid
     load = lab.run(lambda task: heated(seconds, uuid, task), "load", measure=("none",))
-    hot, not_hot = throttling(load.value) if load.ok else (None, load.message)
+    hot, not_hot = throttling(load.value) if load.ok else (None, load.failure)
     for row in (load.value or [])[:: max(1, len(load.value or []) // 8)]:
         print("{:.0f} s: {:.3g} FLOP/s, {} °C, {} MHz, reasons {}".format(*row))
 print(not_hot or f"{len(hot)} readings under a slowdown")

@@ -180,7 +180,7 @@ def counted(name, rank=None, task=task, **arguments):
 
 def part(run, kind, phase=None):
     """Bytes of a category, at the peak or at the end of a phase; None if not measured."""
-    if not run.peak_bytes or not run.memory.breakdown:
+    if run.ok and not (run.peak_bytes and run.memory.breakdown):
         return None
     return (run.memory.phase_breakdowns[phase] if phase else run.memory.breakdown)[kind]
 
@@ -375,9 +375,9 @@ def seconds(_):
 
 
 # %%
-taken, parts = lab.run(seconds, "steps", measure=("none",), use_cpu=True).value or ({}, {})
+taken, parts = lab.run(seconds, "steps", measure=("none",), use_cpu=True).value
 FLOOR = 1.1  # two processes of the same code differ by so much
-quicker = Ratio.of_turns([[taken[name] for name in ("all", "adapters", "all, again")]], CPU, FLOOR) if taken else None
+quicker = Ratio.of_turns([[taken[name] for name in ("all", "adapters", "all, again")]], CPU, FLOOR)
 rows = [[name, *(f"{1e3 * each:.1f}" for each in (*spent, sum(spent)))] for name, spent in parts.items()]
 plots.Table(["what learns", "forward", "backward", "update", "step"], rows, "ms of computing, one thread")
 
@@ -561,8 +561,8 @@ def check(answer):
     if answer.get("dtype") or (answer.get("rank") or 0) < 4:
         return exercises.wrong("fp32, and a rank of 4 or more")
     run = counted("yours", **answer)
-    if not run.peak_bytes:
-        return exercises.wrong(run.message)
+    if not run.ok:
+        return exercises.run_failed(run)
     said = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
     return exercises.right(said) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{said}: too much")
 

@@ -21,7 +21,7 @@ from perf_helpers.lab import Lab, hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, now, write_whole
 from perf_helpers.texts import nearest_text, number_text, template
-from perf_helpers.unknown import Unknown
+from perf_helpers.unknown import Missing, Unknown
 
 __all__ = ["DECIDED", "Decision", "NotReproduced", "Scoreboard", "check", "decide", "finish", "load"]
 
@@ -274,8 +274,8 @@ def _decided_in(lesson: str) -> dict[str, Decision]:
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
     """What was passed to a check, as (number, interval if it has one, why it is unknown)."""
-    given = [value.value, value.low, value.high] if hasattr(value, "low") else [value]
-    unknown = [part.why for part in given if isinstance(part, Unknown)]
+    given = [value.value, value.low, value.high] if isinstance(value, Ratio) else [value]
+    unknown = [part.why for part in given if isinstance(part, Unknown | Missing)]
     if value is None or unknown:
         return None, None, unknown[0] if unknown else None
     try:

@@ -20,7 +20,7 @@ from perf_helpers.lab.task import Task, choose_profile
 from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run, Store, now
 from perf_helpers.texts import arguments_of_kind, of_kind, positive, shown, whole_number
-from perf_helpers.unknown import NeedsValues, Unknown
+from perf_helpers.unknown import NeedsValues, RunFailed, Unknown
 
 Answer = TypeVar("Answer")
 
@@ -106,6 +106,7 @@ class Lab:
         Raises:
             ValueError: an unknown argument or a value out of range; it is raised before anything is built. A failure
                 while the experiment runs (out of memory, a crash, a timeout) is not raised: see the run's `status`.
+                Using a figure that such a run lacks raises `perf_helpers.unknown.RunFailed`.
         """
         arguments_of_kind(Lab.train, locals())
         parsed = Arguments.of(arguments, also=Lab.train.__annotations__)
@@ -185,7 +186,8 @@ class Lab:
         interval is a bootstrap over processes and pairs, widened to the noise floor: how much the baseline differed
         from itself, at least a factor of 1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with
         several ranks, each of the two runs has its own process, the wall clock decides, and the floor is the runs'
-        `noise_floor`. A failed comparison is not raised: its ratios are unknown and say why.
+        `noise_floor`. A failed comparison is not raised: its ratios are unknown and
+        say why; deciding by one raises `perf_helpers.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
@@ -210,13 +212,14 @@ class Lab:
         known = dict(zip([run.id for run in at_once], self._speeds(baseline, at_once, *how), strict=True))
         found = []
         for run in others:
-            failed = "; ".join(f"{each.name} {each.status}, {each.message}" for each in (baseline, run) if not each.ok)
+            failed = " ".join(each.failure for each in (baseline, run) if not each.ok)
+            error = self._error if failed else NeedsValues
             if baseline.peak_bytes and run.peak_bytes:
                 memory_ratio = run.peak_bytes / baseline.peak_bytes
             else:
-                memory_ratio = Unknown(f"memory not measured: {failed or 'add it to measure='}")
+                memory_ratio = Unknown(f"memory not measured: {failed or 'add it to measure='}", error)
             if failed:
-                speed = (Ratio.unknown(f"speed not measured: {failed}"),)
+                speed = (Ratio.unknown(f"speed not measured: {failed}", error),)
             else:
                 speed = known.get(run.id) or self._speeds(baseline, [run], *how)[0]
             found.append(Comparison(baseline, run, memory_ratio, *speed))
@@ -369,9 +372,9 @@ class Lab:
                 else:
                     outcome = self._perform(processes.alternate, *how)
         if not outcome.ok:
-            reason = f"{outcome.status}, {outcome.message}"
-            print(f"Speed not measured: {reason}.", file=sys.stderr)
-            return [(Ratio.unknown(f"speed not measured: {reason}"),)] * len(others)
+            reason = Run(what, outcome.status, outcome.message).failure
+            print(f"Speed not measured: {reason}", file=sys.stderr)
+            return [(Ratio.unknown(f"speed not measured: {reason}", self._error),)] * len(others)
         found, clock = [], CPU if inside_one else WALL
         for which, (run, experiment) in enumerate(zip(others, of_runs[1:], strict=True), 1):
             samples = [each.samples_per_step for each in (of_runs[0], experiment)]
@@ -389,6 +392,11 @@ class Lab:
     def _is_inside_one(self, *runs: Run) -> bool:
         """Whether these runs take turns inside one process."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
+
+    @property
+    def _error(self) -> type[RuntimeError]:
+        """What a ratio raises that is unknown because a run failed. A rehearsal leaves out whatever needs a ratio."""
+        return NeedsValues if self.machine.rehearsed else RunFailed
 
     @property
     def _is_unwatched(self) -> bool:

@@ -15,7 +15,7 @@ import psutil
 from perf_helpers.lab.interleaving import in_turns
 from perf_helpers.lab.task import Task
 from perf_helpers.records import CPU, WALL, Ratio
-from perf_helpers.unknown import NeedsValues
+from perf_helpers.unknown import NeedsValues, RunFailed
 
 TRIES = {"product": 15, "copy": 6}
 # Large enough that starting costs nothing; small enough for two seconds of one CPU core.
@@ -161,11 +161,12 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
     rows, width = batch_size * task.length(), task.build_config().hidden_size
     shapes, name = ((rows, width), (4 * width, width), (rows, 4 * width)), f"products, {dtype}"
     try:
-        taken = [lab.run(in_one_process, name, task=task, measure=("none",), use_cpu=use_cpu).value for _ in range(3)]
+        runs = [lab.run(in_one_process, name, task=task, measure=("none",), use_cpu=use_cpu) for _ in range(3)]
     except NeedsValues as error:
         return Products(dtype, Ratio.unknown(str(error)))
-    if None in taken:
-        return Products(dtype, Ratio.unknown(f"matmul rates not measured: {lab[name].message}"))
+    if failed := [run.failure for run in runs if not run.ok]:
+        return Products(dtype, Ratio.unknown(f"matmul rates not measured: {failed[0]}", RunFailed))
+    taken = [run.value for run in runs]
     seconds, step = (min(turn[CPU] for process in taken for turn in process[which]) for which in (0, 3))
     rate = 3 * 2 * rows * width * 4 * width / seconds
     of_products = model_flops(task, batch_size) / rate

@@ -21,7 +21,7 @@ from perf_helpers.course import learner_log
 from perf_helpers.lab import Arguments, Lab, Task
 from perf_helpers.records import Run
 from perf_helpers.texts import bytes_text
-from perf_helpers.unknown import NeedsValues, Unknown, is_measured
+from perf_helpers.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 from perf_helpers.widgets.frame import ROW, place
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
@@ -70,6 +70,12 @@ def right(text: str) -> Feedback:
 def not_measured(why: str) -> Feedback:
     """An answer that cannot be judged, because what it is held against is unknown. It is not kept in the journal."""
     return Feedback("not measured", why)
+
+
+def run_failed(run: Run) -> Feedback:
+    """The feedback on an answer whose run failed. It is wrong, unless the run timed out or was killed: a busy or full
+    machine may be why."""
+    return (not_measured if run.status in ("timed out", "killed") else wrong)(run.failure)
 
 
 def prose_html(text: str) -> str:
@@ -184,10 +190,10 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """What a check says of an answer; "not measured" where it asked for a value that is unknown."""
+    """What a check says of an answer; "not measured" if it needs a value that is unknown, or a run that failed."""
     try:
         return judge(answer)
-    except NeedsValues as reason:
+    except (NeedsValues, RunFailed) as reason:
         return not_measured(str(reason))
 
 
@@ -258,9 +264,9 @@ def challenge(
     for name, value in targets.items():
         if is_measured(value) and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r}: give a number above 0")
-    if baseline.peak_bytes is None:
+    if not is_measured(baseline.peak_bytes):
         raise ValueError(f"baseline={baseline!r}: give a run with its memory measured")
-    unknown = [value.why for value in targets.values() if isinstance(value, Unknown)]
+    unknown = [value.why for value in targets.values() if isinstance(value, Unknown | Missing)]
     if unknown:
         feedback = (not_attempted if answer is None else not_measured)(f"the target is unknown: {unknown[0]}")
     elif answer is None:
@@ -306,7 +312,7 @@ def _measured_feedback(
     except ValueError as error:  # a value that the library refuses
         return wrong(str(error))
     if not run.ok:
-        return wrong(f"the run ended with: {run.status}, {run.message}")
+        return run_failed(run)
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
     said, speed = f"the peak is {bytes_text(run.peak_bytes)}", None

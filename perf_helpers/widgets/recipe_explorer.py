@@ -24,12 +24,14 @@ def recipes(lab: Lab) -> None:
 
     Raises:
         ValueError: nothing is measured so far.
+        RunFailed: nothing is, and a run failed.
     """
     import ipywidgets
 
     groups = _groups(lab)
     if not groups:
-        raise ValueError("no run has its memory or its speed measured yet: train something first")
+        text = "no run has its memory or its speed measured yet: train something first"
+        raise plots.nothing_of(lab.runs, text)
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
     card = ipywidgets.Dropdown(options=[("any", 0), *SIZES.items()], description="fits on", **wide)

@@ -18,13 +18,14 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
     Raises:
         ValueError: none of them has a timeline.
+        RunFailed: none has, and one of them failed.
     """
     import ipywidgets
 
-    runs = {run.name: run for run in runs if run.memory and run.memory.timeline}
-    if not runs:
-        raise ValueError("none of these runs has a timeline: run them with measure='memory'")
-    steps = {name: plots.Timeline(run.memory.timeline) for name, run in runs.items()}
+    followed = {run.name: run for run in runs if run.memory and run.memory.timeline}
+    if not followed:
+        raise plots.nothing_of(runs, "none of these runs has a timeline: run them with measure='memory'")
+    steps = {name: plots.Timeline(run.memory.timeline) for name, run in followed.items()}
     names, last = list(steps), max(map(len, steps.values())) - 1
     wide = {**WHOLE_WIDTH, "flex": "1 1 18em"}
     upper = ipywidgets.Dropdown(options=names, value=names[0], description="above", layout=wide)
@@ -49,7 +50,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
     to_the_peak()
     top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=ROW)
     words = {name: f"{name}: peak {steps[name].text(steps[name].peak)}" for name in names[:2]}
-    static = "".join(plots.picture_html(plots.timeline(runs[name]), text) for name, text in words.items())
+    static = "".join(plots.picture_html(plots.timeline(followed[name]), text) for name, text in words.items())
     place(("timeline", *names), [top, slider, picture, output], static, "\n".join(words.values()))
 
 

@@ -1,5 +1,6 @@
 """The course run: toy lessons that fail in every way seen, and the lessons that are asked for."""
 
+import html
 import json
 import os
 
@@ -68,6 +69,20 @@ def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judg
     assert "no claim was decided" in problems(result)
     assert "[ 1/2] 00_hangs" in capsys.readouterr().err
     assert not [p.pid for p in psutil.process_iter() if marker_of(p).startswith(f"{os.getpid()}-")]
+
+
+def test_a_lesson_that_needs_a_failed_run_ends_with_the_runs_own_status_and_message(tmp_path, monkeypatch):
+    measure = "lab = Lab('tiny', timeout=1, out=out)\nrun = lab.run(sleep, 'own loop', measure='none')"
+    cell = (
+        f"import time\nfrom perf_helpers import Lab\ndef sleep(task):\n    time.sleep(600)\n{measure}\nsum(run.value)"
+    )
+    write_lesson(tmp_path / "lessons", "00_fails", cell)
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
+    (lesson,) = course.run_course(out=tmp_path / "out", timeout_per_lesson=120)["lessons"]
+    said = "'own loop' timed out: no result within 1 s. Give it more seconds with timeout="
+    assert lesson["status"] == "failed" and f", line 7: RunFailed: {said}" in lesson["message"]
+    for name in ("index.html", "00_fails.html", "00_fails.log", "results.json"):
+        assert said in html.unescape((tmp_path / "out" / name).read_text()), name
 
 
 def marker_of(process):

@@ -260,7 +260,7 @@ def test_a_recipe_that_fails_or_trains_elsewhere_is_wrong(lab, vanilla):
     assert "another device" in attempt(lab, vanilla, SMALL).text
     lab.status = "out of memory"
     half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    assert "out of memory, the process was ended" in attempt(lab, vanilla, half).text
+    assert "ran out of memory: the process was ended" in attempt(lab, vanilla, half).text
 
 
 def test_a_recipe_is_run_once(lab, vanilla):

@@ -32,4 +32,4 @@ def test_the_line_tells_the_bytes_where_the_slider_is(shown):
 
 def test_a_timeline_needs_one():
     with pytest.raises(ValueError, match="measure"):
-        explorers.timeline(Run("failed", "crashed"))
+        explorers.timeline(Run("timed", "ok"))
