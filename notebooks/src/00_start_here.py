@@ -120,7 +120,7 @@ def hoard(task):
 
 rows = [["this notebook", *look(None)]]
 for name, function in (("the hoarder", hoard), ("the next experiment", look)):
-    rows.append([name, *lab.run(function, name, measure="none").value])
+    rows.append([name, *lab.run(function, name, measure="value").value])
 if len({row[1] for row in rows}) < 3 or rows[-1][-1]:
     raise RuntimeError(f"an experiment found what another one left: {rows}")
 plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"], rows)
@@ -155,7 +155,7 @@ def train_and_delete(task):
 
 
 # %% tags=["claim"]
-there, left = lab.run(train_and_delete, task=lab.task.replace(seq_len=32), measure="none").value
+there, left = lab.run(train_and_delete, task=lab.task.replace(seq_len=32), measure="value").value
 note = f"{plots.bytes_text(there)} with its Trainer, {plots.bytes_text(left)} without"
 claims.check("restart-needed", left / there, note=note)
 
@@ -165,7 +165,7 @@ claims.check("restart-needed", left / there, note=note)
 # And it survives disasters. When memory runs out, the system often kills the process. Here an experiment does that to itself:
 
 # %%
-lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="none")
+lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="value")
 
 # %%
 exercises.question(
@@ -268,7 +268,7 @@ def loaded(task):
 
 # %% tags=["claim"]
 torch.testing.assert_close(small.memory.breakdown["weights"], by_hand[lab.task.model][-1], rtol=0.01, atol=0)
-cost = lab.run(loaded, measure="none").value
+cost = lab.run(loaded, measure="value").value
 claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {cost['bf16']:g} B")
 
 # %% [markdown]

@@ -242,7 +242,7 @@ def all_kernels(task):
     return device_readings(task)
 
 
-runs = [lab.run(function, measure=("none",)) for function in (device_readings, all_kernels) if cuda]
+runs = [lab.run(function, measure="value") for function in (device_readings, all_kernels) if cuda]
 found, eager = [run.value or {} for run in runs] or ({}, {})
 missing = f"needs NVML and nvidia-smi ({runs[0].failure})" if cuda and not found else None
 contexts = [reading["context"] for reading in (found, eager) if reading]
@@ -295,7 +295,7 @@ optimizers = {
     "Adafactor": {"optim": "adafactor"},  # new
     "Adafactor, beta1": None,  # with a first moment, which the Trainer does not offer
 }
-found = lab.run(states, measure=("none",)).value
+found = lab.run(states, measure="value").value
 total = {name: sum(size for _, size in parts.values()) / lab.task.parameters() for name, parts in found.items()}
 counts, size = found["8-bit AdamW"]["8 bits"]
 total["8-bit AdamW, its 8-bit part"] = size / counts
@@ -329,7 +329,7 @@ def gigabytes(task):
     return found
 
 
-giant = lab.run(gigabytes, task=Task("t5-3b"), measure=("none",)).value
+giant = lab.run(gigabytes, task=Task("t5-3b"), measure="value").value
 display(claims.check("t5-3b-adamw", giant["AdamW"], note=f"{Task('t5-3b').parameters() / 1e9:.2f} billion parameters"))
 display(claims.check("t5-3b-adafactor", giant["Adafactor"]))
 claims.check("t5-3b-8bit", giant["AdamW8bit"])
@@ -485,7 +485,7 @@ def activations(task):
     return found
 
 
-grown = lab.run(activations, task=toy, measure=("none",)).value
+grown = lab.run(activations, task=toy, measure="value").value
 plots.lines([1, 2, 4], grown, "size / the toy's", "saved for backward (MB)", title="Activations, one size at a time")
 slopes = {axis: math.log2(sizes[-1] / sizes[0]) / 2 for axis, sizes in grown.items()}
 note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes.items())
@@ -531,7 +531,7 @@ def other_ways(task):
     return said | {"rule": 18 * task.parameters()}
 
 
-others, rows = lab.run(other_ways, task=small, measure=("none",)).value, []
+others, rows = lab.run(other_ways, task=small, measure="value").value, []
 for name, recipe in course.items():
     run = lab.train(name, task=small, measure=("memory",), **recipe)
     ways = [said[name] and said[name].peak_bytes, others["bfloat16" if "bf16" in recipe else "float32"], others["rule"]]
@@ -646,7 +646,7 @@ exercises.check(lab, "unseen", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # The peak is where backward begins: weights (4 B), states (8 B), and activations, which grow with the batch.
-each = lab.run(lambda task: saved_bytes(task, 1), "one sample", task=unseen, measure=("none",)).value
+each = lab.run(lambda task: saved_bytes(task, 1), "one sample", task=unseen, measure="value").value
 exercises.prove(check, solution=(12 * unseen.parameters() + 16 * each) / 1e6, mistake=16 * unseen.parameters() / 1e6)
 
 # %% [markdown]

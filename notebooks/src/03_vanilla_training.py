@@ -85,7 +85,7 @@ def ten_lines(task, steps=STEPS):
 
 
 from_lab = lab.train("lab.train", task=short, per_device_train_batch_size=BATCH, max_steps=STEPS)
-from_trainer = lab.run(ten_lines, task=short, measure="none").value
+from_trainer = lab.run(ten_lines, task=short, measure="value").value
 torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-3)
 
 # %% [markdown]
@@ -261,7 +261,7 @@ from_2022 = [
 rows, toy = [], Task("bert-tiny", seq_len=16, dataset_size=8)
 for year, pairs in (("2023", from_2023), ("2022", from_2022)):
     for pair in pairs:
-        run = lab.run(outcomes(*pair), pair[0], task=toy, measure="none")
+        run = lab.run(outcomes(*pair), pair[0], task=toy, measure="value")
         words = [*(run.value or [run.status] * 2), ""]
         rows.append([year, pair[0], words[0], pair[1] or "", words[1]])
 verdicts = Counter(row[2].split()[0].strip(":") for row in rows)

@@ -128,7 +128,7 @@ def some_tiles(_):
 
 cores = lab.machine.cpu_cores
 if not on_cpu:
-    cores = lab.run(lambda _: torch.cuda.get_device_properties(0).multi_processor_count, measure=("none",)).value
+    cores = lab.run(lambda _: torch.cuda.get_device_properties(0).multi_processor_count, measure="value").value
 counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores + 1, 3 * cores})
 tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure=("none",)).value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
@@ -551,7 +551,7 @@ base_rate = 1e-3
 shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 shape |= {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 learnable = Task("bert-tiny", seq_len=32, data="learnable", config=shape)
-lengths = lab.run(gradient_lengths, task=learnable, measure=("none",)).value
+lengths = lab.run(gradient_lengths, task=learnable, measure="value").value
 together = [8, 16, 32, 64, 128, 256, 512]
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.4), layout="constrained")
 scales = []
@@ -608,7 +608,7 @@ def learning(sizes, seed):
                 found[key] = trained(task, data, unseen, size, factor * base_rate, seed, 2048 // size)
         return found
 
-    return lab.run(learn, task=learnable, measure=("none",)).value
+    return lab.run(learn, task=learnable, measure="value").value
 
 
 seeds, factors = (0, 1, 2), {8: (1, 2, 4), 32: (1, 2, 4), 128: (1, 4, 16)}
@@ -746,7 +746,7 @@ def after(size, rate, steps):
         data, unseen = (task.replace(seed=seed).batch(count, device) for seed, count in ((50, 4096), (51, 192)))
         return [trained(task, data, unseen, size, rate, seed, steps)[0][-1][1] for seed in seeds]
 
-    return statistics.median(lab.run(train, task=learnable, measure=("none",)).value)
+    return statistics.median(lab.run(train, task=learnable, measure="value").value)
 
 
 def check(answer):

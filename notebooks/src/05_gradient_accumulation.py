@@ -355,8 +355,8 @@ language = Task("llama-3-8b", **sizes, config=shape | {"num_attention_heads": 2,
 
 # %%
 tests = {
-    "classifier": lab.run(trainer_test(), task=classifier, measure=("none",)).value,
-    "language model": lab.run(trainer_test(), task=language, measure=("none",)).value,
+    "classifier": lab.run(trainer_test(), task=classifier, measure="value").value,
+    "language model": lab.run(trainer_test(), task=language, measure="value").value,
 }
 trusted, divides, _, ratio, cosine = tests["classifier"]
 if abs(ratio - 1) < 0.01:
@@ -391,7 +391,7 @@ def no_trust(model):
 
 remedies = {"compute_loss_func": own_loss, "accepts_loss_kwargs = False": no_trust}
 for name, prepare in remedies.items():
-    tests[name] = lab.run(trainer_test(prepare), task=classifier, measure=("none",)).value
+    tests[name] = lab.run(trainer_test(prepare), task=classifier, measure="value").value
 plots.Table(header, [[name, *row] for name, row in tests.items()])
 
 # %% [markdown]
@@ -461,7 +461,7 @@ def one_epoch(task, base_rate=3e-4):
 
 # %% tags=["claim"]
 learnable = Task("bert-tiny", 32, data="learnable", config=no_dropout | {"num_hidden_layers": 1, "vocab_size": 1000})
-curves, ends = lab.run(one_epoch, task=learnable, measure=("none",)).value
+curves, ends = lab.run(one_epoch, task=learnable, measure="value").value
 ax = plots.losses(dict(zip(["4 x 1", "4 x 8", "4 x 8, 8 times the rate", "32 x 1"], curves)), title="Three seeds")
 _ = ax.set_xlabel("times 32 sequences")
 apart = max(abs(a - b) for pair in zip(curves[1], curves[3]) for a, b in zip(*pair))

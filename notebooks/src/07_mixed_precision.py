@@ -334,7 +334,7 @@ def autocast_facts(task):
     return types, [casts_per_region(device, cache) for cache in (True, False)], error.item(), str(total.item()), flag
 
 
-facts = lab.run(autocast_facts, "autocast", measure=("none",))
+facts = lab.run(autocast_facts, "autocast", measure="value")
 types, ((casts, follows), (casts_without, follows_without)), norm_error, plain_sum, flag = facts.value
 print(f"casts of a weight that is used twice: {casts:g} a region, {casts_without:g} without the cache")
 print(f"the second product follows its weight by {follows:.2f}, {follows_without:.2f} without the cache")
@@ -501,7 +501,7 @@ def account(task):
     return *kept, sum(n for key, n in products.items() if key[1] == torch.float32), sum(products.values())
 
 
-in_fp32, in_mixed, left_fp32, products = lab.run(account, "kept for backward", task=task, measure=("none",)).value
+in_fp32, in_mixed, left_fp32, products = lab.run(account, "kept for backward", task=task, measure="value").value
 held = {recipe: runs[recipe, large].memory.phase_breakdowns["forward"]["activations"] for recipe in recipes}
 torch.testing.assert_close(float(sum(in_fp32.values())), float(held["fp32"]), rtol=0.05, atol=0)  # what the meter saw
 names = [name for name, size in in_mixed.items() if size > 0.01 * held["mixed"]]
@@ -626,7 +626,7 @@ def tf32_facts(task):
     return default, changed
 
 
-tf32_default, tf32_changed = lab.run(tf32_facts, measure=("none",)).value
+tf32_default, tf32_changed = lab.run(tf32_facts, measure="value").value
 
 
 # %%
@@ -670,7 +670,7 @@ def scores(trainer, model, flags):
 evaluations = {"fp32": {}, "mixed precision": mixed, "bf16_full_eval": {"bf16_full_eval": True}}
 evaluations["fp16_full_eval"] = {"fp16_full_eval": True}  # new: the last two
 plain_task = learnable.replace(config={"hidden_act": "relu"})  # without it a factor would not cancel
-inside, evals = lab.run(evaluated, task=plain_task, measure=("none",)).value
+inside, evals = lab.run(evaluated, task=plain_task, measure="value").value
 print(f"fp16_full_eval, evaluated while train() runs: the weights are {inside}")
 header = ["evaluation", "bytes a parameter afterwards", "loss", "accuracy", "twin's loss", "twin's accuracy"]
 plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])

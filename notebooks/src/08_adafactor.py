@@ -350,7 +350,7 @@ def contest(task):
 
 
 tasks = {"look-up": look_up, "copy": copy}
-contests = {name: lab.run(contest, name, task=task, measure=("none",)).value for name, task in tasks.items()}
+contests = {name: lab.run(contest, name, task=task, measure="value").value for name, task in tasks.items()}
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
@@ -489,7 +489,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-recipe = dict(task=look_up, measure=("memory", "none"), max_steps=30)
+recipe = dict(task=look_up, measure=("memory", "value"), max_steps=30)
 reference = lab.train("tuned AdamW", per_device_train_batch_size=16, learning_rate=0.016, **recipe)
 limit = reference.peak_bytes - 0.6 * reference.memory.breakdown["optimizer_states"]
 print(

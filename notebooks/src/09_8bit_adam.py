@@ -375,7 +375,7 @@ def contest(task):
     return {"trials": trials, "rate": rate, "judged": judged}
 
 
-found = lab.run(contest, task=look_up, measure=("none",)).value
+found = lab.run(contest, task=look_up, measure="value").value
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -486,7 +486,7 @@ def check(answer):
     if answer is None:
         return exercises.not_attempted()
     run = lab.run(
-        lambda task: [learn(task, answer, seed) for seed in (1, 2, 3)], "challenge", task=look_up, measure=("none",)
+        lambda task: [learn(task, answer, seed) for seed in (1, 2, 3)], "challenge", task=look_up, measure="value"
     )
     if not run.ok:
         return exercises.run_failed(run)

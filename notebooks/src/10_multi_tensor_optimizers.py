@@ -152,7 +152,7 @@ def operators_called(_):
     return found
 
 
-counts = lab.run(operators_called, measure=("none",)).value
+counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
@@ -180,7 +180,7 @@ def kernels(_):
     return {name: number or None for name, number in found.items()}  # a rehearsal launches none
 
 
-below = lab.run(kernels, measure=("none",)).value
+below = lab.run(kernels, measure="value").value
 plots.Table(
     ["form", "kernels" if cuda else "operations on one tensor"],
     [*below.items()],
@@ -456,7 +456,7 @@ def losses_of_both(_):
     return [train(adamw), train(adamw, in_backward=True)]
 
 
-twins = lab.run(losses_of_both, measure=("none",)).value
+twins = lab.run(losses_of_both, measure="value").value
 apart = max(abs(a - b) for a, b in zip(*twins))
 assert apart < 1e-4
 print(f"largest difference of the losses in 40 steps: {apart:.1e}")
@@ -510,7 +510,7 @@ def asked_for(_):
     return [[*made.values()], absent]
 
 
-alike, absent = lab.run(asked_for, measure=("none",)).value
+alike, absent = lab.run(asked_for, measure="value").value
 print("\n".join(f"the same here: {', '.join(group)}" for group in alike if len(group) > 1))
 reasons = {}
 for name, reason in absent.items():
@@ -552,7 +552,7 @@ picked = [group[0] for group in alike]
 pool = ThreadPoolExecutor(1 if cuda else 2)  # counted bytes and CPU time do not mind a neighbour
 sizes = dict(zip(picked, pool.map(lambda name: peak_run(name, from_trainer(name)), picked)))
 _ = plots.memory(list(sizes.values()), title=f"Peak of a step, {parameters:,} parameters")
-found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="none"), picked)))
+found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="value"), picked)))
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):
@@ -668,7 +668,7 @@ def ends_of(answer):
         make = from_trainer(answer["optim"], answer["rate"])
         return [final(train(make, seed, in_backward=answer["in_backward"])) for seed in (1, 2)]
 
-    return lab.run(work, "challenge", measure=("none",)).value
+    return lab.run(work, "challenge", measure="value").value
 
 
 def check(answer):

@@ -396,7 +396,7 @@ def drawn(_):
     return [[len(source.unique()) for source in torch.cat(two).T] for two in epochs]
 
 
-numbers = lab.run(drawn, measure=("none",)).value
+numbers = lab.run(drawn, measure="value").value
 sources = ["random", "torch", "numpy's global generator", "a generator that the data set holds"]
 plots.Table(["drawn from", "different numbers of 8", "reseeded in each worker"], [*zip(sources, *numbers)])
 
@@ -418,7 +418,7 @@ def streamed(split):
     return [len(samples), len(samples.unique())]
 
 
-alone, own = lab.run(lambda _: [streamed(False), streamed(True)], measure=("none",)).value
+alone, own = lab.run(lambda _: [streamed(False), streamed(True)], measure="value").value
 rows = [["left alone", *alone], ["each takes its own shards", *own]]
 plots.Table(["four workers over 128 samples", "read", "different"], rows)
 

@@ -261,8 +261,8 @@ small = Task("bert-tiny", seq_len=32, data="learnable")
 folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 eight_steps = partial(train, steps=8)
 
-whole = lab.run(eight_steps, "never killed", task=small, measure=("none",))
-killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed", task=small, measure=("none",))
+whole = lab.run(eight_steps, "never killed", task=small, measure="value")
+killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed", task=small, measure="value")
 if killed.status != "killed":
     raise RuntimeError(killed.failure or "SIGKILL did not end it")
 before = json.loads(Path(folder.name, "losses.json").read_text())
@@ -293,7 +293,7 @@ exercises.question(
 resumed = {}
 for place in ("before the first batch", "after the first batch"):
     copied = shutil.copytree(folder.name, f"{folder.name}/{place}")
-    run = lab.run(partial(eight_steps, folder=copied, resume=place), place, task=small, measure=("none",))
+    run = lab.run(partial(eight_steps, folder=copied, resume=place), place, task=small, measure="value")
     resumed[place] = run.value
     off = max(abs(a - b) for a, b in zip(run.value, whole.value[4:]))
     print(f"load_state {place}: the losses are off by up to {off:.2g}")
@@ -317,8 +317,8 @@ _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, an
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
-one = lab.run(partial(train, accumulate=8), "one process, 8 each", task=calm, measure=("none",))
-two = lab.run(train, "two processes, 4 each", task=calm, processes=2, measure=("none",))  # new
+one = lab.run(partial(train, accumulate=8), "one process, 8 each", task=calm, measure="value")
+two = lab.run(train, "two processes, 4 each", task=calm, processes=2, measure="value")  # new
 mean = [sum(losses) / 2 for losses in zip(*(rank["value"] for rank in two.ranks))]
 torch.testing.assert_close(mean, one.value, rtol=1e-3, atol=0)
 rows = list(zip(range(1, 4), one.value, *(rank["value"] for rank in two.ranks), mean))

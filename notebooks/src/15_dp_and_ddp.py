@@ -149,8 +149,8 @@ def by_hand(model):
     return model, average
 
 
-one = lab.run(partial(train, wrap=alone), "one process", task=task, measure=("none",))
-two = lab.run(partial(train, wrap=by_hand), "two, by hand", task=task, processes=2, measure=("none",))
+one = lab.run(partial(train, wrap=alone), "one process", task=task, measure="value")
+two = lab.run(partial(train, wrap=by_hand), "two, by hand", task=task, processes=2, measure="value")
 torch.testing.assert_close(two.value["some weights"], one.value["some weights"], rtol=1e-3, atol=1e-5)
 print(f"largest difference between the ranks after {len(two.value['traffic'])} steps: {two.value['apart']}")
 
@@ -438,7 +438,7 @@ with contextlib.ExitStack() as stack:
             over[speed, name] = lab.run(each, f"{name}, {speed} cable", task=model, processes=2, measure=("time",))
     if not missing:
         each = partial(train, wrap=with_ddp, link=cable)
-        hosts = lab.run(each, "two hosts", task=small, processes=2, measure=("none",)).value
+        hosts = lab.run(each, "two hosts", task=small, processes=2, measure="value").value
 
 
 # %%
@@ -512,7 +512,7 @@ def economical(task, seeds=(0,), accumulate=1, quiet=True, bf16=False, learning_
 rule = Task("bert-tiny", seq_len=16, data="learnable", config={"num_hidden_layers": 1, "vocab_size": 200})
 for quiet in (False, True):
     each = partial(economical, accumulate=4, quiet=quiet)
-    run = lab.run(each, task=rule, processes=2, measure=("none",))
+    run = lab.run(each, task=rule, processes=2, measure="value")
     print(
         f"8 micro-batches, accumulation of 4, {'with' if quiet else 'without'} no_sync: {run.value['MB']:.2f} MB sent"
     )
@@ -676,7 +676,7 @@ answer = None
 # %% tags=["check"]
 def forty(answer):
     each = partial(economical, seeds=(0, 1, 2), micro_batches=40, **answer)
-    return lab.run(each, f"economical {answer}", task=rule, processes=2, measure=("none",))
+    return lab.run(each, f"economical {answer}", task=rule, processes=2, measure="value")
 
 
 band = None
@@ -758,7 +758,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here, cwd=folder)
         started[name] = stack.enter_context(subprocess.Popen(command, **pipes))
         stack.callback(started[name].kill)
-    run = lab.run(lambda task: runpy.run_path(str(path))["main"](), "the lab", processes=2, measure=("none",))
+    run = lab.run(lambda task: runpy.run_path(str(path))["main"](), "the lab", processes=2, measure="value")
     for name, process in started.items():
         output, errors = process.communicate(timeout=120)
         print(f"$ {name} {LAUNCHERS[name][1]} script.py\n{output or errors[-800:]}")
@@ -812,13 +812,13 @@ ENDS |= {"hangs": lambda: time.sleep(600)}
 rows = []
 for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
     began = time.perf_counter()
-    run = lab.run(partial(fault, what=what), what, processes=2, measure=("none",), timeout=8)
+    run = lab.run(partial(fault, what=what), what, processes=2, measure="value", timeout=8)
     told = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
     seen = told or str([rank["value"] for rank in run.ranks])
     rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
 display(plots.Table(["rank 1", "status", "seconds", "what is seen"], rows))
-print("unused:", lab.run(unused, task=rule, processes=2, measure=("none",)).message[:150])
-remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure=("none",))
+print("unused:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
+remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")
 print("remedy:", remedy.status)
 
 # %% [markdown]

@@ -557,7 +557,7 @@ def offloaded(task, in_file, steps=3):
 # %%
 saved = None
 if Path("/proc/self/status").exists():
-    ways = {in_file: lab.run(partial(offloaded, in_file=in_file), f"in a file: {in_file}", task=task, measure=("none",))
+    ways = {in_file: lab.run(partial(offloaded, in_file=in_file), f"in a file: {in_file}", task=task, measure="value")
             for in_file in (False, True)}  # fmt: skip
     torch.testing.assert_close(ways[True].value["loss"], ways[False].value["loss"], rtol=1e-4, atol=1e-5)
     saved = (ways[False].value["kept"] - ways[True].value["kept"]) / (8 * parameters)

@@ -224,7 +224,7 @@ def one_block(task, tokens):
 
 def two(function, name, task=None, processes=2, **options):
     """What each of two ranks returns."""
-    run = lab.run(partial(function, **options), name, task=task, processes=processes, measure=("none",))
+    run = lab.run(partial(function, **options), name, task=task, processes=processes, measure="value")
     return [rank["value"] for rank in run.ranks]
 
 
@@ -732,7 +732,7 @@ sizes = {"tp_size": 2} if gpus2 else {"tp_size": 2, "fsdp_size": 2}
 if lab.machine.kind != "cuda" or gpus2:  # it takes a GPU for each rank where there is one
     with tempfile.TemporaryDirectory() as folder:
         small.build_model().save_pretrained(folder)  # random weights, in place of a checkpoint
-        whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure=("none",)).value
+        whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure="value").value
         cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
     torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
     print(f"{sizes}: the losses of one device; of the weights {max(mine for _, mine in cut) / weights:.0%} on a rank")

@@ -355,7 +355,7 @@ def all_of(shapes, seed, balance=0.02):
         torch.set_num_threads(1)
         return {name: learn(small(*sizes), seed, balance * ("no" not in name)) for name, sizes in shapes.items()}
 
-    return lab.run(run, f"seed {seed}", measure=("none",)).value
+    return lab.run(run, f"seed {seed}", measure="value").value
 
 
 with ThreadPoolExecutor(2) as pool:  # what is learnt does not depend on who computes beside it
@@ -536,8 +536,8 @@ def layer_step(task, experts=16, k=2, width=64, inner=128, tokens=512):
     return found | {"sent": traffic.sent, "expert bytes": sum(part.nbytes for part in parts[2:])}
 
 
-alone = lab.run(layer_step, "one process", measure=("none",)).value
-ranks = [rank["value"] for rank in lab.run(layer_step, "two", processes=2, measure=("none",)).ranks]
+alone = lab.run(layer_step, "one process", measure="value").value
+ranks = [rank["value"] for rank in lab.run(layer_step, "two", processes=2, measure="value").ranks]
 
 # %%
 for name in ("out", "x", "experts"):

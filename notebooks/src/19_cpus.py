@@ -206,7 +206,7 @@ def flagged(_):
 
 
 # %%
-flags = lab.run(flagged, measure=("none",), use_cpu=True).value
+flags = lab.run(flagged, measure="value", use_cpu=True).value
 rows = [[flag, each["type"], str(each["losses"])] for flag, each in flags.items()]
 display(plots.Table(["flag, with use_cpu=True", "a linear layer computes in", "losses"], rows))
 obeyed = sum(flags[flag]["type"] == str(KINDS[flag]) for flag in ("bf16", "fp16")) / 2
@@ -478,7 +478,7 @@ def loss_of(recipe):
     return sum(rank["losses"][str(recipe)] for rank in both[: recipe[1]]) / recipe[1]
 
 
-of_seeds = lab.run(seeds, task=work, measure=("none",), use_cpu=True).value
+of_seeds = lab.run(seeds, task=work, measure="value", use_cpu=True).value
 band = max(of_seeds) - min(of_seeds)
 best = min(grid, key=lambda recipe: median(seconds(recipe)))
 print(f"losses by seed {of_seeds}, a band of {band:.3f}")

@@ -137,7 +137,7 @@ def measured(name, way, folder="one"):
     """Bytes (private, mapped) at the peak, after loading, after an answer; {} if this machine cannot tell."""
     if missing:
         return {}
-    run = lab.run(partial(watched, way, home / folder), name, measure=("none",), use_cpu=True)
+    run = lab.run(partial(watched, way, home / folder), name, measure="value", use_cpu=True)
     if not run.ok:
         print(run.failure)
     return run.value
@@ -422,7 +422,7 @@ saved("small", SMALL)
 def trained(name, *what, **options):
     if lab.machine.rehearsed:
         return None
-    run = lab.run(partial(training, home / "small", *what, **options), name, measure=("none",), use_cpu=True)
+    run = lab.run(partial(training, home / "small", *what, **options), name, measure="value", use_cpu=True)
     return run
 
 

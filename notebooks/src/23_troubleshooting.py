@@ -282,7 +282,7 @@ def two_ranks(script, folder, _):
 def examine_ranks(script, name):
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        run = lab.run(partial(two_ranks, script, folder), name, measure=("none",), use_cpu=True)
+        run = lab.run(partial(two_ranks, script, folder), name, measure="value", use_cpu=True)
         files = {rank: folder / str(rank) for rank in range(2)}
         calls = {rank: file.read_text().splitlines() if file.exists() else [] for rank, file in files.items()}
     seen = defaultdict(list, {"calls": calls, "stands": run.value if run.ok else {}})

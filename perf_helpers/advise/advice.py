@@ -286,7 +286,8 @@ def advise(
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
-    free = f"{margin:.0%} of the memory, {bytes_text(limit - room, binary=kind == 'cuda')}, is kept free for what an estimate cannot predict."
+    free = bytes_text(limit - room, binary=kind == "cuda")
+    free = f"{margin:.0%} of the memory, {free}, is kept free for what an estimate cannot predict."
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,

@@ -68,7 +68,6 @@ def measured(
     known = Outcome()
     for meter in meters:
         with quiet.experiment(alone=meter in ("time", "none")):
-            quiet._log("meter", experiment.name, meter, experiment.processes)
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)
             elif meter == "time" and known.memory and hardware.is_rehearsal():
