@@ -95,8 +95,8 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
         decided = results.decided_anew(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
         apart = verdicts["not testable here"]
-        told = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
-        assert told in counts and f"{apart} more are not testable there" in counts
+        line = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
+        assert line in counts and f"{apart} more are not testable there" in counts
         assert build.caption(data) in counts and build.caption(data) in page
         assert [claim["id"] for claim in decided if f"`{claim['id']}`" not in page] == []
     for name, data in cards.items():
@@ -141,8 +141,8 @@ def test_readme_counts_what_the_picture_of_the_report_counts(build):
     data = build.newest(measured)
     number = Counter(claim["verdict"] for claim in results.decided_anew(data["claims"]))
     testable = number.total() - number["not testable here"]
-    told = build.finding(measured)
-    assert f"{number['refuted']} of {testable} testable" in told and f"{number['holds']} hold" in told
+    finding = build.finding(measured)
+    assert f"{number['refuted']} of {testable} testable" in finding and f"{number['holds']} hold" in finding
 
 
 def test_readme_lists_every_lesson_with_its_minutes_and_where_to_open_it(build):

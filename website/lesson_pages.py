@@ -74,7 +74,7 @@ def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> s
     lines = Markup("").join(
         Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], told(row))) for machine, row in rows
     )
-    shown = '<summary>On every machine</summary><ul>{}</ul><a href="{}">its history</a>'
+    shown = '<summary>Verdicts on every machine</summary><ul>{}</ul><a href="{}">History of this claim</a>'
     return str(Markup(f'<details class="everywhere">{shown}</details>\n').format(lines, address))
 
 

@@ -152,8 +152,8 @@ class Sources:
             for cell in notebook.cells:
                 if cell.cell_type == "markdown":
                     cell.source = self.linked(cell.source, Path("notebooks"))
-            sources = f"[What it takes on trust](BIBLIOGRAPHY.md#{places[path.stem[:2]]})."
-            head = f"*As executed on {machine}.* {self.launch(path.name)} {sources}"
+            sources = f"[Sources of this lesson](BIBLIOGRAPHY.md#{places[path.stem[:2]]})."
+            head = f"*Recorded on {machine}.* {self.launch(path.name)} {sources}"
             made = lesson_pages.page(notebook, head, elsewhere, self.folder / "extra" / "notebooks" / "pictures")
             self.put(f"notebooks/{path.name}", nbformat.writes(made))
             self.put(f"clean/{path.name}", path.read_text("utf-8"))

@@ -354,9 +354,9 @@ def test_the_operation_at_the_peak_has_a_plain_name_and_its_own_in_a_hint(site, 
 
 def test_sizes_on_the_page_are_those_that_the_package_writes_beside_a_card(site, page):
     found = shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
-    told = page.locator("#calculator-answer").inner_text()
-    assert f"At the peak {bytes_text(found['peak'], binary=True)} are in use" in told
-    assert not re.search(r"\d (kB|MB|GB)\b", told)
+    text = page.locator("#calculator-answer").inner_text()
+    assert f"At the peak {bytes_text(found['peak'], binary=True)} are in use" in text
+    assert not re.search(r"\d (kB|MB|GB)\b", text)
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
