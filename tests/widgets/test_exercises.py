@@ -203,14 +203,14 @@ def test_a_recipe_over_the_limit_is_told_by_how_much_and_is_not_on_the_board(lab
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ([1, 4], "no dict"),
-        ({1: 4}, "no dict"),
+        ([1, 4], "dict of training arguments"),
+        ({1: 4}, "dict of training arguments"),
         (SMALL | {"gradient_checkpoint": True}, "Did you mean"),
         (SMALL | {"per_device_train_batch_size": 0}, "at least 1"),
         (SMALL | {"gradient_accumulation_steps": 2}, "effective batch must stay 4, but"),
         ({"gradient_accumulation_steps": 4}, "makes it 32"),
         (SMALL | {"max_steps": 1}, "leave it out"),
-        (SMALL | {"gradient_checkpointing": True, "activation_checkpointing": True}, "Keep one"),
+        (SMALL | {"gradient_checkpointing": True, "activation_checkpointing": True}, "keep one"),
     ],
 )
 def test_a_recipe_that_cannot_count_is_wrong_because_and_is_not_run(lab, vanilla, answer, words):

@@ -123,7 +123,7 @@ def test_without_a_front_end_there_is_a_picture_with_words(lab, shown):
     explorers.memory(lab)
     bundle = shown[-1]
     assert "<img" in bundle["text/html"] and 'alt="bert-tiny, micro-batch 4: weights' in bundle["text/html"]
-    assert "peak at" in bundle["text/plain"]
+    assert "estimated peak" in bundle["text/plain"]
 
 
 def test_an_error_in_the_thread_is_shown(lab, shown, monkeypatch):
