@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # (what, patterns of files, lines at most, files at most). What a lesson imports is lab, course, widgets and plots, and
 # what stands below them. The aims are 15,500 lines in 80 modules for perf_helpers and 4,000 lines for what measures.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 20_415, 97),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 20_416, 97),
     ("  lab", ["perf_helpers/lab/*.py"], 5_494, 24),
     ("  sweep", ["perf_helpers/sweep/*.py"], 758, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 5_708, 24),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 1_045, 6),
     ("  course", ["perf_helpers/course/*.py"], 1_307, 8),
-    ("  compare", ["perf_helpers/compare/*.py"], 709, 4),
+    ("  compare", ["perf_helpers/compare/*.py"], 710, 4),
     ("  advise", ["perf_helpers/advise/*.py"], 1_871, 8),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_615, 11),
     ("  what all share", ["perf_helpers/*.py"], 1_908, 9),
