@@ -292,7 +292,7 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
     half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""
-    counted = first.memory is None or first.memory.kind == "counted"
+    counted = not first.memory or first.memory.kind == "counted"
     what = "MiB counted" if counted else PARTS
     other = "" if task.to_dict() == rehearsed else "; **another model**: compare within this column only"
     return f"{task}{''.join(f', {name} {value}' for name, value in task.config.items())}{half}; {what}{other}"

@@ -149,7 +149,7 @@ class Suite:
 
     def _ask(self, row: Row) -> dict[str, Any]:
         run = self.lab.run(row.function, row.name, task=row.task, measure=("none",))
-        return {"status": run.status, "message": run.message, "value": run.value}
+        return {"status": run.status, "message": run.message, "value": run.value if run.ok else None}
 
 
 def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from filelock import FileLock
 
-from perf_helpers.unknown import Missing, NeedsValues, Unknown
+from perf_helpers.unknown import Missing, NeedsValues, Unknown, is_measured
 
 SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
 
@@ -211,7 +211,7 @@ class Run(Record):
     def __post_init__(self):
         if not self.ok:
             for name in ("memory", "timing", "losses", "value", *["ranks"] * (self.processes > 1)):
-                if getattr(self, name) is None:
+                if not is_measured(getattr(self, name)):
                     object.__setattr__(self, name, Missing(self.failure))
 
     @property

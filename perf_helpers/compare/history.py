@@ -20,6 +20,7 @@ from perf_helpers.compare.step_times import fastest
 from perf_helpers.course.results import load_results
 from perf_helpers.records import Run, write_whole
 from perf_helpers.texts import template
+from perf_helpers.unknown import is_measured
 
 FEWEST = 4  # points that a line with noise needs before anything is said of it
 FALSE_CUTS = 0.01  # pages with a cut that noise made
@@ -135,7 +136,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
             yield ("claim", claim["id"], str(claim.get("quantity"))), point
     for id, row in keyed(data["runs"]):
         run = Run.from_dict(row)
-        if run.peak_bytes is not None:
+        if is_measured(run.peak_bytes):
             yield ("memory", id, "B"), Point(date, run.peak_bytes)
     for recipe, seconds in fastest(data.get("paces")):
         yield ("speed", recipe, "s, the fastest step"), Point(date, seconds)
