@@ -538,7 +538,7 @@ settings = {"per_device_train_batch_size": 16, "learning_rate": 3e-3, "lr_schedu
 
 def learn(name, recipe, seed=0, steps=50):
     arguments = settings | {"seed": seed} | recipe
-    return lab.train(name, task=learnable.replace(seed=seed), measure=("time",), steps=steps, **arguments)
+    return lab.train(name, task=learnable.replace(seed=seed), measure="value", steps=steps + 1, **arguments)
 
 
 def final(run):
