@@ -186,9 +186,10 @@ def largest_that_fits():
     return int(sizes[0] + (limit_bytes - low) / per_sample)
 
 
-started = time.perf_counter()
-estimated = lab.foresee(largest_that_fits)
-estimate_seconds = time.perf_counter() - started
+with lab.quiet():
+    started = time.perf_counter()
+    estimated = lab.foresee(largest_that_fits)
+    estimate_seconds = time.perf_counter() - started
 widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 
 # %% [markdown]
@@ -216,9 +217,9 @@ def search(task):
     return tried
 
 
-started = time.perf_counter()
-tried = lab.run(search, task=task, measure=("none",)).value
-search_seconds = time.perf_counter() - started
+with lab.quiet():
+    started, tried = time.perf_counter(), lab.run(search, task=task, measure="none").value
+    search_seconds = time.perf_counter() - started
 print("oneDNN's words are known:", should_reduce_batch_size(RuntimeError("could not create a primitive")))
 rows = [["search", ", ".join(map(str, tried)), tried[-1], search_seconds]]
 rows.append(["two estimates", "none", estimated, estimate_seconds])

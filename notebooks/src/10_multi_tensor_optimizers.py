@@ -552,7 +552,7 @@ picked = [group[0] for group in alike]
 pool = ThreadPoolExecutor(1 if cuda else 2)  # counted bytes and CPU time do not mind a neighbour
 sizes = dict(zip(picked, pool.map(lambda name: peak_run(name, from_trainer(name)), picked)))
 _ = plots.memory(list(sizes.values()), title=f"Peak of a step, {parameters:,} parameters")
-found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="value"), picked)))
+found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="none"), picked)))
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):

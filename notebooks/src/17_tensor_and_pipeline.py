@@ -222,9 +222,9 @@ def one_block(task, tokens):
     return found
 
 
-def two(function, name, task=None, processes=2, **options):
+def two(function, name, task=None, processes=2, measure="value", **options):
     """What each of two ranks returns."""
-    run = lab.run(partial(function, **options), name, task=task, processes=processes, measure="value")
+    run = lab.run(partial(function, **options), name, task=task, processes=processes, measure=measure)
     return [rank["value"] for rank in run.ranks]
 
 
@@ -542,7 +542,7 @@ def watch(task, turns=6, width=2 * WIDTH):
 
 
 # %%
-both, timed, rows = two(watch, "watched"), {}, []
+both, timed, rows = two(watch, "watched", measure="none"), {}, []  # it reads a clock
 for row, key in enumerate(LOOKED_AT):
     timed[key] = [[rank[turn] for rank in both] for turn in range(row, len(both[0]), len(LOOKED_AT))]
 alone = [seconds_of(turn[:1]) for turn in timed.pop(LOOKED_AT[0])]

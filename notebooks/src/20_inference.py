@@ -508,8 +508,9 @@ def serve(plan, side="left", dtype=torch.float32):
 
 
 def timed(**how):
-    begin = time.process_time()
-    return serve(**how), time.process_time() - begin
+    with lab.quiet():
+        begin = time.process_time()
+        return serve(**how), time.process_time() - begin
 
 
 # %%

@@ -22,7 +22,7 @@ from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import forkserver, hardware, quiet
-from perf_helpers.lab.task import choose_profile
+from perf_helpers.lab.task import TINY, choose_profile
 from perf_helpers.records import now, write_whole
 from perf_helpers.texts import nearest_text, positive, shown, whole_number
 
@@ -79,11 +79,14 @@ def run_course(
         name = f"{source.stem}: " if at_once > 1 else ""
         say(f"        {name}{status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
         lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
+        for name, of_lessons in (("alone", lock.alone_seconds), ("waited", lock.waited_seconds)):
+            lesson[f"{name}_seconds"] = round(of_lessons[source.stem], 1)
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
         server = stack.enter_context(forkserver.shared())
-        address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
+        is_timed = at_once > 1 and profile != TINY.name  # of the smallest sizes no time means anything
+        address = stack.enter_context(quiet.served(lock)) if is_timed else ""
         own = [server | ({quiet.LOCK: f"{source.stem} {address}"} if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))

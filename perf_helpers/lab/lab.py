@@ -1,5 +1,6 @@
 """The lab: runs experiments in fresh subprocesses, keeps their results, and compares them."""
 
+import contextlib
 import os
 import sys
 import time
@@ -264,6 +265,10 @@ class Lab:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             print(f"no estimate: {reason}")
             return None
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a notebook that times something itself: a course's other lessons wait meanwhile."""
+        return quiet.experiment(alone=True)
 
     def __getitem__(self, name: str) -> Run:
         """Return the latest run of that name. Raises KeyError if there is none."""

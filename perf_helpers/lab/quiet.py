@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from unittest.mock import patch
@@ -56,6 +57,9 @@ class QuietLock:
         self._alone: str | None = None
         self._queue: dict[int, str] = {}  # who waits, in order of arrival
         self._number = itertools.count()
+        self._began = 0.0
+        self.alone_seconds: Counter[str] = Counter()  # that each lesson had the machine for itself
+        self.waited_seconds: Counter[str] = Counter()  # and that it waited for others
 
     def take(self, lesson: str, alone: bool) -> None:
         """Give up what the lesson holds, then wait until it may share the machine or be alone.
@@ -65,15 +69,17 @@ class QuietLock:
         with self._changed:
             self._release(lesson)
             self._queue[number := next(self._number)] = lesson
+            began = time.monotonic()
 
             def may_go() -> bool:
                 is_free = self._alone is None and not (alone and self._sharing)
                 return number not in self._queue or (is_free and next(iter(self._queue)) == number)
 
             self._changed.wait_for(may_go)
+            self.waited_seconds[lesson] += time.monotonic() - began
             if self._queue.pop(number, None):
                 if alone:
-                    self._alone = lesson
+                    self._alone, self._began = lesson, time.monotonic()
                 else:
                     self._sharing.add(lesson)
                 self._changed.notify_all()
@@ -88,6 +94,7 @@ class QuietLock:
         self._sharing.discard(lesson)
         if self._alone == lesson:
             self._alone = None
+            self.alone_seconds[lesson] += time.monotonic() - self._began
         self._changed.notify_all()
 
 
