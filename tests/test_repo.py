@@ -146,7 +146,7 @@ def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, m
     assert told in wrong_imports(tmp_path)
 
 
-MOST_LINES = 340  # of code in a module
+MOST_LINES = 350  # of code in a module
 
 
 def shape_problems(modules):
@@ -582,8 +582,8 @@ def test_the_readme_is_short_and_names_every_page():
 
 def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
     assert page_problems("[a](docs/a.md)", ["docs/a.md"]) == []
-    assert page_problems("ä" * 7_801, ["docs/a.md"]) == [
-        "README.md has 15,602 bytes, 15,600 are enough",
+    assert page_problems("ä" * 6_001, ["docs/a.md"]) == [
+        "README.md has 12,002 bytes, 12,000 are enough",
         "README.md does not name docs/a.md",
     ]
 
