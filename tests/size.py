@@ -17,8 +17,8 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # (part, patterns of its files, lines at most, files at most). A lesson imports lab, course, widgets and plots, which
 # import the other modules of that row.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 14_613, 98),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_012, 25),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 14_660, 99),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_060, 26),
     ("  sweep", ["perf_helpers/sweep/*.py"], 539, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 4_025, 24),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 729, 6),
@@ -31,7 +31,7 @@ BUDGETS = (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
         6_935,
-        51,
+        52,
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_300, 41),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_141, 24),

@@ -20,7 +20,14 @@ from perf_helpers.sweep.sweep import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where bytes are unpickled: they come from a process that this one started, or go to it, and never from a file.
-CHANNELS = {"estimate/prediction.py", "estimate/trace.py", "lab/forkserver.py", "lab/training.py", "lab/worker.py"}
+CHANNELS = {
+    "estimate/prediction.py",
+    "estimate/trace.py",
+    "lab/forked.py",
+    "lab/forkserver.py",
+    "lab/training.py",
+    "lab/worker.py",
+}
 CHANNELS |= {"rehearsal/rehearsal_process.py", "sweep/dask_workers.py"}
 
 

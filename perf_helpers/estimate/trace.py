@@ -36,7 +36,7 @@ from perf_helpers.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from perf_helpers.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from perf_helpers.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
 from perf_helpers.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
-from perf_helpers.lab import forkserver
+from perf_helpers.lab import forked
 from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from perf_helpers.lab.training import Experiment, infer, train
@@ -62,7 +62,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     import cloudpickle
 
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forkserver.own_folder))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder))
         stack.enter_context(_fake_parameters())
         stack.enter_context(tracker.collating())
         if not tracker.places_modules:

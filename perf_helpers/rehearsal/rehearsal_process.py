@@ -20,7 +20,7 @@ import cloudpickle
 
 from perf_helpers.cards import Card, card
 from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.lab import Lab, Task, forkserver, optional_packages
+from perf_helpers.lab import Lab, Task, forked, optional_packages
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
 from perf_helpers.texts import arguments_of_kind, positive, whole_number
@@ -201,6 +201,6 @@ def _end_with(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # the other side's end is told in any case
     poll.poll()
-    forkserver.remove(os.environ["IPYTHONDIR"])
+    forked.remove(os.environ["IPYTHONDIR"])
     print(end="", flush=True)
     os._exit(0)
