@@ -142,9 +142,9 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("id", "predicted", "words"),
         [
-            ("accumulation-cost", None, "pass predicted=.*from the seconds of passes"),
-            ("accumulation-cost", (1.0, 0.9), "no range"),
-            ("accumulation-cost", (math.nan, 0.9), "no range"),
+            ("accumulation-cost", None, "predicted=.*from the seconds of passes"),
+            ("accumulation-cost", (1.0, 0.9), "not a range"),
+            ("accumulation-cost", (math.nan, 0.9), "not a range"),
             ("checkpointing-cost", (0.7, 0.9), "not `predicted` in the ledger"),
         ],
     )

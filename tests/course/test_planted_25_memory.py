@@ -154,7 +154,7 @@ def trained(key, fault, optimizer, wrapped):
     planted = Experiment(experiment.name, task=experiment.task, function=pickled(work))
     outcome = processes.execute(planted.replace(arguments=Arguments.of({"use_cpu": True})), "categories")
     assert outcome.ok, outcome.message
-    return SimpleNamespace(name=experiment.name, peak_bytes=outcome.memory.peak_bytes, memory=outcome.memory)
+    return SimpleNamespace(name=experiment.name, ok=True, peak_bytes=outcome.memory.peak_bytes, memory=outcome.memory)
 
 
 # ---- what turns

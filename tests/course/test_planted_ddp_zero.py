@@ -105,7 +105,7 @@ class TestTwoLaws:
         over |= {("late", name): run(0.03, 5 * delay * stops_of[name] + bytes_of[name] / 1e9) for name in bytes_of}
         cell = next(c for c in (SOURCES / "15_dp_and_ddp.py").read_text("utf-8").split("# %%") if "def in_turns(" in c)
         names = {"over": over, "Ratio": Ratio}
-        exec(cell[cell.index("def added(") : cell.index("\nif hosts:")], names)
+        exec(cell[cell.index("def added(") : cell.index("\nif not missing:")], names)
         law = names["in_turns"]("slow", "large", "small")
         return law, names["in_turns"]("late", "sharded", "twice"), names["in_turns"]("slow", "sharded", "plain")
 

@@ -113,7 +113,7 @@ def test_inference_is_refused_where_it_cannot_be(known, tmp_path):
     assert found.refusal(way, 285) == "llama-2-7b has positions for 300 tokens, not for 285 + 16"
     found = known("bert-tiny")
     found.learn(way)
-    assert "no generate()" in found.refusal(way) and found.answer(way, 2, 32) is None
+    assert "cannot generate" in found.refusal(way) and found.answer(way, 2, 32) is None
     assert not found.refusal(Inference())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 32, "d_kv": 8, "num_layers": 1}))
     translator = Surfaces(Task(str(tmp_path)))

@@ -164,7 +164,7 @@ class TestProducts:
 
     def test_what_was_not_measured_predicts_nothing(self):
         found = roofline.Products("bfloat16", Ratio.unknown("timed out"))
-        assert found.usable and str(found) == "products: not measured"
+        assert found.usable and str(found) == "matmuls: not measured"
         assert [end.why for end in (*found.step_speed, *found.half_speed)] == ["timed out"] * 4
 
     @pytest.fixture
