@@ -102,9 +102,10 @@ def rehearsals() -> dict[str, dict]:
     return found
 
 
-def caption(data: dict) -> str:
-    """The machine, versions and date that its numbers stand with."""
-    return f"{data['machine']['name']}, {versions(data)}, profile {data['profile']}, {data['date'][:10]}"
+def caption(data: dict, short: bool = False) -> str:
+    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile."""
+    about = versions(data, "torch", "transformers") if short else f"{versions(data)}, profile {data['profile']}"
+    return f"{data['machine']['name']}, {about}, {data['date'][:10]}"
 
 
 def picture(data: dict) -> None:
@@ -141,9 +142,14 @@ def finding(measured: dict[str, dict]) -> str:
     """Return README's first finding: how many claims the newest recorded run refutes, of those it could test."""
     data = newest(measured)
     refuted, testable, others = verdicts(data)
+    total, (tested, _, _) = len(decided_anew(data["claims"])), others.partition(";")
+    guides = sum(claim["reference"]["source"] in ("2022 guide", "2023 guide") for claim in data["claims"])
+    cores, kind = data["machine"]["cpu_cores"], "a GPU" if data["machine"]["kind"] == "cuda" else "a CPU"
     return (
-        f"- **{refuted} of {testable} testable statements are refuted on today's libraries**; {others} "
-        f"([every claim with its number](results/README.md#scoreboard): {caption(data)})."
+        f"- **{refuted} of {testable} testable statements are refuted** on {kind} with {cores} cores; {tested}. "
+        f"The other {total - testable} of all {total} need hardware that this machine lacks, or cannot be measured. "
+        f"{guides} of the {total} come from the two guides, the others from related pages, papers and issues "
+        f"([every claim with its number](results/README.md#scoreboard): {caption(data, short=True)})."
     )
 
 
@@ -174,9 +180,9 @@ def lessons(measured: dict[str, dict]) -> str:
         question = first.splitlines()[0].removeprefix("# ")
         part = PARTS_OF_COURSE.get(path.name[:2], "")
         rows.append([part, name, question, took, f"[Colab]({colab}) [Binder]({binder})"])
-    about = "Minutes of computing in the newest recorded run, rounded; all lessons together took "
-    about += f"{sum(seconds.values()) / 60:.0f} minutes ({caption(data)})."
-    return f"{table(['part', 'lesson', 'question', 'minutes', 'open'], rows)}\n\n{about}"
+    about = "Minutes in the newest recorded run, rounded; all lessons together took "
+    about += f"{sum(seconds.values()) / 60:.0f} minutes ({caption(data, short=True)})."
+    return f"{table(['part', 'lesson', 'question', 'computing, minutes', 'open in'], rows)}\n\n{about}"
 
 
 def address() -> str:

@@ -17,7 +17,7 @@ import typer
 from perf_helpers import plots
 from perf_helpers.lab import Lab, Task, arguments, hardware
 from perf_helpers.records import Memory, Run
-from perf_helpers.texts import bytes_text, name_text, whole_number
+from perf_helpers.texts import bytes_text, name_text, phase_text, whole_number
 
 # Options that several commands have. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
@@ -166,7 +166,7 @@ def estimate(
         answer({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
         return
     on_gpu = estimated.device == "cuda"
-    peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, in the {memory.peak_phase}"
+    peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, {phase_text(memory.peak_phase)}"
     lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}"]
     lines += [*_sizes(memory, on_gpu), *map(repr, fits), f"estimated in {estimated.seconds:.1f} s"]
     lines += ["assumptions:"] if estimated.assumptions else []
@@ -278,7 +278,7 @@ def rehearse(
     weights = f"; {run.weights}" if run.weights else ""
     lines = [f"{function or model} rehearsed on {on.name}: {run.status}{weights}"]
     if memory := run.memory:
-        peak = f"  peak {bytes_text(memory.peak_bytes, binary=True)} allocated, in the {memory.peak_phase}"
+        peak = f"  peak {bytes_text(memory.peak_bytes, binary=True)} allocated, {phase_text(memory.peak_phase)}"
         lines += [peak, *_sizes(memory, binary=True)]
     figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)}
     answer(figures if json_output else [*lines, f"- {assumed}"])
@@ -387,15 +387,14 @@ def _capability(text: str | None) -> tuple[int, int] | None:
 
 
 def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return a line per category of the peak, if they are known, and one for what the allocator reserved.
+    """Return a line per category of the peak, if they are known, and the totals that are allocated and reserved.
 
     `binary` is that of `bytes_text`.
     """
-    parts = (memory and memory.breakdown) or {}
-    lines = [f"  {name_text(category):<18} {bytes_text(size, binary):>12}" for category, size in parts.items() if size]
-    if memory and memory.reserved_bytes:
-        lines.append(f"  reserved by the allocator {bytes_text(memory.reserved_bytes, binary)}")
-    return lines
+    sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
+    if memory and memory.reserved_bytes:  # an allocator on CUDA
+        sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}
+    return [f"  {name:<18} {bytes_text(size, binary):>12}" for name, size in sizes.items()]
 
 
 def _run_json(run: Run) -> dict[str, Any]:

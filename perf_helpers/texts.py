@@ -51,6 +51,13 @@ def bytes_text(size: float | None, binary: bool = False) -> str:
     return f"{size:,.0f} B"
 
 
+def phase_text(phase: str | None) -> str:
+    """Return when a peak is, e.g. "during the backward pass"; `phase` as in `records.Memory.peak_phase`."""
+    names = {"step": "the optimizer update", None: "an unknown phase"}
+    names |= {each: f"the {each} pass" for each in ("forward", "backward")}
+    return f"during {names.get(phase, phase)}"
+
+
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
     """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. It
     changes at twice the unit, so that the axis has more than one whole number."""

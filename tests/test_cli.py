@@ -15,7 +15,8 @@ import psutil
 import pytest
 import typer
 
-from perf_helpers import cli
+from perf_helpers import cli, commands
+from perf_helpers.records import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "bert-tiny", "--seq-len", "16", "--steps", "1"]
@@ -319,6 +320,17 @@ def test_compare_and_report_read_a_recorded_run(tmp_path):
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
     assert run("compare", str(damaged), str(recorded[-1])).returncode == 2
+
+
+def test_what_is_reserved_is_a_total_in_the_same_column_as_the_categories():
+    memory = Memory(3 * 2**30, "estimated", reserved_bytes=2**32, breakdown={"weights": 2**30, "activations": 2**31})
+    lines = commands._sizes(memory, binary=True)
+    assert len({len(line) for line in lines}) == 1
+    assert [line.split() for line in lines[-2:]] == [
+        ["total", "allocated", "3.00", "GiB"],
+        ["total", "reserved", "4.00", "GiB"],
+    ]
+    assert commands._sizes(Memory(3, "counted")) == commands._sizes(None) == []
 
 
 @pytest.mark.nightly

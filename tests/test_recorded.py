@@ -143,6 +143,8 @@ def test_readme_counts_what_the_picture_of_the_report_counts(build):
     testable = number.total() - number["not testable here"]
     finding = build.finding(measured)
     assert f"{number['refuted']} of {testable} testable" in finding and f"{number['holds']} hold" in finding
+    assert f"other {number['not testable here']} of all {number.total()} " in finding
+    assert all("profile" not in text for text in (finding, build.lessons(measured)))
 
 
 def test_readme_lists_every_lesson_with_its_minutes_and_where_to_open_it(build):

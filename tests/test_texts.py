@@ -32,6 +32,19 @@ def test_a_number_has_as_many_digits_as_asked_for_or_is_whole(value, text):
 
 
 @pytest.mark.parametrize(
+    ("phase", "text"),
+    [
+        ("backward", "during the backward pass"),
+        ("step", "during the optimizer update"),
+        (None, "during an unknown phase"),
+        ("gathering", "during gathering"),
+    ],
+)
+def test_the_phase_of_a_peak_is_named_in_words(phase, text):
+    assert texts.phase_text(phase) == text
+
+
+@pytest.mark.parametrize(
     ("size", "text"),
     [
         (None, "not measured"),

@@ -28,7 +28,7 @@ from perf_helpers.lab.outcomes import Invalid
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.records import Category
-from perf_helpers.texts import arguments_of_kind, bytes_text, name_text
+from perf_helpers.texts import arguments_of_kind, bytes_text, name_text, phase_text
 
 _ROWS = 10  # tensors that are shown one by one
 _MOST_ALONE = 4  # switches up to which each is priced alone, too: but for the first an estimate more for each
@@ -96,7 +96,7 @@ class Explanation:
             return line(name, size(a), size(b), b - a)
 
         recipes = {"A": self.a, "B": self.b}
-        peaks = {n: f"{size(x.peak_bytes)}, in the {x.memory.peak_phase}" for n, x in recipes.items()}
+        peaks = {n: f"{size(x.peak_bytes)}, {phase_text(x.memory.peak_phase)}" for n, x in recipes.items()}
         lines = [f"{n}: {peak}; {recipes[n].weights}" for n, peak in peaks.items()]
         lines += [line("change of the peak from A to B, by argument", "in turn", "alone")]
         lines += [line(name, *prices) for name, prices in self.switches.items()]

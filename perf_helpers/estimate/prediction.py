@@ -75,12 +75,13 @@ class Fits:
         context = f" (including {bytes_text(self.context_bytes, True)} assumed for the CUDA context)" * bool(
             self.context_bytes
         )
-        size, kind = self.card.memory_bytes, "board" if self.card.is_board else "card"
-        there = f"the {kind} has {bytes_text(size, binary=True)}"
-        margin = f"a margin of {bytes_text(size * cards.MARGIN, binary=True)} ({cards.MARGIN:.0%}) is kept free"
-        needed = bytes_text(self.needed_bytes, binary=True)
+        kind = "board" if self.card.is_board else "card"
+        sizes = (self.needed_bytes, self.card.memory_bytes, self.card.limit_bytes)
+        needed, total, limit = (bytes_text(size, binary=True) for size in sizes)
         text = f"{self.what}: {answer} the {self.card.name}: it needs {needed}{context}"
-        return f"{text}, {there}, of which {margin}" + f"; {why}" * bool(why)
+        board = f" and the {1 - cards.OF_BOARD:.0%} that torch may be unable to use" * self.card.is_board
+        text += f"; the {kind} has {total}, {limit} after a safety margin of {cards.MARGIN:.0%}{board}"
+        return text + f"; {why}" * bool(why)
 
 
 @dataclass(frozen=True, slots=True)
