@@ -223,7 +223,7 @@ def one_block(task, tokens):
 
 
 def two(function, name, task=None, processes=2, measure="value", **options):
-    """What each of two ranks returns."""
+    """What each of two ranks returns; measure="none" if it reads a clock."""
     run = lab.run(partial(function, **options), name, task=task, processes=processes, measure=measure)
     return [rank["value"] for rank in run.ranks]
 
@@ -450,7 +450,7 @@ for name, options in {"one device": {}, **WAYS}.items():
     peak, sent = (max(values) / 1e6 for values in zip(*((rank["peak_bytes"], rank["value"][1]) for rank in runs[name])))
     rows.append([name, max(weights) / 1e6, largest[name], peak, sent, losses[name][-1]])
 display(plots.Table(["fuller rank of", "MB of weights", "/ one device", "peak, MB", "MB sent", "5th loss"], rows))
-far = two(gradients, "gradients", ways=WAYS)
+far = two(gradients, "gradients", measure="none", ways=WAYS)
 far = {name: max(rank[name] for rank in far) for name in WAYS}
 plots.Table(["gradients, against one device", "apart by"], [[name, f"{most:.0e}"] for name, most in far.items()])
 
@@ -542,7 +542,7 @@ def watch(task, turns=6, width=2 * WIDTH):
 
 
 # %%
-both, timed, rows = two(watch, "watched", measure="none"), {}, []  # it reads a clock
+both, timed, rows = two(watch, "watched", measure="none"), {}, []
 for row, key in enumerate(LOOKED_AT):
     timed[key] = [[rank[turn] for rank in both] for turn in range(row, len(both[0]), len(LOOKED_AT))]
 alone = [seconds_of(turn[:1]) for turn in timed.pop(LOOKED_AT[0])]
@@ -784,7 +784,7 @@ def talk(width, layers, weights, tokens, pipeline, parts, size=4):
     return {"tensor": (sums, passed), "pipeline": (parts, passed), "data": (1, size * weights)}
 
 
-grid = two(three_d, "2 x 2 x 2", processes=8)
+grid = two(three_d, "2 x 2 x 2", processes=8, measure="none")
 told, rows = talk(WIDTH, LAYERS, grid[0]["weights"] // 4, 8 * LENGTH, pipeline=2, parts=4), []
 for name, sizes in grid[0]["sent"].items():
     rows.append([name, len(sizes), sum(sizes), told[name][0] * told[name][1]])
