@@ -85,8 +85,8 @@ def run_course(
 
     with ExitStack() as stack:
         server = stack.enter_context(forkserver.shared())
-        is_timed = at_once > 1 and profile != TINY.name  # of the smallest sizes no time means anything
-        address = stack.enter_context(quiet.served(lock)) if is_timed else ""
+        address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
+        server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
         own = [server | ({quiet.LOCK: f"{source.stem} {address}"} if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))

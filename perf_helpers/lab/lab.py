@@ -268,7 +268,7 @@ class Lab:
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a notebook that times something itself: a course's other lessons wait meanwhile."""
-        return quiet.experiment(alone=True)
+        return quiet.alone()
 
     def __getitem__(self, name: str) -> Run:
         """Return the latest run of that name. Raises KeyError if there is none."""

@@ -6,6 +6,7 @@ it by a socket. Outside a course `experiment` does nothing.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -20,6 +21,7 @@ from unittest.mock import patch
 from perf_helpers.lab import outcomes
 
 LOCK = "PERF_HELPERS_QUIET"  # environment variable: a lesson's name and the address of the course's lock
+UNTIMED = "PERF_HELPERS_UNTIMED"  # environment variable: no experiment's time means anything (the smallest sizes)
 
 
 _CLOCKS = [f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time") for unit in ("", "_ns")]
@@ -166,4 +168,10 @@ class _Lesson:
             self._course.recv()
 
 
-experiment = _Lesson().experiment
+_LESSON = _Lesson()
+alone = functools.partial(_LESSON.experiment, alone=True)
+
+
+def experiment(alone: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context of an experiment; see `_Lesson.experiment`."""
+    return _LESSON.experiment(alone and UNTIMED not in os.environ)
