@@ -16,6 +16,7 @@ out = ""
 
 # %% tags=["setup"]
 import copy
+import itertools
 import logging
 import math
 import tempfile
@@ -513,7 +514,7 @@ def timed(**how):
         for _ in range(3):
             answers = serve(**how)
             moments.append(time.process_time())
-    return answers, min(end - begin for begin, end in zip(moments, moments[1:]))
+    return answers, min(end - begin for begin, end in itertools.pairwise(moments))
 
 
 # %%
