@@ -78,15 +78,14 @@ def of_tests(printed: str) -> dict:
 
 def conclude(rows: list[dict], options) -> dict:
     """The medians, and how many times as fast the first build is as each of the others."""
-    medians: dict[str, dict[str, float]] = {}
+    taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        taken = [each["seconds"] for each in rows if (each["command"], each["build"]) == (row["command"], row["build"])]
-        medians.setdefault(row["command"], {})[row["build"]] = statistics.median(taken)
-    first = {command: next(iter(of_builds.values())) for command, of_builds in medians.items()}
-    ratios = {
-        command: {build: round(seconds / first[command], 2) for build, seconds in of_builds.items()}
-        for command, of_builds in medians.items()
-    }
+        taken.setdefault(row["command"], {}).setdefault(row["build"], []).append(row["seconds"])
+    medians, ratios = {}, {}
+    for command, of_builds in taken.items():
+        medians[command] = {build: statistics.median(seconds) for build, seconds in of_builds.items()}
+        first = next(iter(medians[command].values()))
+        ratios[command] = {build: round(seconds / first, 2) for build, seconds in medians[command].items()}
     return {"median_seconds": medians, "ratios": ratios}
 
 

@@ -21,10 +21,10 @@ TWO = ["-n", "2", "--dist", "loadfile"]
 CHECKED = [f"--ignore=tests/{name}" for name in ("test_repo.py", "test_notebooks.py", "course/test_ledger.py")]
 LESSONS = "--ignore=tests/test_lessons.py"
 VENV = f"VENV={Path(sys.executable).parents[1]}"
-# {stage: (the minutes it takes on two quiet cores, its command)}. What is timed has the machine alone.
+# {stage: (about the minutes it takes on two cores, its command)}. What is timed has the machine alone.
 DAILY = {
-    "units": (5, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
-    "lessons": (4, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
+    "units": (11, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
+    "lessons": (13, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
 }
 NIGHTLY = {
     "lessons": (16, [*PYTEST, "-m", "nightly and timed"]),

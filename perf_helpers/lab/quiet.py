@@ -133,30 +133,23 @@ class _Lesson:
     def __init__(self):
         self._guard = threading.Lock()
         self._course: connection.Connection | None = None
-        self._sharing = self._alone = 0  # experiments under way
+        self._running: Counter[bool] = Counter()  # experiments under way, by whether each is alone
 
     @contextlib.contextmanager
     def experiment(self, alone: bool) -> Iterator[None]:
         """Perform an experiment in this context: `alone` on a quiet machine, or beside other lessons."""
         with self._guard:
-            if alone and not self._alone:
-                self._take(alone=True)
-            elif not alone and not self._alone and not self._sharing:
-                self._take(alone=False)  # whoever waits for a quiet machine goes first
-            self._count(alone, 1)
+            # To share anew lets those go first that wait for a quiet machine.
+            if not self._running[True] and (alone or not self._running[False]):
+                self._take(alone)
+            self._running[alone] += 1
         try:
             yield
         finally:
             with self._guard:
-                self._count(alone, -1)
-                if alone and not self._alone:
+                self._running[alone] -= 1
+                if alone and not self._running[True]:
                     self._take(alone=False)
-
-    def _count(self, alone: bool, change: int) -> None:
-        if alone:
-            self._alone += change
-        else:
-            self._sharing += change
 
     def _take(self, alone: bool) -> None:
         if LOCK not in os.environ:
