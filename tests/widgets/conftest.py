@@ -18,13 +18,18 @@ from perf_helpers.widgets import monitor
 from perf_helpers.widgets.frame import STANDING
 
 
-@pytest.fixture(autouse=True)
-def fresh_kernel():
-    yield
+def _close_all():
     while STANDING:
         STANDING.popitem()[1]()
     for widget in list(alive().values()):
         widget.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernel():
+    _close_all()  # what a test elsewhere has shown, e.g. by running a lesson's cells
+    yield
+    _close_all()
 
 
 @pytest.fixture
