@@ -26,6 +26,9 @@ from perf_helpers.lab.task import TINY, choose_profile
 from perf_helpers.records import now, write_whole
 from perf_helpers.texts import nearest_text, positive, shown, whole_number
 
+# What a lesson's process and its kernel import beside what an experiment does; matplotlib draws as in any kernel.
+PRELOAD = ("papermill.cli", "ipykernel.kernelapp", "matplotlib.pyplot", "perf_helpers.course.claims")
+BACKEND = "module://matplotlib_inline.backend_inline"
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -84,7 +87,7 @@ def run_course(
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
-        server = stack.enter_context(forkserver.shared())
+        server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
         own = [server | ({quiet.LOCK: f"{source.stem} {address}"} if address else {}) for source in sources]

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import NEEDED
+from perf_helpers.lab import forkserver
+from perf_helpers.lab.forked import COURSE_SERVER
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
 LONG_SECONDS = 60  # a cell that runs so long is told
@@ -73,8 +76,7 @@ def run_lesson(
     if missing := ", ".join(sorted(missing)):
         return Judgement("failed", f"no cell tagged parameters sets {missing}: it would run with its own", {})
     target = out / source.name
-    command = [sys.executable, "-m", "perf_helpers.course.lesson_process", source, target]
-    command += ["--cwd", source.parent, "--no-progress-bar"]
+    command = [source, target, "--cwd", source.parent, "--no-progress-bar"]
     command += ["--kernel", "python3", "--language", "python", "--start-timeout", 120]
     command += ["--execution-timeout", int(min(timeout, 1e6)) + 60]  # a limit even if this process is gone
     command += ["-r", "profile", profile, "-p", "strict", strict, "-r", "out", out]
@@ -177,17 +179,17 @@ def _execute(
     environment: Mapping[str, str],
     stopped: threading.Event,
 ) -> int | None:
-    """Run a command for at most `timeout` seconds, what it prints goes into `log`; nothing that it started survives it.
+    """Run papermill for at most `timeout` seconds, what it prints goes into `log`; nothing that it started survives it.
 
     `watch` is called every few seconds meanwhile. Returns the exit code, None if it was killed.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
-    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     code = None
     with log.open("wb") as stream, tempfile.TemporaryDirectory("-lesson", ignore_cleanup_errors=True) as folder:
         # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
         own = {MARKER: marker, "TMPDIR": folder, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
-        process = subprocess.Popen(command, stdout=stream, env={**os.environ, **environment, **own}, **options)
+        own = {**os.environ, **environment, **own}
+        process = forkserver.python_module(__name__, command, own, stream.fileno(), os.getcwd())
         try:
             end, next_look = time.monotonic() + timeout, time.monotonic() + WATCH_SECONDS
             while code is None and not stopped.is_set() and (left := end - time.monotonic()) > 0:
@@ -197,6 +199,9 @@ def _execute(
                     watch()
                     next_look += WATCH_SECONDS
         finally:
+            if code is None:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)  # which ends a kernel that the course's server has forked
             _end(marker, grace_seconds=0 if code is None else 3)
             process.wait()
     return code
@@ -277,9 +282,24 @@ def asking(get_msg: Callable) -> Callable:
     return ask
 
 
+def forking(launch_kernel: Callable) -> Callable:
+    """The `launch_kernel` of Jupyter's local provisioner, made to fork the kernel from the course's server, if there is
+    one: it has imported torch, matplotlib and the rest, which a kernel of its own does for some eight seconds."""
+
+    def launch(cmd: list[str], env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:
+        if not env or COURSE_SERVER not in env or "-m" not in cmd:
+            return launch_kernel(cmd, env=env, cwd=cwd, **options)
+        name, *arguments = cmd[cmd.index("-m") + 1 :]
+        return forkserver.python_module(name, arguments, env, sys.stdout.fileno(), cwd or os.getcwd())
+
+    return launch
+
+
 if __name__ == "__main__":
     from jupyter_client.channels import AsyncZMQSocketChannel
+    from jupyter_client.provisioning import local_provisioner
     from papermill.cli import papermill
 
     AsyncZMQSocketChannel.get_msg = asking(AsyncZMQSocketChannel.get_msg)
+    local_provisioner.launch_kernel = forking(local_provisioner.launch_kernel)
     papermill(prog_name="papermill")

@@ -4,18 +4,21 @@ The server has imported what jobs need and touched no device. A fork of it recei
 and sends what came of it.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing import connection, reduction
 from pathlib import Path
@@ -53,10 +56,19 @@ def serve(descriptor: int, with_bitsandbytes: bool) -> None:
     _serve(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
 
-def serve_course(descriptor: int) -> None:
-    """Be the server of a course: fork a server for each process that connects to the socket."""
+def serve_course(descriptor: int, preload: Iterable[str]) -> None:
+    """Be the server of a course: fork for each process that connects to the socket.
+
+    A fork is what it is asked for: "serve", a server of the process that asks; or ("module", name, arguments,
+    environment, folder) and then a descriptor for what it prints, `python -m name`, whose keeper sends its exit code.
+    It first sends its process id.
+
+    Args:
+        preload: further modules to import.
+    """
     die_with_parent()
     has_gpus = _import_libraries()
+    _preload(preload)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody collects them: no zombies
     listener = socket.socket(fileno=descriptor)
     while True:
@@ -64,14 +76,63 @@ def serve_course(descriptor: int) -> None:
         if os.fork() == 0:
             try:
                 os.setsid()
-                die_with_parent()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
-                joined.send(os.getpid())
-                _serve(joined, has_gpus)
+                match joined.recv():
+                    case "serve":
+                        die_with_parent()
+                        joined.send(os.getpid())
+                        _serve(joined, has_gpus)
+                    case "module", *what:
+                        _keep(joined, reduction.recv_handle(joined), *what)
             finally:
                 os._exit(1)
         joined.close()
+
+
+def _keep(joined: connection.Connection, output: int, *what) -> None:
+    """Fork a module, wait for its end, end all that it leaves, and send its exit code. The end of the connection ends
+    the module."""
+    _prctl(36, 1)  # as the server of one process
+    if (pid := os.fork()) == 0:
+        joined.close()
+        os.setsid()
+        die_with_parent()
+        _be_module(output, *what)
+    os.close(output)
+    joined.send(pid)
+    descriptor = os.pidfd_open(pid)
+    if joined in connection.wait([joined, descriptor]):
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _end_children()
+    with contextlib.suppress(OSError):
+        joined.send(code)
+    os._exit(0)
+
+
+def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    """Do in this fork what `python -m name` does; does not return."""
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv, tempfile.tempdir = [name, *arguments], None
+    sys.path.insert(0, folder)
+    code = 1
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        _flush()
+        os._exit(code)
 
 
 def _import_libraries() -> bool:

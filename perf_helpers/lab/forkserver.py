@@ -8,7 +8,8 @@ No process outlives its parent, whatever kills it: children are in a session of 
 the server, and the server ends when the connection to its parent closes, and adopts and ends what a child has left in
 other sessions. Nor does a file: each has a folder of its own, which whoever sees its end removes.
 
-The lessons of a course share one import: the course starts a server (`shared`) that forks a server for each lesson.
+The lessons of a course share one import: the course starts a server (`shared`) that forks a server for each lesson,
+and its kernel (`python_module`).
 """
 
 import atexit
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class ForkServer:
     def __init__(self):
         self.measuring: set[int] = set()  # clean processes that are under a meter just now
         self._lock = threading.RLock()
-        self._process: subprocess.Popen | _Joined | None = None
+        self._process: subprocess.Popen | _Fork | None = None
         self._owner = 0  # the process that started it
         self._offered: list[Path] = []  # what was offered by then
         self._forked: set[int] = set()  # by the server of now
@@ -123,12 +124,16 @@ def _started(with_bitsandbytes: bool) -> tuple[subprocess.Popen, connection.Conn
     return process, ours
 
 
-def _python(call: str, descriptor: int) -> subprocess.Popen:
+def _python(call: str, descriptor: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen:
     """Start an interpreter that calls a function of this module and inherits the descriptor."""
     return subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\nfrom {forked.__name__} import *; {call}"],
         pass_fds=[descriptor],
-        env=_DEFAULTS | os.environ | forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"},
+        env=_DEFAULTS
+        | os.environ
+        | (environment or {})
+        | forked.NO_DEVICE_BEFORE_FORKS
+        | {"TOKENIZERS_PARALLELISM": "false"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -136,24 +141,33 @@ def _python(call: str, descriptor: int) -> subprocess.Popen:
     )
 
 
-def _joined() -> "tuple[_Joined, connection.Connection] | None":
+def _joined() -> "tuple[_Fork, connection.Connection] | None":
     """Ask the course's server for a fork. None outside a course, or if a package was offered that its imports lack."""
-    address = os.environ.get(forked.COURSE_SERVER)
-    if not address or optional_packages.OFFERED:
-        return None
-    try:
-        control = connection.Client(address, "AF_UNIX")
-    except OSError:  # it was killed
-        return None
-    return _Joined(control), control
+    control = None if optional_packages.OFFERED else _connected(os.environ)
+    if control is not None:
+        with contextlib.suppress(OSError):  # it was killed
+            control.send("serve")
+            return _Fork(control), control
+    return None
 
 
-class _Joined:
-    """A server that the course's has forked for this process, with the methods of `subprocess.Popen` that are used."""
+def _connected(environment: Mapping[str, str]) -> connection.Connection | None:
+    """Connect to the course's server. None where there is none, or it was killed."""
+    with contextlib.suppress(OSError):
+        if address := environment.get(forked.COURSE_SERVER):
+            return connection.Client(address, "AF_UNIX")
+    return None
+
+
+class _Fork:
+    """A fork of the course's server, with the methods of `subprocess.Popen` that are used."""
+
+    stdin = stdout = stderr = None
 
     def __init__(self, control: connection.Connection):
         self._control = control
         self._pid: int | None = None
+        self.returncode: int | None = None
 
     @property
     def pid(self) -> int:
@@ -163,22 +177,67 @@ class _Joined:
         return self._pid
 
     def poll(self) -> int | None:
-        return None if self._pid is None or psutil.pid_exists(self._pid) else 1
+        if self.returncode is None and self._pid is not None and not psutil.pid_exists(self._pid):
+            self.returncode = -signal.SIGKILL  # that of a server tells nobody
+            with contextlib.suppress(EOFError, OSError):
+                self.returncode = self._control.recv()
+        return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self._pid:
             with contextlib.suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self._pid, number)
 
-    def wait(self, timeout: float) -> None:
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
         if self._pid:
-            with contextlib.suppress(psutil.Error):
+            try:
                 psutil.Process(self._pid).wait(timeout)
+            except psutil.TimeoutExpired:
+                raise subprocess.TimeoutExpired(str(self._pid), timeout) from None
+            except psutil.Error:
+                pass
+        return self.poll()
+
+
+def python_module(
+    name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
+) -> "subprocess.Popen | _Fork":
+    """Start `python -m name` in a session of its own: a fork of the course's server if the environment names one.
+
+    A fork has imported the libraries, and ends with this process.
+
+    Args:
+        output: the descriptor of the file that gets what it prints.
+    """
+    # Elsewhere than on Linux a kernel that is forked may find its system's libraries broken, and there is no pidfd.
+    if hasattr(os, "pidfd_open") and (control := _connected(environment)):
+        with contextlib.suppress(OSError, EOFError):
+            control.send(("module", name, arguments, dict(environment), folder))
+            reduction.send_handle(control, output, None)
+            if (started := _Fork(control)).pid:
+                return started
+    options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-m", name, *arguments], env=dict(environment), cwd=folder, **options)
 
 
 @contextlib.contextmanager
-def shared() -> Iterator[dict[str, str]]:
+def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Start a server for the processes of a course, which import the libraries once for all of them.
+
+    Args:
+        preload: modules that it imports too.
+        environment: variables that these look at when they are imported.
 
     Yields:
         The environment variable by which a process finds it; {} where there is no fork.
@@ -189,7 +248,7 @@ def shared() -> Iterator[dict[str, str]]:
     with quiet.short_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address := os.path.join(folder, "server"))
         listener.listen(64)
-        process = _python(f"serve_course({listener.fileno()})", listener.fileno())
+        process = _python(f"serve_course({listener.fileno()}, {[*preload]})", listener.fileno(), environment)
         try:
             yield {forked.COURSE_SERVER: address}
         finally:
@@ -197,7 +256,7 @@ def shared() -> Iterator[dict[str, str]]:
             process.wait()
 
 
-def _end(process: "subprocess.Popen | _Joined", control: connection.Connection, owner: int, forked: set[int]) -> None:
+def _end(process: "subprocess.Popen | _Fork", control: connection.Connection, owner: int, forked: set[int]) -> None:
     """End a server that this process, its `owner`, started; a fork of this process only closes its own connection."""
     control.close()  # by which it ends, and removes what is left of its forks
     if owner == os.getpid():

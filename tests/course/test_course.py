@@ -1,5 +1,6 @@
 """The course run: toy lessons that fail in every way seen, and the lessons that are asked for."""
 
+import contextlib
 import html
 import json
 import os
@@ -59,8 +60,34 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
     assert {"lesson": "08_ok", "name": "cpu True", "status": "ok", "losses": ["NaN"]} in data["runs"]
 
 
+# The kernel forks: such a process carries no mark.
+FORKS = """
+import os, pathlib, sys, time
+pathlib.Path(out, "imported").write_text(str("papermill" in sys.modules))
+child = os.fork() or time.sleep(600)
+pathlib.Path(out, "pids").write_text(f"{os.getpid()} {child}")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
+def test_nothing_outlives_a_lesson_whose_kernel_is_forked(end, tmp_path, monkeypatch):
+    write_lesson(tmp_path / "lessons", "00_forks", FORKS + end)
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
+    course.run_course(out=tmp_path / "out", timeout_per_lesson=60)
+    assert (tmp_path / "out" / "imported").read_text() == "True"
+    assert all_end(tmp_path / "out" / "pids")
+
+
+def all_end(file):
+    """Whether the processes with the ids in a file are gone within seconds."""
+    for pid in file.read_text().split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(pid)).wait(10)
+    return True
+
+
 def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judged(tmp_path, monkeypatch, capsys):
-    write_lesson(tmp_path / "lessons", "00_hangs", "import time\ntime.sleep(600)")
+    write_lesson(tmp_path / "lessons", "00_hangs", FORKS + "time.sleep(600)")
     write_lesson(tmp_path / "lessons", "01_next", parameters="nothing = 0")
     monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
     result = course.run_course(out=tmp_path / "out", timeout_per_lesson=8)
@@ -68,6 +95,7 @@ def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judg
     assert "killed after 8 s" in result["lessons"][0]["message"]
     assert "no claim was decided" in problems(result)
     assert "[ 1/2] 00_hangs" in capsys.readouterr().err
+    assert all_end(tmp_path / "out" / "pids")
     assert not [p.pid for p in psutil.process_iter() if marker_of(p).startswith(f"{os.getpid()}-")]
 
 

@@ -1,6 +1,7 @@
 """What reads a clock has the machine alone while a course runs several lessons at once."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -134,6 +135,26 @@ def test_processes_of_a_course_share_one_import_and_each_has_a_server_of_its_own
             process.wait(30)
     two[1].communicate("\n")
     assert two[1].returncode == 0
+
+
+EXITS = {"import sys; sys.exit(3)": 3, "1 / 0": 1, "": 0, "import os; os.abort()": -6}
+
+
+def test_a_module_is_run_in_a_fork_of_the_courses_server_as_python_would(tmp_path):
+    for number, code in enumerate(EXITS):
+        begin = "import os, sys; print(__name__, sys.argv[1:], os.getcwd(), os.environ['SAYS'], flush=True)\n"
+        (tmp_path / f"told{number}.py").write_text(begin + code)
+    with forkserver.shared() as variables:
+        for (number, exit_code), is_fork in itertools.product(enumerate(EXITS.values()), (True, False)):
+            environment = os.environ | {"SAYS": "hello"} | (variables if is_fork else {})
+            with (tmp_path / "output").open("w") as output:
+                arguments = ["a", "b"], environment, output.fileno(), str(tmp_path)
+                process = forkserver.python_module(f"told{number}", *arguments)
+                assert process.wait(60) == process.poll() == process.returncode == exit_code
+            assert isinstance(process, subprocess.Popen) is not is_fork
+            lines = (tmp_path / "output").read_text().splitlines()
+            assert lines[0] == f"__main__ ['a', 'b'] {tmp_path} hello"
+            assert "ZeroDivisionError" in lines[-1] or exit_code != 1
 
 
 def test_without_its_course_a_process_starts_a_server_of_its_own():
