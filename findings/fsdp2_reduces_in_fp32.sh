@@ -53,9 +53,11 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(rank, tuple(sys.argv[1:]), nprocs=2)
 PYTHON
 
-for release in 2.14.1:torch.bfloat16 2.15.0:torch.float32; do
+show() {  # a release, and the dtype that it is expected to reduce gradients in
     "${PYTHON:-python3}" -m venv --clear "$folder/venv"
-    "$folder/venv/bin/python" -m pip install -q --disable-pip-version-check "torch==${release%%:*}"
+    "$folder/venv/bin/python" -m pip install -q --disable-pip-version-check "$1"
     rm -f "$folder/store"
-    "$folder/venv/bin/python" "$folder/show.py" "$folder" "${release#*:}"
-done
+    "$folder/venv/bin/python" "$folder/show.py" "$folder" "$2"
+}
+show torch==2.14.1 torch.bfloat16
+show torch==2.15.0 torch.float32

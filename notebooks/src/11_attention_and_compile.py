@@ -689,17 +689,17 @@ claims.check("backends-inference", len(known["inference only"]), note=f"debuggin
 # %% [markdown]
 # ## Explore
 #
-# Bytes of *one* square in one layer, and of what a fused kernel keeps in its place: the output and one number a query. Find the length from which the square is larger than the 16 GB of a T4.
+# Bytes of *one* square in one layer, and of what a fused kernel keeps in its place: the output and one number a query. Find the length from which the square is larger than the 16 GiB of a T4.
 
 
 # %% tags=["widget"]
 def draw(batch, heads, bits):
     lengths = [2**power for power in range(7, 18)]
-    square = [batch * heads * n * n * bits / 8 / 1e9 for n in lengths]
-    kept = [batch * heads * n * (64 * bits / 8 + 4) / 1e9 for n in lengths]
+    square = [batch * heads * n * n * bits / 8 / 2**30 for n in lengths]
+    kept = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
     limit = next((f"{n:,} tokens" for n, size in zip(lengths, square) if size > 16), "no length here")
-    curves = {f"one square ({limit}: over 16 GB)": square, "output and row sums": kept, "16 GB": [16] * len(lengths)}
-    ax = plots.lines(lengths, curves, "tokens", "GB, heads of 64 numbers")
+    curves = {f"one square ({limit}: over 16 GiB)": square, "output and row sums": kept, "16 GiB": [16] * len(lengths)}
+    ax = plots.lines(lengths, curves, "tokens", "GiB, heads of 64 numbers")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     return ax

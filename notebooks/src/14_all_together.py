@@ -106,7 +106,7 @@ micro_batches = 8  # two optimizer steps
 # ## Baseline
 #
 # Vanilla: micro-batch 4, fp32, AdamW. The other nine follow with the same effective batch of 4. MB and samples/s are
-# the 2023 guide's, from a V100 with 16 GB and bert-large. Speeds of this machine are taken only if it has a GPU: those
+# the 2023 guide's, from a V100 with 16 GiB and bert-large. Speeds of this machine are taken only if it has a GPU: those
 # of a miniature on a CPU, which may emulate half precision, say nothing about the guide's.
 
 # %%
@@ -497,9 +497,9 @@ text = (
 exercises.question(lab, "single", text, options, right=min(left, key=left.get))
 
 # %%
-text = "A recipe needs 17 GB and the card has 16. What is the first thing to look at?"
+text = "A recipe needs 17 GiB and the card has 16 GiB. What is the first thing to look at?"
 options = {
-    "a larger card": "It costs most, and a technique that attacks the largest part often frees more than 1 GB.",
+    "a larger card": "It costs most, and a technique that attacks the largest part often frees more than 1 GiB.",
     "the parts alive at its peak": "A technique helps only if its bytes are at the peak. Look, then choose.",
     "checkpointing": "It helps if the peak is activations. If the peak is in the optimizer's step, it frees nothing.",
 }

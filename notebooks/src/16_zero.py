@@ -632,7 +632,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 
 
 # %%
-def choose(parameters, cards, card=80e9, activations=10e9, largest_layer=0.05, host=1e12, disk=8e12):
+def choose(parameters, cards, card=80 * 2**30, activations=10e9, largest_layer=0.05, host=1e12, disk=8e12):
     """The first that fits, and bytes a card. Limits in bytes, host and disk for all cards; a layer's share of all."""
     for stage in range(4):
         whole = 8 * largest_layer * parameters if stage == 3 else 0  # its weights and gradients, gathered
@@ -652,7 +652,7 @@ rows = []
 for billions, cards in ((1, 1), (7, 1), (7, 8), (30, 1), (30, 8), (100, 8), (300, 8), (1000, 8)):
     choice, needed = choose(billions * 1e9, cards)
     rows.append([f"{billions} G", cards, choice, plots.bytes_text(needed)])
-plots.Table(["parameters", "cards of 80 GB", "choice", "bytes a card"], rows)
+plots.Table(["parameters", "cards of 80 GiB", "choice", "bytes a card"], rows)
 
 # %%
 large = Task("llama-3-8b", seq_len=1024)

@@ -118,10 +118,10 @@ class Card(NamedTuple):
         return batch / seconds
 
 
-sheet = {"T4": Card(65, 320), "A100 40 GB": Card(312, 1555), "H100 SXM": Card(989, 3350)}
+sheet = {"T4": Card(65, 320), "A100 40 GiB": Card(312, 1555), "H100 SXM": Card(989, 3350)}
 rows = []
 for name, card in sheet.items():
-    a100 = sheet["A100 40 GB"]
+    a100 = sheet["A100 40 GiB"]
     ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 1024)]
     rows.append([name, card.tflops, card.gigabytes_per_second, *(f"{ratio:.2f} x" for ratio in ratios)])
 heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
@@ -132,7 +132,7 @@ plots.Table(heads, rows, "Worth so many times the price of an A100, by the ceili
 
 # %%
 batches = [2**power for power in range(11)]
-pairs = {"H100 SXM over A100": ("H100 SXM", "A100 40 GB"), "A100 over T4": ("A100 40 GB", "T4")}
+pairs = {"H100 SXM over A100": ("H100 SXM", "A100 40 GiB"), "A100 over T4": ("A100 40 GiB", "T4")}
 lines = {}
 for name, (one, other) in pairs.items():
     at = [sheet[one].tokens_per_second(1e9, size) / sheet[other].tokens_per_second(1e9, size) for size in batches]
@@ -371,7 +371,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # Sockets, prices and products that have ended. They stand in the ledger as text, so that none is forgotten. Type your prices an hour, and the ceilings say which card trains a token for the least; a data sheet's ceiling is not your utilisation.
 
 # %% tags=["claim"]
-prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GB": ..., "H100 SXM": ...}, yours
+prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
 bill = {name: price_of_million(price, sheet[name].tokens_per_second(1e9)) for name, price in prices.items() if price}
 note = f"at your prices, by the ceilings: {min(bill, key=bill.get)}" if len(bill) > 1 else "type your prices"
 for id in ("cost-a-token", "gpu-choice", "power-sockets", "prebuilt-images", "conda-builds"):
@@ -387,7 +387,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 
 # %% tags=["widget"]
 def draw(price, used):
-    h100, a100 = sheet["H100 SXM"], sheet["A100 40 GB"]
+    h100, a100 = sheet["H100 SXM"], sheet["A100 40 GiB"]
     bills = []
     for size in (None, *batches):
         faster = h100.tokens_per_second(1e9, size) / a100.tokens_per_second(1e9, size) * used / 100
@@ -414,7 +414,7 @@ recipe = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, bf16
 
 class Offer(NamedTuple):
     tflops: float
-    gigabytes: int
+    gibibytes: int
     price_an_hour: float
 
 
@@ -440,7 +440,7 @@ def hours(offer):
 
 
 def fits(offer):
-    return said.peak_bytes + cards.CONTEXT_BYTES <= (1 - cards.MARGIN) * offer.gigabytes * 2**30
+    return said.peak_bytes + cards.CONTEXT_BYTES <= (1 - cards.MARGIN) * offer.gibibytes * 2**30
 
 
 # %% tags=["check"]
@@ -453,7 +453,7 @@ def check(answer):
         return exercises.not_measured("there is no estimate here")
     offer, need = offers[answer], plots.bytes_text(said.peak_bytes)
     if not fits(offer):
-        return exercises.wrong(f"{need} of tensors and the context do not fit {offer.gigabytes} GB with this recipe")
+        return exercises.wrong(f"{need} of tensors and the context do not fit {offer.gibibytes} GiB with this recipe")
     if hours(offer) > 24:
         return exercises.wrong(f"{answer} takes {hours(offer):.0f} hours")
     bills = {name: hours(one) * one.price_an_hour for name, one in offers.items() if fits(one) and hours(one) <= 24}
@@ -472,7 +472,7 @@ exercises.prove(check, solution="large", mistake="middle")
 
 # %%
 chosen = offers.get(answer or "large", offers["large"])
-advice = lab.foresee(advise, mine, memory=f"{chosen.gigabytes}GB", effective_batch=16, most=1, **on_card)
+advice = lab.foresee(advise, mine, memory=f"{chosen.gibibytes}GiB", effective_batch=16, most=1, **on_card)
 advice
 
 # %% [markdown]
