@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One night on a machine of your own: the course, strictly, held against the night before. By cron, at 03:17:
+# One nightly run on your own machine: the course with --strict, compared with the previous night. By cron, at 03:17:
 #
 #     17 3 * * *  /path/to/this/repository/benchmarks/nightly.sh
 #
-# It says nothing and exits with 0 where nothing is worse. Else it prints the end of its log, which cron mails, and exits with
+# If nothing is worse it prints nothing and exits with 0. Otherwise it prints the end of its log, which cron mails, and exits with
 # 1 (worse, an unexpected verdict, a lesson that failed) or 2 (it could not run, or the night before is still running).
 # Each night has a folder, build/nights/<date and time, UTC>/, with the report, results.json, junit.xml and night.log;
-# build/nights/history.html has all of them. The first night has nothing to be held against, and passes if its lessons do.
-# What follows the name goes to perf-helpers course: lessons, --profile gpu, --fail-on memory,verdict.
+# build/nights/history.html has all of them. The first night has nothing to compare with, and passes if its lessons do.
+# Arguments are passed on to perf-helpers course: lessons, --profile gpu, --fail-on memory,verdict.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -16,7 +16,7 @@ mkdir -p "$nights" || exit 2
 exec 9>"$nights/lock"
 flock --nonblock 9 || { echo "nightly: the night before is still running" >&2; exit 2; }
 
-before=$(find "$nights" -mindepth 2 -maxdepth 2 -name results.json | sort | tail -n 1) # a night that broke off left none
+before=$(find "$nights" -mindepth 2 -maxdepth 2 -name results.json | sort | tail -n 1) # a night that was interrupted has none
 tonight=$nights/$(date -u +%Y-%m-%dT%H%M%SZ)
 mkdir "$tonight" || exit 2
 
