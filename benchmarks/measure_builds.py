@@ -3,7 +3,7 @@
     python benchmarks/measure_builds.py --builds . ../old [--commands course test] [--rounds 2]
 
 A checkout that needs another environment is written FOLDER=VENV, as `make VENV=...` takes it. Setting up is not timed:
-each checkout runs `make extras` first. The order turns round with each round. For a quiet machine.
+each checkout runs `make extras` first. The order turns round with each round; the first begins with the last checkout. For a quiet machine.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def cases(options) -> dict:
     named = {}
     for number, command in itertools.product(range(1, options.rounds + 1), options.commands or ["course"]):
         builds = options.builds or ["."]
-        for build in builds if number % 2 else builds[::-1]:
+        for build in builds if number % 2 == 0 else builds[::-1]:
             named[f"{number} {command} {commit(build)}"] = (command, build)
     return named
 

@@ -90,7 +90,8 @@ def run_course(
         server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
-        own = [server | ({quiet.LOCK: f"{source.stem} {address}"} if address else {}) for source in sources]
+        threads = max(1, (hardware.describe().cpu_cores or 1) // at_once)
+        own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
         try:

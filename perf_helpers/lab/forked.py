@@ -248,6 +248,10 @@ def main(channel: connection.Connection) -> None:
     os.environ.update(place["environment"] | NO_DEVICE_BEFORE_FORKS)
     for name in (COURSE_SERVER, quiet.LOCK):  # the lesson's, not that of what it measures
         os.environ.pop(name, None)
+    if place["threads"]:
+        import torch
+
+        torch.set_num_threads(place["threads"])
     sys.path[:], tempfile.tempdir = place["path"], None  # the server's may be another one
     # DataLoader's workers keep sockets there, and leave them when they are killed. Where a socket's name is over 107
     # bytes, as under a long TMPDIR, they hang (cpython issue 93852): on Linux the folder has a short name.

@@ -305,6 +305,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
             self._descriptor = None
         place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path], "own": self.folder}
+        place["threads"] = quiet.threads()
         with contextlib.suppress(BrokenPipeError):
             self.channel.send((place, job, turn))
 

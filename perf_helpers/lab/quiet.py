@@ -1,8 +1,9 @@
 """A quiet machine for what reads a clock, in a course that runs several lessons at once.
 
 A lesson shares the machine with others until it times something: then the others wait. Between two experiments it lets
-those lessons go first that wait for a quiet machine. The lock is in the course's process (`served`); a lesson reaches
-it by a socket. Outside a course `experiment` does nothing.
+those lessons go first that wait for a quiet machine. Experiments that share the machine share its cores too: threads of
+one that wait for another's would take the time of both. The lock is in the course's process (`served`); a lesson
+reaches it by a socket. Outside a course `experiment` does nothing.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from unittest.mock import patch
 
 from perf_helpers.lab import outcomes
 
-LOCK = "PERF_HELPERS_QUIET"  # environment variable: a lesson's name and the address of the course's lock
+LOCK = "PERF_HELPERS_QUIET"  # environment variable: see `entry`
 UNTIMED = "PERF_HELPERS_UNTIMED"  # environment variable: no experiment's time means anything (the smallest sizes)
 
 
@@ -100,6 +101,11 @@ class QuietLock:
         self._changed.notify_all()
 
 
+def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
+    """The variable by which a lesson finds the course's lock. `threads`: of an experiment that shares the machine."""
+    return {LOCK: f"{lesson} {threads} {address}"}
+
+
 @contextlib.contextmanager
 def short_folder() -> Iterator[str]:
     """A temporary folder for sockets, whose names may have about 100 bytes."""
@@ -109,7 +115,7 @@ def short_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
-    """Let other processes take a lock of this one; yields its address, for `LOCK`."""
+    """Let other processes take a lock of this one; yields its address, for `entry`."""
     with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:
@@ -151,10 +157,14 @@ class _Lesson:
                 if alone and not self._running[True]:
                     self._take(alone=False)
 
+    def threads(self) -> int | None:
+        """How many threads a clean process that starts now computes with; None: as many as torch chooses."""
+        return int(os.environ[LOCK].split(" ")[1]) if LOCK in os.environ and not self._running[True] else None
+
     def _take(self, alone: bool) -> None:
         if LOCK not in os.environ:
             return
-        name, _, address = os.environ[LOCK].partition(" ")
+        name, _, address = os.environ[LOCK].split(" ", 2)
         with contextlib.suppress(EOFError, OSError):  # the course was killed
             self._course = self._course or connection.Client(address, "AF_UNIX")
             self._course.send((name, alone))
@@ -162,7 +172,7 @@ class _Lesson:
 
 
 _LESSON = _Lesson()
-alone = functools.partial(_LESSON.experiment, alone=True)
+alone, threads = functools.partial(_LESSON.experiment, alone=True), _LESSON.threads
 
 
 def experiment(alone: bool) -> contextlib.AbstractContextManager[None]:

@@ -74,7 +74,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
             lock.take(name, alone=False)
         lessons = [
             subprocess.Popen(
-                [sys.executable, "-c", ROLE], env=os.environ | {quiet.LOCK: f"{name} {address}"}, stdout=subprocess.PIPE
+                [sys.executable, "-c", ROLE], env=os.environ | quiet.entry(name, 1, address), stdout=subprocess.PIPE
             )
             for name in names
         ]
@@ -98,6 +98,24 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
     for name, alone, began, end in rows:
         beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > began]
         assert not (alone and beside), f"{name} was alone, beside {beside}"
+
+
+def test_an_experiment_that_shares_the_machine_shares_its_cores():
+    code = """
+import torch
+from perf_helpers import Lab
+lab = Lab("tiny")
+count = lambda task: torch.get_num_threads()
+print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memory")], torch.get_num_threads())
+"""
+    lock = quiet.QuietLock()
+    lock.take("a", alone=False)
+    with quiet.served(lock) as address:
+        environment = os.environ | {"OMP_NUM_THREADS": "2"} | quiet.entry("a", 1, address)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+    assert done.stdout.split() == ["1", "2", "1", "2"]
 
 
 @pytest.mark.parametrize("clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1)"])
