@@ -144,7 +144,7 @@ def three_operations(task):
 
 
 # %% tags=["claim"]
-processes = [lab.run(three_operations, measure=("none",)).value for _ in range(1 if DEVICE == "cpu" else 3)]
+processes = [lab.run(three_operations, measure="value").value for _ in range(1 if DEVICE == "cpu" else 3)]
 fastest = [min(computed for _, computed in taken) for taken in processes[0]]
 measured = {"matrix product": fastest[3], "LayerNorm": fastest[4], "GELU": min(fastest[0], fastest[2])}
 rows = []
@@ -466,8 +466,8 @@ def of_parts(processes):
 
 
 # %% tags=["claim"]
-step_turns = [lab.run(turns_of_a_step, task=plain_task, measure=("none",)).value for _ in range(3)]
-dropout_turns = [lab.run(turns_of_a_step, task=lab.task, measure=("none",)).value for _ in range(3)]
+step_turns = [lab.run(turns_of_a_step, task=plain_task, measure="value").value for _ in range(3)]
+dropout_turns = [lab.run(turns_of_a_step, task=lab.task, measure="value").value for _ in range(3)]
 floor, flops = 1.05 if DEVICE == "cpu" else 1.02, backward_to_forward(plain, "flops", group="contraction")
 took, with_dropout = (Ratio.of_turns([each[:3] for each in all], CPU, floor) for all in (step_turns, dropout_turns))
 display(claims.check("backward-twice-forward", flops))
@@ -497,7 +497,7 @@ def products_of_a_layer(task):
     return interleaving.in_turns([backward, forward, backward], turns=6)
 
 
-of_products = [lab.run(products_of_a_layer, measure=("none",)).value for _ in range(3)]
+of_products = [lab.run(products_of_a_layer, measure="value").value for _ in range(3)]
 took = Ratio.of_turns([each[:3] for each in of_products], CPU, floor)  # seconds of twice the FLOPs
 claims.check(
     "backward-sizes-awkward", took / 2, note=f"so a layer's products take {took.value:.2f} x as long in backward"
@@ -593,7 +593,7 @@ model_flops, rule = roofline.model_flops(lab.task, 4), 6 * lab.task.parameters()
 of_scores = 12 * config.num_hidden_layers * config.hidden_size * length * 4 * length
 taken = {"float32": fastest_step(step_turns), "float32, with dropout": fastest_step(dropout_turns)}
 if "bfloat16" in ceilings:
-    taken["bfloat16"] = lab.run(steps_in_bf16, task=plain_task, measure=("none",)).value
+    taken["bfloat16"] = lab.run(steps_in_bf16, task=plain_task, measure="value").value
 for label, spent in taken.items():
     reached = model_flops / (spent * ceilings[label.split(",")[0]].flops_per_second)
     print(f"MFU in {label}: {reached:.0%} of the measured rate")
@@ -683,7 +683,7 @@ def kind(name):  # also of a GPU's kernels, which have names of their own
 
 
 figure, axes = plt.subplots(2, 1, figsize=(10.5, 3.4), layout="constrained")
-for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure=("none",)).value):
+for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure="value").value):
     at, whole = 0, sum(white + bar for white, bar, _ in kernels)
     for white, bar, name in kernels[:40]:
         ax.barh(0, bar, left=at + white, color=plots.SERIES[GROUPS.index(kind(name))])

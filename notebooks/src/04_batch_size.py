@@ -77,7 +77,7 @@ def one_layer(_):
 
 width = 2048 if on_cpu else 8192
 row_counts = [2**power for power in range(10 if on_cpu else 13)]
-flops_rate, bytes_rate, layer_seconds = lab.run(one_layer, measure=("none",)).value
+flops_rate, bytes_rate, layer_seconds = lab.run(one_layer, measure="value").value
 
 
 def predicted(rows, width, number_bytes=4):
@@ -130,7 +130,7 @@ cores = lab.machine.cpu_cores
 if not on_cpu:
     cores = lab.run(lambda _: torch.cuda.get_device_properties(0).multi_processor_count, measure="value").value
 counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores + 1, 3 * cores})
-tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure=("none",)).value]
+tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure="value").value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
 shown = {"measured": [1e3 * each for each in tile_seconds], "rounds x one round": [1e3 * each for each in stairs]}
 plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by rounds").set_ylim(0)
@@ -257,7 +257,7 @@ def whole_steps(task):
 
 quarter, turns = max(1, fitting // 4), 3 if on_cpu else 6
 batches = sorted({1, min(4, fitting), quarter, fitting})  # new
-taken = [lab.run(whole_steps, task=task, measure=("none",)).value for _ in range(3)]
+taken = [lab.run(whole_steps, task=task, measure="value").value for _ in range(3)]
 
 # %%
 step_seconds = [
@@ -321,7 +321,7 @@ def products(shapes):
 
 
 def least_seconds(shapes):
-    found = lab.run(lambda _: interleaving.in_turns(products(shapes), 10), measure=("none",)).value
+    found = lab.run(lambda _: interleaving.in_turns(products(shapes), 10), measure="value").value
     return [min(turn[CLOCK] for turn in each) / repeats(shape) for each, shape in zip(found, shapes)]
 
 
@@ -653,7 +653,7 @@ def seconds_of_step(sizes):
         taken = interleaving.in_turns([work(size, task, device) for size in sizes], 6)
         return [statistics.median(turn[CLOCK] for turn in each) for each in taken]
 
-    return lab.run(measure, task=learnable, measure=("none",)).value
+    return lab.run(measure, task=learnable, measure="value").value
 
 
 def steps_to(target, size):

@@ -242,7 +242,7 @@ def parts_of(task, sizes=(1, 2, 4, 8)):
         works = [lambda batch=batch: model(**batch).loss.backward() for batch in batches]
         return [min(own for _, own in turns) for turns in interleaving.in_turns([*works, optimizer.step], 3)]
 
-    return dict(zip((*sizes, "update"), lab.run(measured, "parts", task=task, measure=("none",)).value))
+    return dict(zip((*sizes, "update"), lab.run(measured, "parts", task=task, measure="value").value))
 
 
 def speed(micro_batch, steps, parts, factor=1):

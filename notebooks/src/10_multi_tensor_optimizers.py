@@ -221,7 +221,7 @@ def grid(_):
 
 # %%
 seconds_of = dict.fromkeys(TORCH)  # form -> {size: (seconds once, seconds a tensor)}, or None in a rehearsal
-measured = lab.run(grid, measure=("none",)).value
+measured = lab.run(grid, measure="value").value
 for which, name in enumerate(TORCH):
     seconds_of[name] = {}
     for size in SIZES:
@@ -353,7 +353,7 @@ def compiled(_):
     ]
 
 
-outcome = lab.run(compiled, measure=("none",))
+outcome = lab.run(compiled, measure="value")
 rows = [[name, plots.bytes_text(size), plots.seconds_text(seconds)] for name, size, seconds in outcome.value or []]
 print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
 plots.Table(["by hand, 16 tensors of 16,384 numbers", "made on the way", "update"], rows)
@@ -376,7 +376,7 @@ def parts(task):
     return [statistics.median(turn[clock] for turn in part) for part in turns]
 
 
-small, large, *update = lab.run(parts, measure=("none",)).value
+small, large, *update = lab.run(parts, measure="value").value
 shares = [[seconds / (seconds + passes) for seconds in update] for passes in (small, large)]
 rows = [["1 x 32 tokens", plots.seconds_text(small), *(f"{share:.0%}" for share in shares[0])]]
 rows += [[f"4 x {lab.task.seq_len} tokens", plots.seconds_text(large), *(f"{share:.0%}" for share in shares[1])]]
@@ -552,7 +552,7 @@ picked = [group[0] for group in alike]
 pool = ThreadPoolExecutor(1 if cuda else 2)  # counted bytes and CPU time do not mind a neighbour
 sizes = dict(zip(picked, pool.map(lambda name: peak_run(name, from_trainer(name)), picked)))
 _ = plots.memory(list(sizes.values()), title=f"Peak of a step, {parameters:,} parameters")
-found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="none"), picked)))
+found = dict(zip(picked, pool.map(lambda name: lab.run(judged(name), name, measure="value"), picked)))
 rows = []
 for name, run in sorted(sizes.items(), key=lambda item: item[1].peak_bytes or 0):
     if not (run.ok and found[name].ok):
@@ -601,9 +601,9 @@ def speed_ratio(processes):
 
 
 # %% tags=["claim"]
-small_ones = [lab.run(tiny, measure=("none",)).value for _ in range(3)]
+small_ones = [lab.run(tiny, measure="value").value for _ in range(3)]
 display(claims.check("multi-tensor", speed_ratio(small_ones)))
-trained = [lab.run(training, task=short, measure=("none",)).value for _ in range(3)]
+trained = [lab.run(training, task=short, measure="value").value for _ in range(3)]
 gain = (large + update[0]) / (large + update[2])
 note = f"against {RIVAL}; of torch's loop, 4 x {lab.task.seq_len} tokens, from its parts: {gain:.2f}"
 display(claims.check("fused-fastest", speed_ratio(trained), note=note))

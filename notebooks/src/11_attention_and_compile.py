@@ -660,7 +660,7 @@ def replayed(_):
     return launched, interleaving.in_turns([steps[0], steps[1], steps[0]], 10)
 
 
-watched = None if on_cpu or missing else lab.run(replayed, measure=("none",))
+watched = None if on_cpu or missing else lab.run(replayed, measure="value")
 launched, turns = (watched and watched.value) or (None, None)
 why, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
 display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))

@@ -264,7 +264,7 @@ def in_turns(tasks, turns=6, samples=64, learns=True, implementations=()):
         each = implementations or len(tasks) * [None]
         return interleaving.in_turns([work(*pair) for pair in zip(tasks, each)], turns)
 
-    return lab.run(measure, "in turns", measure=("none",)).value
+    return lab.run(measure, "in turns", measure="value").value
 
 
 # %%

@@ -85,7 +85,7 @@ def rates(_):
     return {name: [flops / min(turn[CPU] for turn in one) / 1e9 for one in three] for name, three in taken.items()}
 
 
-by_type = lab.run(rates, measure=("none",), use_cpu=True).value
+by_type = lab.run(rates, measure="value", use_cpu=True).value
 heads = ["type", "output", "gradient of the input", "gradient of the weight"]
 plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items()], "GFLOP/s of one thread")
 
@@ -147,7 +147,7 @@ def in_types(_):
 
 
 # %%
-types = lab.run(in_types, measure=("none",), use_cpu=True).value
+types = lab.run(in_types, measure="value", use_cpu=True).value
 
 
 def foretold(parts, fp32_step):

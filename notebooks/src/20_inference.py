@@ -327,7 +327,7 @@ def seconds(_):
 
 
 # %%
-taken, size, bytes_a_second, flops_a_second = lab.run(seconds, "answers", measure=("none",), use_cpu=True).value
+taken, size, bytes_a_second, flops_a_second = lab.run(seconds, "answers", measure="value", use_cpu=True).value
 step = {name: 1e3 * median(turn[CPU] for turn in turns) / NEW for name, turns in taken.items()}
 read = 1e3 * size / bytes_a_second
 print(f"a token reads {size / 1e6:.0f} MB: {read:.1f} ms at least; its arithmetic", end=" ")

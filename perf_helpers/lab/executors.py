@@ -61,13 +61,13 @@ def measured(
 
     Args:
         meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a clean process of its own. In a course
-            other lessons wait while "time" and "none" run.
+            other lessons wait while something is timed.
         timeout: seconds that each may take.
         on_step: as in `processes.execute`.
     """
     known = Outcome()
     for meter in meters:
-        with quiet.experiment(alone=meter in ("time", "none")):
+        with quiet.experiment(alone=meter == "none" or (meter == "time" and bool(experiment.function))):
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)
             elif meter == "time" and known.memory and hardware.is_rehearsal():

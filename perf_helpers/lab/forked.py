@@ -7,6 +7,7 @@ and sends what came of it.
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -258,6 +259,7 @@ def main(channel: connection.Connection) -> None:
     short = f"/proc/{os.getpid()}/fd/{os.open(own_folder, os.O_RDONLY)}" if os.path.isdir("/proc/self/fd") else None
     multiprocessing.current_process()._config["tempdir"] = short or own_folder
     on_step = _turns(channel, *turn) if turn else _reporter(channel)
+    quiet.ASKING.ask = functools.partial(_ask, channel)
     try:
         result = cloudpickle.dumps(cloudpickle.loads(job)(on_step))
     except BaseException as error:  # whatever ended it, the caller gets a result
@@ -270,6 +272,13 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _ask(channel, is_wanted: bool) -> None:
+    """Ask whoever waits for this process for a quiet machine, or give it back."""
+    channel.send(("quiet", is_wanted))
+    if is_wanted:
+        channel.recv()
 
 
 def _reporter(channel) -> Callable[[int], None]:

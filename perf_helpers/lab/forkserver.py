@@ -275,10 +275,13 @@ class CleanProcess(contextlib.AbstractContextManager):
     Args:
         job: what it does; it travels by cloudpickle.
         turn: (warm-up steps, steps in a turn): stop after each turn until `go`.
+        shares_cores: whether it computes on its lesson's share of the cores, if the lesson shares the machine.
         measured: whether a meter is on: `SERVER.measuring` tells others that can wait.
     """
 
-    def __init__(self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False):
+    def __init__(
+        self, job: Job, turn: tuple[int, int] | None = None, measured: bool = False, shares_cores: bool = True
+    ):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
         job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
@@ -305,13 +308,14 @@ class CleanProcess(contextlib.AbstractContextManager):
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
             self._descriptor = None
         place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path], "own": self.folder}
-        place["threads"] = quiet.threads()
+        place["threads"] = quiet.threads() if shares_cores else None
         with contextlib.suppress(BrokenPipeError):
             self.channel.send((place, job, turn))
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
-        """The next message: ("step", n), ("turn", n) or ("result", what the job returned). Of a job that raised, and of
-        a process that ended without a result, the result is an `Outcome` that says so.
+        """The next message: ("step", n), ("turn", n), ("quiet", whether it wants a quiet machine: `go` gives it) or
+        ("result", what the job returned). Of a job that raised, and of a process that ended without a result, the
+        result is an `Outcome` that says so.
 
         Raises:
             TimeoutError: nothing came within `timeout` seconds.

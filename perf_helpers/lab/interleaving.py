@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
+from perf_helpers.lab import quiet
 from perf_helpers.lab.hardware import is_rehearsal
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.records import Timing
@@ -58,8 +59,9 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     if is_rehearsal():
         raise NeedsValues(NO_TIME)
     taken: list[list[Seconds]] = [[] for _ in works]
-    for which in _order(len(works), turns):
-        taken[which].append(_seconds(works[which]))
+    with quiet.timing():
+        for which in _order(len(works), turns):
+            taken[which].append(_seconds(works[which]))
     return taken
 
 

@@ -157,8 +157,8 @@ class Lab:
                 a CPU: in two, see `memory_meter.MemoryMeter`).
             name: the run's name; None: the function's.
             measure: as in `train`; or, to run the function once without a meter, "value" if you only want what it
-                returns, and "none" if it reads a clock: a course that runs several lessons at once then lets the
-                others wait.
+                returns, which may be what `interleaving.in_turns` tells it, and "none" if it reads a clock in another
+                way, or does so in ranks: in a course other lessons then wait from its beginning to its end.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.
@@ -370,7 +370,7 @@ class Lab:
         with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
             told = None if self.executor else lambda number: bar.update(number - bar.n)
             how = players, turns, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), told
-            with quiet.experiment(alone=True):
+            with quiet.experiment(alone=not inside_one):
                 if inside_one:
                     at_once = min(2, self.machine.cpu_cores or 1)
                     outcome = self._perform(processes.side_by_side, *how, PROCESSES, at_once)

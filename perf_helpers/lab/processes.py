@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from perf_helpers.lab import hardware, interleaving, outcomes, worker
+from perf_helpers.lab import hardware, interleaving, outcomes, quiet, worker
 from perf_helpers.lab.forkserver import CleanProcess
 from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.training import Experiment
@@ -43,8 +44,18 @@ def execute(
         timeout: seconds after which the process and all that it started are ended: status "timed out".
         on_step: called with the number of a finished step, a few times a second at most.
     """
-    job = functools.partial(worker.perform, experiment, measure)
-    return _done(job, timeout, on_step, measured=measure in ("memory", "time", "categories"))
+    job, options = functools.partial(worker.perform, experiment, measure), {}
+    if measure == "time":
+        # In a course the Trainer is alone once it is warm. A function may time what it likes: its lesson is alone.
+        warm = quiet.is_in_course() and not experiment.function
+        options = {"turn": _once(max(1, experiment.warmup_steps)) if warm else None, "shares_cores": False}
+    with within(timeout), CleanProcess(job, measured=measure in ("memory", "time", "categories"), **options) as process:
+        return _ended(process, on_step)
+
+
+def _once(step: int) -> tuple[int, int]:
+    """The turns of a clean process that stops after this step, and then never again."""
+    return step, sys.maxsize
 
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
@@ -81,7 +92,8 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
         outcomes.Invalid: the function raised it.
         Failed: the function raised something else, or its process ended or took too long.
     """
-    came = _done(functools.partial(_called, function, arguments), timeout, on_percent)
+    with within(timeout), CleanProcess(functools.partial(_called, function, arguments)) as process:
+        came = _ended(process, on_percent)
     if came.ok:
         return came.value
     raise outcomes.Invalid(came.message) if came.status == "invalid" else Failed(came)
@@ -99,40 +111,64 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
     return Outcome(value=function(*arguments, tell=tell))
 
 
-def _done(job, timeout: float, on_step: Callable[[int], Any] | None, measured: bool = False) -> Outcome:
-    """The outcome that a job returns in a clean process, or that of the process's end."""
-    with within(timeout), CleanProcess(job, measured=measured) as process:
-        return _ended(process, on_step)
-
-
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
-    """The outcome of a process, with what it printed, once it has come to its end or its time has.
+    """The outcome of a process, with what it printed, once it has come to its end or its time has. When it asks for a
+    quiet machine, or has had a turn that warms up, it goes on alone.
 
     Where several ranks are ended before their time, the message says in which line each one is; the note of an
     interruption does so too.
     """
     try:
-        outcome = _wait(process, on_step)
+        with contextlib.ExitStack() as timing:
+            while not isinstance(outcome := _came(process, on_step), Outcome):
+                if outcome:
+                    timing.enter_context(_alone())
+                    process.go()
+                else:
+                    timing.close()
     except TimeoutError:
         outcome = _timed_out(process.whereabouts())
     except KeyboardInterrupt as interruption:
         if where := process.whereabouts():
             interruption.add_note(where)
         raise
+    return _with_output(process, outcome)
+
+
+def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
     output, errors = process.printed()
     if not outcome.ok:
         outcome = outcomes.explained(outcome, errors)
     return outcome.replace(output=output)
 
 
-def _wait(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
-    """Wait until the process has had its turn; its outcome where it ended instead."""
+def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | bool:
+    """Wait until the process has ended (its outcome), has had a turn (its number), or wants a quiet machine or wants
+    one no longer (True or False)."""
     while True:
         kind, content = process.receive(seconds_left())
         if kind != "step":
-            return None if kind == "turn" else content
+            return content
         if on_step:
             on_step(content)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A quiet machine in this context; to wait for it takes nothing from the time limit of `within`."""
+    began = time.monotonic()
+    with quiet.alone():
+        until, seconds = _limit.get()
+        _limit.set((until + time.monotonic() - began, seconds))
+        yield
+
+
+def _wait(process: CleanProcess) -> Outcome | None:
+    """Wait until the process has had its turn; its outcome where it ended instead. It is alone already."""
+    while isinstance(came := _came(process), bool):
+        if came:
+            process.go()
+    return came if isinstance(came, Outcome) else None
 
 
 def _timed_out(where: str = "") -> Outcome:
@@ -164,11 +200,22 @@ def side_by_side(
     """
     taken, tell = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
+    warm = _once(len(experiments)) if quiet.is_in_course() else None
     with within(timeout):
         for begun in range(0, processes, at_once):
             with contextlib.ExitStack() as stack:
                 those = range(begun, min(begun + at_once, processes))
-                living = [stack.enter_context(CleanProcess(job, measured=True)) for _ in those]
+                living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
+                if warm:
+                    try:
+                        ended = [(each, came) for each in living if isinstance(came := _came(each), Outcome)]
+                    except TimeoutError:
+                        return _timed_out()
+                    if ended:
+                        return _with_output(*ended[0])
+                    stack.enter_context(_alone())
+                    for process in living:
+                        process.go()
                 for number, process in zip(those, living, strict=True):
                     done = number * len(experiments) * (turns + 1)
                     outcome = _ended(process, lambda turn, done=done: tell(done + turn))

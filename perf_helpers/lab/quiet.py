@@ -1,9 +1,10 @@
 """A quiet machine for what reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with others until it times something: then the others wait. Between two experiments it lets
-those lessons go first that wait for a quiet machine. Experiments that share the machine share its cores too: threads of
-one that wait for another's would take the time of both. The lock is in the course's process (`served`); a lesson
-reaches it by a socket. Outside a course `experiment` does nothing.
+A lesson shares the machine with others until it times something: then the others wait. What is timed asks for it:
+`Lab.compare`, `interleaving.in_turns` and the time meter once they are warm (`timing`), a function with measure="none"
+from its first line. Between two experiments a lesson lets those go first that wait for a quiet machine. Experiments
+that share the machine share its cores too: threads of one that wait for another's would take the time of both. The lock
+is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` does nothing.
 """
 
 import contextlib
@@ -29,9 +30,38 @@ _CLOCKS = [f"{clock}{unit}" for clock in ("perf_counter", "process_time", "threa
 _READERS = ("__main__", "perf_helpers.lab.interleaving")  # modules with a learner's functions, and the course's own
 
 
+class Asking:
+    """How a clean process gets a quiet machine: `ask` is called with whether it wants one, and returns once it has it.
+    """
+
+    def __init__(self):
+        self.ask: Callable[[bool], None] | None = None  # None: nobody can be asked
+        self.is_granted = False
+
+
+ASKING = Asking()
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[None]:
+    """Time something in this context, inside a clean process: other lessons wait until it ends. Elsewhere, or inside
+    another such context, nothing happens."""
+    if ASKING.is_granted or not ASKING.ask:
+        yield
+        return
+    ASKING.ask(True)
+    ASKING.is_granted = True
+    try:
+        yield
+    finally:
+        ASKING.is_granted = False
+        ASKING.ask(False)
+
+
 @contextlib.contextmanager
 def no_clocks() -> Iterator[None]:
-    """Refuse a function of a notebook's that reads a clock in this context: others may run beside it.
+    """Refuse a function of a notebook's that reads a clock in this context, but not within `timing`: others may run
+    beside it.
 
     Raises:
         outcomes.Invalid: it read one.
@@ -39,7 +69,7 @@ def no_clocks() -> Iterator[None]:
 
     def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
-            if sys._getframe(1).f_globals.get("__name__") in _READERS:
+            if not ASKING.is_granted and sys._getframe(1).f_globals.get("__name__") in _READERS:
                 raise outcomes.Invalid(f"it calls time.{name}, but other lessons may run beside it: measure='none'")
             return clock()
 
@@ -133,6 +163,11 @@ def served(lock: QuietLock) -> Iterator[str]:
         yield listener.address
 
 
+def is_in_course() -> bool:
+    """Whether this process belongs to a lesson beside which others may run."""
+    return LOCK in os.environ
+
+
 class _Lesson:
     """This process's side of the lock; its threads share what the lesson holds."""
 
@@ -159,10 +194,10 @@ class _Lesson:
 
     def threads(self) -> int | None:
         """How many threads a clean process that starts now computes with; None: as many as torch chooses."""
-        return int(os.environ[LOCK].split(" ")[1]) if LOCK in os.environ and not self._running[True] else None
+        return int(os.environ[LOCK].split(" ")[1]) if is_in_course() and not self._running[True] else None
 
     def _take(self, alone: bool) -> None:
-        if LOCK not in os.environ:
+        if not is_in_course():
             return
         name, _, address = os.environ[LOCK].split(" ", 2)
         with contextlib.suppress(EOFError, OSError):  # the course was killed

@@ -283,6 +283,8 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     if torch.cuda.device_count() >= experiment.processes:
         torch.cuda.set_device(rank)
 
+    quiet.ASKING.ask = None  # ranks have one channel to ask by
+
     def in_step(number: int) -> None:
         barrier.wait()
         if rank == 0:

@@ -13,6 +13,7 @@ import pytest
 from machines import TINY
 
 from perf_helpers.lab import forkserver, quiet
+from perf_helpers.lab.interleaving import in_turns
 
 
 def waiting(lock, *request):
@@ -118,13 +119,59 @@ print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memo
     assert done.stdout.split() == ["1", "2", "1", "2"]
 
 
-@pytest.mark.parametrize("clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1)"])
+@pytest.mark.parametrize(
+    "clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1); time.perf_counter()"]
+)
 def test_a_function_that_reads_a_clock_is_refused_where_others_may_run_beside_it(lab, clock):
     code = f"import time; from perf_helpers.lab.interleaving import in_turns; {clock}"
     function = eval(f"lambda task: exec({code!r}, {{'__name__': '__main__'}})")
     with pytest.raises(ValueError, match="measure='none'"):
         lab.run(function, "reads", task=TINY, measure="value")
     assert lab.run(function, "reads", task=TINY, measure="none").ok
+
+
+def test_what_takes_turns_has_a_quiet_machine_and_may_read_clocks(lab):
+    def steps(task):
+        return len(in_turns([int], 3)[0])
+
+    assert lab.run(steps, "in turns", task=TINY, measure="value").value == 3
+    with pytest.raises(ValueError, match="measure='none'"):
+        lab.run(steps, "ranks", task=TINY, measure="value", processes=2)
+
+
+ASKED = {  # what a lesson asks of the lock: to share (False) or to be alone (True), in order
+    "lab.run(lambda task: 1, measure='value')": [False],
+    "lab.run(lambda task: 1, measure='none')": [True, False],
+    "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [False, True, False],
+    "lab.train('a', measure='time', steps=2, per_device_train_batch_size=1)": [False, True, False],
+    "lab.compare(*[lab.train(n, measure='value', per_device_train_batch_size=1) for n in 'ab'], turns=4)": [
+        *[False, False, False],
+        *[True, False, True, False],  # four processes, two at once
+    ],
+}
+
+
+def test_only_what_is_timed_has_the_machine_for_itself():
+    code = "from perf_helpers import Lab; from perf_helpers.lab.interleaving import in_turns; lab = Lab('tiny')\n"
+    code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
+    asked = []
+
+    class Lock(quiet.QuietLock):
+        def take(self, lesson, alone):
+            asked.append(alone)
+            super().take(lesson, alone)
+
+    lock, found = Lock(), []
+    with quiet.served(lock) as address:
+        environment = os.environ | quiet.entry("a", 1, address)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as lesson:
+            for _ in ASKED:
+                assert lesson.stdout.readline() == "next\n"
+                found.append([*asked])
+                asked.clear()
+                print(file=lesson.stdin, flush=True)
+    assert dict(zip(ASKED, found, strict=True)) == ASKED
 
 
 def test_libraries_may_read_clocks(lab):
