@@ -166,7 +166,7 @@ def lessons(measured: dict[str, dict]) -> str:
     """Return README's table of lessons: names from the bibliography, questions from the notebooks, minutes from the
     newest recorded run, addresses from pyproject.toml."""
     data = newest(measured)
-    seconds = {lesson["name"]: lesson["seconds"] for lesson in data["lessons"]}
+    seconds = {each["name"]: each["seconds"] - each.get("waited_seconds", 0) for each in data["lessons"]}
     names = re.findall(r"(?m)^## ((\d\d) .+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text(encoding="utf-8"))
     titles = {number: name for name, number in names}
     repository = address().removeprefix("https://github.com/")
@@ -180,8 +180,8 @@ def lessons(measured: dict[str, dict]) -> str:
         question = first.splitlines()[0].removeprefix("# ")
         part = PARTS_OF_COURSE.get(path.name[:2], "")
         rows.append([part, name, question, took, f"[Colab]({colab}) [Binder]({binder})"])
-    about = "Minutes in the newest recorded run, rounded; all lessons together took "
-    about += f"{sum(seconds.values()) / 60:.0f} minutes ({caption(data, short=True)})."
+    about = "Minutes in the newest recorded run, rounded, without waiting for other lessons; all lessons together took "
+    about += f"{data.get('seconds', sum(seconds.values())) / 60:.0f} minutes ({caption(data, short=True)})."
     return f"{table(['part', 'lesson', 'question', 'computing, minutes', 'open in'], rows)}\n\n{about}"
 
 

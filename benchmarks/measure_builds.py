@@ -3,7 +3,8 @@
     python benchmarks/measure_builds.py --builds . ../old [--commands course test] [--rounds 2]
 
 A checkout that needs another environment is written FOLDER=VENV, as `make VENV=...` takes it. Setting up is not timed:
-each checkout runs `make extras` first. The order turns round with each round; the first begins with the last checkout. For a quiet machine.
+each checkout runs `make extras` first. The order turns round with each round; the first round begins with the last
+checkout. For a quiet machine.
 """
 
 import itertools

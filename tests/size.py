@@ -17,12 +17,12 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # (part, patterns of its files, lines at most, files at most). A lesson imports lab, course, widgets and plots, which
 # import the other modules of that row.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 14_660, 99),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_060, 26),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 14_690, 99),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_160, 26),
     ("  sweep", ["perf_helpers/sweep/*.py"], 539, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 4_025, 24),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 729, 6),
-    ("  course", ["perf_helpers/course/*.py"], 956, 8),
+    ("  course", ["perf_helpers/course/*.py"], 972, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 476, 4),
     ("  advise", ["perf_helpers/advise/*.py"], 1_392, 8),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_069, 11),
@@ -30,7 +30,7 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        6_935,
+        7_085,
         52,
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_300, 41),

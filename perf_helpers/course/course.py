@@ -49,7 +49,7 @@ def run_course(
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
         timeout_per_lesson: in seconds, many times what a lesson takes.
-        at_once: lessons at once; None: two on a CPU that has the cores and the memory, else one.
+        at_once: lessons at once; None: up to three on a CPU that has the cores and the memory, else one.
 
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
@@ -65,7 +65,7 @@ def run_course(
     data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
-    lock, stopped = quiet.QuietLock(), threading.Event()
+    lock, stopped, began = quiet.QuietLock(), threading.Event(), time.monotonic()
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A lesson's entry in results.json, and the lesson's own record."""
@@ -100,6 +100,7 @@ def run_course(
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    data["seconds"] = round(time.monotonic() - began, 1)
     for lesson, record in done:
         data["lessons"].append(lesson)
         data["claims"] += record.get("claims", [])
@@ -123,10 +124,12 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """How many lessons this machine runs at once: two on a CPU with a core and 6 GiB for each."""
+    """How many lessons this machine runs at once: on a CPU one more than it has cores, as lessons wait for each other,
+    at most three, with 6 GiB for each."""
     machine = hardware.describe()
-    has_room = (machine.cpu_cores or 1) > 1 and psutil.virtual_memory().available > 12 * 2**30
-    return 2 if machine.kind == "cpu" and forkserver.HAS_FORK and has_room else 1
+    if machine.kind != "cpu" or not forkserver.HAS_FORK or (machine.cpu_cores or 1) < 2:
+        return 1
+    return max(1, min(3, machine.cpu_cores + 1, psutil.virtual_memory().available // (6 * 2**30)))
 
 
 def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:

@@ -31,8 +31,7 @@ _READERS = ("__main__", "perf_helpers.lab.interleaving")  # modules with a learn
 
 
 class Asking:
-    """How a clean process gets a quiet machine: `ask` is called with whether it wants one, and returns once it has it.
-    """
+    """How a clean process gets a quiet machine: `ask` is called with whether it wants one, and returns when it has."""
 
     def __init__(self):
         self.ask: Callable[[bool], None] | None = None  # None: nobody can be asked
