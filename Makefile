@@ -163,7 +163,7 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version). The first time this takes minutes and some GB."
 	@$(if $(FRESH),$(PYTHON) -m venv --clear $(VENV))
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
 .PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,13 @@ CourseFolder = Annotated[
 _WITH_CLEAN_PROCESSES = ("measure", "estimate", "explain", "advise")
 _INTERRUPTED = 130  # the exit code after Ctrl-C
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # for any option typer does not know
+
+
+def _needs_course(command: str) -> None:
+    """Raises ValueError if the packages are missing that only the course needs."""
+    missing = [name for name in ("papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib") if not find_spec(name)]
+    if missing:
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'perf-helpers[course]'")
 
 
 @app.command()
@@ -84,6 +92,7 @@ def course(
     Exit code 1: a lesson failed or something is worse; with --strict also: a verdict is not the expected one.
     Exit code 2: the course could not start.
     """
+    _needs_course("course")
     from perf_helpers.compare.compare import run_night
     from perf_helpers.course.results import failures, problems, to_send
 
@@ -176,6 +185,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="Folder of a course run, e.g. build/course.")],
 ) -> None:
     """Write the report of a course run again, from its results.json and executed notebooks."""
+    _needs_course("report")
     from perf_helpers.course.report import report as make
 
     answer([str(make(directory))])

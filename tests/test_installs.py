@@ -26,7 +26,7 @@ def would_install(folder, where, *words, **versions):
 
 @pytest.mark.nightly
 def test_what_stands_there_already_is_left_as_it_is(tmp_path):
-    assert would_install(tmp_path, tmp_path, ROOT, **THERE) == {"perf-helpers"}
+    assert would_install(tmp_path, tmp_path, f"{ROOT}[course]", **THERE) == {"perf-helpers"}
 
 
 @pytest.mark.nightly
@@ -41,5 +41,5 @@ def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(nam
 
 @pytest.mark.nightly
 def test_what_is_too_old_is_replaced_and_what_is_not_is_left(tmp_path):
-    found = would_install(tmp_path, tmp_path, ROOT, **THERE | {"transformers": "5.10.0"})
+    found = would_install(tmp_path, tmp_path, f"{ROOT}[course]", **THERE | {"transformers": "5.10.0"})
     assert {"perf-helpers", "transformers"} <= found and not {"torch", "numpy", "ipywidgets"} & found

@@ -56,9 +56,10 @@ def test_sets_go_from_the_oldest_to_the_newest_that_pyproject_admits(every_set):
 
 
 def declared():
-    """The dependencies of pyproject.toml, without extras."""
+    """The dependencies of pyproject.toml, with those of the course."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {canonicalize_name(each.name): each for each in map(Requirement, project["dependencies"])}
+    needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
+    return {canonicalize_name(each.name): each for each in map(Requirement, needed)}
 
 
 def lower_bounds(ranges):

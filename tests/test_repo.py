@@ -298,8 +298,8 @@ def environment_problems(environment, folder, project, constraints):
     pip_lines = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
     paths = [line.split()[-1] for line in pip_lines if line.startswith(("-e ", "--editable ", "."))]
     homes = [(ROOT / folder / path.split("[")[0]).resolve() for path in paths]
-    if "pip" not in lines or homes != [ROOT]:
-        problems.append("it does not install the package itself, once, through pip")
+    if "pip" not in lines or homes != [ROOT] or not paths[0].endswith("[course]"):
+        problems.append("it does not install the package itself with [course], once, through pip")
     requirements = {}
     for line in [*lines, *(line for line in pip_lines if line[0].isalnum())]:
         name, spec = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*(.*)", line).groups()
@@ -349,20 +349,20 @@ def test_environments_follow_from_pyproject(name):
 @pytest.mark.parametrize(
     "dependencies, problem",
     [
-        (["python=3.10", "pip", {"pip": ["-e ."]}], "requires-python"),
-        (["python>=3.9", "pip", {"pip": ["-e ."]}], "requires-python"),
-        (["python", "pip", {"pip": ["-e ."]}], "requires-python"),
-        (["python=3.11", "pip", {"pip": ["-e .."]}], "package itself"),
+        (["python=3.10", "pip", {"pip": ["-e .[course]"]}], "requires-python"),
+        (["python>=3.9", "pip", {"pip": ["-e .[course]"]}], "requires-python"),
+        (["python", "pip", {"pip": ["-e .[course]"]}], "requires-python"),
+        (["python=3.11", "pip", {"pip": ["-e ..[course]"]}], "package itself"),
         (["python=3.11", "pip", {"pip": ["torch"]}], "package itself"),
-        (["python=3.11", "pip", "pytorch-cpu>=2.5", {"pip": ["-e ."]}], "torch>=2.5"),
-        (["python=3.11", "pip", {"pip": ["-e .[dev]", "torch==2.12.0"]}], "torch==2.12.0"),
+        (["python=3.11", "pip", "pytorch-cpu>=2.5", {"pip": ["-e .[course]"]}], "torch>=2.5"),
+        (["python=3.11", "pip", {"pip": ["-e .[course]", "torch==2.12.0"]}], "torch==2.12.0"),
     ],
 )
 def test_an_environment_that_goes_its_own_way_is_reported(dependencies, problem):
     project = {"requires-python": ">=3.11", "dependencies": ["torch>=2.11"], "optional-dependencies": {}}
     (found,) = environment_problems({"dependencies": dependencies}, ".", project, "torch==2.13.0")
     assert problem in found
-    good = {"dependencies": ["python=3.12", "pip", "pytorch>=2.11", {"pip": ["-e ..", "torch==2.13.0"]}]}
+    good = {"dependencies": ["python=3.12", "pip", "pytorch>=2.11", {"pip": ["-e ..[course]", "torch==2.13.0"]}]}
     assert environment_problems(good, "binder", project, "torch==2.13.0") == []
 
 

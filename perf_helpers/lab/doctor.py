@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perf_helpers.lab.hardware import CPU_FP16, PACKAGES, Machine, cache_folder, version_of, versions
 from perf_helpers.texts import bytes_text
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 DISTRIBUTION = "perf-helpers"
+COURSE = "course"  # the extra with what lessons need beside the rest
 NEWEST_TORCH = "2.15"  # that all of this was tried with, its rules of memory on CUDA and the rehearsal's stub among it
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
 LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
@@ -181,20 +186,32 @@ def _about_imports() -> Iterator[Finding]:
                 yield Finding("warning", name, text, "Rename it, or start in another folder.")
 
 
-def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
-    ranges = {}
-    with suppress(ImportError):  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
-        from packaging.requirements import Requirement
+def requirements() -> "list[Requirement]":
+    """What this project requires, with what its course does; those of the course have a marker.
 
-        tested = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
-        # A marker is an extra's. What nvidia-ml-py is missing for is told with the GPUs.
-        ranges = {each.name: each.specifier for each in tested if not each.marker and each.name != "nvidia-ml-py"}
+    Raises:
+        ImportError: the project is not installed, so that its metadata is missing; or packaging is.
+    """
+    from packaging.requirements import Requirement
+
+    every = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
+    return [each for each in every if not each.marker or each.marker.evaluate({"extra": COURSE})]
+
+
+def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
+    ranges, of_course = {}, set()
+    with suppress(ImportError):  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
+        needed = requirements()
+        # The findings about GPUs say what is missing without nvidia-ml-py.
+        ranges = {each.name: each.specifier for each in needed if each.name != "nvidia-ml-py"}
+        of_course = {each.name for each in needed if each.marker}
     for package in {**installed, **ranges}:
         version = installed[package] if package in installed else version_of(package)
         if version is None:
             needs = "8-bit Adam (lessons 09, 13 and 14)" if package == "bitsandbytes" else "lessons"
             text = f"{package} is not installed: {needs} cannot run."
-            yield Finding("error" if needs == "lessons" else "note", package, text, f"pip install {package}")
+            remedy = f"pip install '{DISTRIBUTION}[{COURSE}]'" if package in of_course else f"pip install {package}"
+            yield Finding("error" if needs == "lessons" else "note", package, text, remedy)
         elif package in ranges and not ranges[package].contains(version, prereleases=True):
             text = f"{package} {version} is outside the tested range {ranges[package]}: verdicts may differ."
             yield Finding("warning", package, text, f'pip install "{package}{ranges[package]}"')

@@ -210,9 +210,8 @@ def _architectures(python: Path) -> str:
 
 def _packages() -> list[str]:
     """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
-    needed = (text for text in importlib.metadata.requires(doctor.DISTRIBUTION) or () if "extra ==" not in text)
-    names = [name for text in needed if (name := re.match(r"[\w.-]+", text)[0]) != "torch"]
-    return [f"torch==={_torch_version()}", *(f"{name}=={importlib.metadata.version(name)}" for name in names)]
+    found = {each.name: hardware.version_of(each.name) for each in doctor.requirements() if each.name != "torch"}
+    return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]
 
 
 def _torch_version() -> str:

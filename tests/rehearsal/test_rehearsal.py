@@ -63,7 +63,8 @@ def test_an_environment_that_cannot_be_made_gives_pips_reason(monkeypatch, tmp_p
 def test_the_environment_has_the_learners_packages_but_the_cuda_build():
     torch, *others = build._packages()
     assert torch.startswith("torch===") and "+" not in torch
-    assert any(line.startswith("transformers==") for line in others) and not any("pytest" in line for line in others)
+    assert {"transformers", "matplotlib"} <= {line.partition("==")[0] for line in others}
+    assert not any("pytest" in line for line in others)
 
 
 # ---- a torch that nobody has tried with the stub
