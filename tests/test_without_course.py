@@ -62,7 +62,9 @@ def test_the_environment_lacks_what_only_the_course_needs(python):
     assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
 
 
-@pytest.mark.parametrize("verb", ["estimate", *(pytest.param(v, marks=pytest.mark.nightly) for v in COMMANDS if v != "estimate")])
+@pytest.mark.parametrize(
+    "verb", ["estimate", *(pytest.param(v, marks=pytest.mark.nightly) for v in COMMANDS if v != "estimate")]
+)
 def test_what_needs_no_lesson_runs_without_the_course(python, verb):
     code, output, errors = command(python, *COMMANDS[verb], "--json")
     assert code == 0, errors[-2000:]
