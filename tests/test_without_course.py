@@ -1,4 +1,4 @@
-"""Measuring, estimating, explaining and advising need no package of the extra "course": tried in an environment without."""
+"""Measuring, estimating, explaining and advising work in an environment without the packages of the extra "course"."""
 
 import importlib.metadata
 import json
@@ -73,5 +73,5 @@ def test_what_needs_no_lesson_runs_without_the_course(python, verb):
 
 @pytest.mark.parametrize("words", [["course", "05"], ["report", "."]])
 def test_the_course_says_what_to_install(python, words):
-    code, output, errors = command(python, *words)
+    code, _, errors = command(python, *words)
     assert code == 2 and "papermill" in errors and "pip install 'perf-helpers[course]'" in errors
