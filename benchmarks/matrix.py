@@ -109,7 +109,8 @@ class Environments:
             shutil.rmtree(home, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", home], check=True)
         made.unlink(missing_ok=True)
-        command = [self.python(one), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[course]"]
+        command = [self.python(one), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command += ["-e", f"{ROOT}[course]"]
         command += [*one.packages, *(["-c", ROOT / one.constraints] if one.constraints else [])]
         command += ["--upgrade", "--upgrade-strategy", "eager"] if one.is_open else []
         done = subprocess.run(command, capture_output=True, text=True, env=self._variables(one))

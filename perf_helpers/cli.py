@@ -34,9 +34,9 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True} 
 
 
 def _needs_course(command: str) -> None:
-    """Raises ValueError if the packages are missing that only the course needs."""
-    missing = [name for name in ("papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib") if not find_spec(name)]
-    if missing:
+    """Raises ValueError if packages are missing that only the course needs."""
+    needed = "papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib"
+    if missing := [name for name in needed if not find_spec(name)]:
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'perf-helpers[course]'")
 
 
