@@ -68,7 +68,14 @@ def of_course(build: str, command: str) -> dict:
     failed = [lesson["name"] for lesson in results["lessons"] if lesson["status"] != "ok"]
     unexpected = sorted(claim["id"] for claim in results["claims"] if not claim["as_expected"])
     seconds = {lesson["name"]: lesson["seconds"] for lesson in results["lessons"]}
-    return {"lessons": seconds, "failed": failed, "verdicts": dict(verdicts), "unexpected": unexpected}
+    versions = {name: results["versions"][name] for name in ("torch", "transformers")}
+    return {
+        "versions": versions,
+        "lessons": seconds,
+        "failed": failed,
+        "verdicts": dict(verdicts),
+        "unexpected": unexpected,
+    }
 
 
 def of_tests(printed: str) -> dict:
