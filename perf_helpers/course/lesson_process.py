@@ -286,9 +286,9 @@ def forking(launch_kernel: Callable) -> Callable:
     """The `launch_kernel` of Jupyter's local provisioner, made to fork the kernel from the course's server, if there is
     one: it has imported torch, matplotlib and the rest, which a kernel of its own does for some eight seconds."""
 
-    def launch(cmd: list[str], env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:
+    def launch(cmd: list[str], *args, env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:
         if not env or COURSE_SERVER not in env or "-m" not in cmd:
-            return launch_kernel(cmd, env=env, cwd=cwd, **options)
+            return launch_kernel(cmd, *args, env=env, cwd=cwd, **options)
         name, *arguments = cmd[cmd.index("-m") + 1 :]
         return forkserver.python_module(name, arguments, env, sys.stdout.fileno(), cwd or os.getcwd())
 

@@ -141,7 +141,7 @@ def test_padding_by_a_number_is_not_padding_to_a_multiple(pad, expected):
 
 def test_the_break_even_price_is_the_ratio_of_speeds_for_that_work():
     lesson = functions()
-    h100, a100 = (lesson.sheet[name] for name in ("H100 SXM", "A100 40 GB"))
+    h100, a100 = (lesson.sheet[name] for name in ("H100 SXM", "A100 40 GiB"))
     for batch, ratio in ((None, 989 / 312), (1, 3350 / 1555), (1024, 989 / 312)):
         prices = [
             lesson.price_of_million(price, card.tokens_per_second(7e9, batch))
