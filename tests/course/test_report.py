@@ -27,6 +27,7 @@ def test_junit_has_a_case_for_each_lesson_and_claim(ran):
 def test_the_page_shows_each_claim_and_stands_alone(ran):
     result, out = ran
     page = (out / "index.html").read_text(encoding="utf-8")
+    assert f"in {result['seconds'] / 60:.1f} minutes" in page, "of all lessons together, which ran side by side"
     for claim in result["claims"]:
         row = page.split(f'id="{claim["id"]}"')[1].split("</tr>")[0]
         assert claim["verdict"] in row and ("unexpected" in row) == (not claim["as_expected"])
