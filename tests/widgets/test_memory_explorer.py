@@ -2,6 +2,7 @@
 test_frame.py.
 """
 
+import dataclasses
 import json
 import threading
 import time
@@ -20,6 +21,8 @@ from perf_helpers.widgets import memory_explorer, svg
 
 PLAIN = {"gradient_accumulation_steps": 1, "dtype": "float32", "optim": "adamw_torch_fused"}
 PLAIN |= {"attn_implementation": "sdpa"}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = Task("llama-2-7b", seq_len=32, config=SMALL | {"num_key_value_heads": 4, "vocab_size": 64})
 
 
 def wait(condition):
@@ -40,6 +43,11 @@ def is_grey(shown):
 # ---- the answers
 
 
+def sizes(found):
+    """The memory without its timeline, which is cut at any of several operations of one size."""
+    return dataclasses.replace(found.memory, timeline=None)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
@@ -57,20 +65,17 @@ def test_an_answer_is_the_estimate_itself(device, changes, arguments):
     size = values["micro_batch"]
     task = TASK.replace(seq_len=values["seq_len"], dataset_size=10_000)  # another key: it is traced, not looked up
     expected = estimate(task, device=device, per_device_train_batch_size=size, **PLAIN | arguments)
-    assert memory_explorer.estimate_at(TASK, values).memory == expected.memory
+    assert sizes(memory_explorer.estimate_at(TASK, values)) == sizes(expected)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_answer_for_inference_too_with_its_key_value_cache(tmp_path, device):
-    small = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-    (tmp_path / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3, "vocab_size": 64}))
-    task = Task(str(tmp_path), seq_len=32)
-    values = memory_explorer._start(task, "inference", device, 2) | {"weights": "4 bits", "new_tokens": 16, "beams": 2}
-    found = memory_explorer.estimate_at(task, values)
+def test_an_answer_for_inference_too_with_its_key_value_cache(device):
+    values = memory_explorer._start(LLAMA, "inference", device, 2) | {"weights": "4 bits", "new_tokens": 16, "beams": 2}
+    found = memory_explorer.estimate_at(LLAMA, values)
     writing = {"max_new_tokens": 16, "num_beams": 2, "dtype": "bfloat16", "load_in_4bit": True}
     options = {"device": device, "training": False, "attn_implementation": "sdpa"}
-    assert found.memory == estimate(task, per_device_eval_batch_size=2, **options, **writing).memory
+    assert sizes(found) == sizes(estimate(LLAMA, per_device_eval_batch_size=2, **options, **writing))
     assert found.memory.breakdown["key_value_cache"] > 0
 
 
@@ -127,10 +132,10 @@ def picture(size):
 def test_a_move_greys_the_picture_until_its_estimate_is_there(lab, shown):
     explorers.memory(lab)
     assert "</b> traced" in text(shown) and not threads(), "nothing runs before a control is moved"
-    control(shown, "micro-batch").value = 8
+    control(shown, "micro-batch").value = 64
     assert is_grey(shown) and "Tracing bert-tiny" in text(shown)
     wait(lambda: not is_grey(shown))
-    memory = estimate(TASK, device="cpu", per_device_train_batch_size=8, **PLAIN).memory
+    memory = estimate(TASK, device="cpu", per_device_train_batch_size=64, **PLAIN).memory
     assert svg.bar("Peak", memory.breakdown, SIZES | {"this machine": 30_000_000}) in text(shown)
     assert "is too small" in text(shown)
 
@@ -225,10 +230,8 @@ def test_attentions_kernel_is_named_on_a_gpu(lab, shown):
 
 
 @pytest.mark.nightly
-def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown, tmp_path):
-    small = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-    (tmp_path / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3, "vocab_size": 64}))
-    explorers.memory(lab, Task(str(tmp_path), seq_len=32), of="inference", device="cpu")
+def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown):
+    explorers.memory(lab, LLAMA, of="inference", device="cpu")
     offered = {name: control(shown, name).layout.display for name in ("optimizer", "beams", "new tokens", "weights")}
     assert offered == {"optimizer": "none", "beams": None, "new tokens": None, "weights": None}
     control(shown, "new tokens").value = 16
