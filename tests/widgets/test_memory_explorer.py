@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import ipywidgets
 import pytest
@@ -155,18 +156,33 @@ def test_going_back_is_answered_from_the_visited_positions(lab, shown, traced):
     assert traced == [4, 8]
 
 
-def test_only_the_newest_position_is_traced_and_not_while_something_is_measured(lab, shown, traced):
+def test_only_the_newest_position_is_traced_and_not_while_something_is_measured(lab, shown, traced, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(memory_explorer, "time", SimpleNamespace(sleep=lambda _: (waits.set(), time.sleep(0.01))))
     explorers.memory(lab)
     slider = control(shown, "micro-batch")
     SERVER.measuring.add(-1)
     try:
-        for value in (8, 16, 64, 128):
+        slider.value = 8
+        assert waits.wait(300)
+        for value in (16, 64, 128):
             slider.value = value
             assert is_grey(shown)
     finally:
         SERVER.measuring.discard(-1)
     wait(lambda: not is_grey(shown))
     assert traced == [4, 128] and picture(128) in text(shown)
+
+
+def test_nothing_is_traced_until_the_controls_rest(lab, shown, traced, monkeypatch):
+    monkeypatch.setattr(memory_explorer, "_REST_SECONDS", 3600)
+    explorers.memory(lab)
+    for value in (8, 16):
+        control(shown, "micro-batch").value = value
+    wait(threads)
+    explorers.memory(lab)  # which closes the first
+    wait(lambda: not threads())
+    assert traced == [4, 4]
 
 
 def test_what_is_moved_while_a_position_is_traced_is_not_drawn_over(lab, shown, traced, monkeypatch):
