@@ -11,7 +11,6 @@ import torch
 from perf_helpers.compare import compare, history
 from perf_helpers.course import report, results
 from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.estimate.peak_model import Surfaces
 from perf_helpers.lab.adapters import settings_of
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.task import Task
@@ -85,9 +84,6 @@ def test_stores_and_caches_leave_a_pickle_alone(planted):
     lab = Lab("tiny", out=planted, lesson="01_anatomy_of_memory")
     with pytest.warns(UserWarning):
         assert lab.store.read() == []
-    model = Surfaces(Task(str(planted)), folder=planted)
-    model._file.write_bytes((planted / "results.json").read_bytes())
-    Surfaces(Task(str(planted)), folder=planted)
     assert place(planted / "snapshot.pickle").exists(), "a snapshot is written, whatever was there"
     Task(str(planted)).build_model(device="meta")
 

@@ -4,7 +4,6 @@ births and deaths of its blocks in their order, which is what an allocator is as
 No torch is needed to hold or to read a trace. How one is made stands in `trace`.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -81,27 +80,6 @@ class Operation:
         """Lengths of its tensors, and its whole numbers, which may be lengths too."""
         shapes = (leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
-
-    @property
-    def numbers(self) -> list[int]:
-        """Every length, stride and whole number, and the bytes made: all in which it differs from the same operation
-        at another micro-batch or sequence length."""
-        leaves = (
-            (*leaf.shape, *leaf.stride) if type(leaf) is Spec else (leaf,) if type(leaf) is int else ()
-            for leaf in self.leaves
-        )
-        return [*itertools.chain(*leaves), self.made_bytes]
-
-    def with_numbers(self, numbers: list[int]) -> "Operation":
-        """The same operation with other `numbers`."""
-        rest, leaves = iter(numbers), []
-        for leaf in self.leaves:
-            if type(leaf) is Spec:
-                shape, stride = (tuple(itertools.islice(rest, len(leaf.shape))) for _ in range(2))
-                leaves.append(Spec(shape, stride, leaf.dtype))
-            else:
-                leaves.append(next(rest) if type(leaf) is int else leaf)
-        return dataclasses.replace(self, leaves=tuple(leaves), made_bytes=next(rest))
 
 
 def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:

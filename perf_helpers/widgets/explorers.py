@@ -5,8 +5,9 @@ The contract of an explorer, beside that of `frame`:
 
 - It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. It raises
   ValueError where there is nothing to explore, before anything is shown.
-- What is shown is computed by plain functions, which tests call without a widget, and drawn by `svg`: a move of a
-  control answers within 150 ms. The picture says its values and units in words too.
+- What is shown is computed by plain functions, which tests call without a widget, and drawn by `svg`. A move of a
+  control answers within 150 ms, with a greyed picture if a thread has to compute first. The picture says its values
+  and units in words too.
 - Without a front end a static picture or table of where it started stays, from `plots`.
 - What takes longer than a glance is done by one thread in the background. It begins when a control is first moved,
   waits while an experiment is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).

@@ -23,10 +23,6 @@ def test_numbers_of_other_types_are_other_arguments():
     assert len({operation(value).signature for value in (1, True, 1.0)}) == 3
 
 
-def test_other_numbers_make_the_operation_at_another_size():
-    one = operation(Spec((3, 4), (4, 1), F32), 4, True, None, 0.5)
-    assert one.numbers == [3, 4, 4, 1, 4, 0] and one.with_numbers(one.numbers) == one
-    other = one.with_numbers([6, 8, 8, 1, 8, 96])
-    assert other.leaves == (Spec((6, 8), (8, 1), F32), 8, True, None, 0.5)
-    assert (one.bytes, other.made_bytes, other.bytes) == (48, 96, 6 * 8 * 4 + 96)
-    assert one.lengths == [3, 4, 4]
+def test_bytes_are_those_read_and_made_and_whole_numbers_may_be_lengths():
+    one = Operation("aten.add.Tensor", (Spec((3, 4), (4, 1), F32), 4, True, None, 0.5), (5, (), (-1,) * 5), False, 96)
+    assert (one.bytes, one.lengths) == (3 * 4 * 4 + 96, [3, 4, 4])

@@ -2,9 +2,11 @@
 test_frame.py.
 """
 
+import dataclasses
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import ipywidgets
 import pytest
@@ -12,8 +14,16 @@ from explored import TASK
 from kernel import alive, box, control, inside, text
 
 from perf_helpers import Task, explorers
-from perf_helpers.estimate import peak_model
-from perf_helpers.records import Store
+from perf_helpers.cards import SIZES
+from perf_helpers.estimate import MemoryEstimate, estimate
+from perf_helpers.lab.forkserver import SERVER
+from perf_helpers.records import Memory
+from perf_helpers.widgets import memory_explorer, svg
+
+PLAIN = {"gradient_accumulation_steps": 1, "dtype": "float32", "optim": "adamw_torch_fused"}
+PLAIN |= {"attn_implementation": "sdpa"}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = Task("llama-2-7b", seq_len=32, config=SMALL | {"num_key_value_heads": 4, "vocab_size": 64})
 
 
 def wait(condition):
@@ -23,96 +33,248 @@ def wait(condition):
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    """A folder in which the plain recipe of the task is known."""
-    folder = tmp_path_factory.mktemp("home")
-    found = peak_model.Surfaces(TASK, "cpu", folder=folder / "fits")
-    found.prepare()
-    found.learn(peak_model.Choice())
-    return folder
-
-
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "memory explorer"]
 
 
-def test_a_move_is_answered_at_once_and_told_as_interpolated_until_it_is_traced(lab, shown, learnt):
-    lab.store = Store(learnt / "runs.jsonl")
-    explorers.memory(lab)
-    assert "traced" in text(shown) and not threads(), "nothing runs before a control is moved"
-    assert "this machine" in text(shown)
-    before = text(shown)
-    slider = control(shown, "micro-batch")
-    slider.value = 8
-    wait(lambda: text(shown) != before)
-    wait(lambda: "interpolated" in text(shown) or "traced:" in text(shown))
-    seconds = []
-    for value in (128, 32, 16, 64):
-        began = time.perf_counter()
-        slider.value = value
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.15, "the fastest: what else the machine does only adds"
-    assert "interpolated" in text(shown) and "is too small" in text(shown)
-    wait(lambda: "</b> traced" in text(shown))
+def is_grey(shown):
+    return "opacity" in text(shown)
+
+
+# ---- the answers
+
+
+def sizes(found):
+    """The memory without its timeline, which is cut at any of several operations of one size."""
+    return dataclasses.replace(found.memory, timeline=None)
 
 
 @pytest.mark.nightly
-def test_a_model_that_is_new_is_traced_and_its_lengths_are_offered(lab, shown, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({}, {}),
+        ({"accumulation": 4, "micro_batch": 256}, {"gradient_accumulation_steps": 4}),
+        ({"precision": "bf16", "checkpointing": True}, {"bf16": True, "gradient_checkpointing": True}),
+        ({"precision": "bf16 weights", "optimizer": "Adafactor"}, {"dtype": "bfloat16", "optim": "adafactor"}),
+        ({"seq_len": 100, "attention": "eager"}, {"attn_implementation": "eager"}),
+    ],
+)
+def test_an_answer_is_the_estimate_itself(device, changes, arguments):
+    values = memory_explorer._start(TASK, "training", device, 4) | changes
+    size = values["micro_batch"]
+    task = TASK.replace(seq_len=values["seq_len"], dataset_size=10_000)  # another key: it is traced, not looked up
+    expected = estimate(task, device=device, per_device_train_batch_size=size, **PLAIN | arguments)
+    assert sizes(memory_explorer.estimate_at(TASK, values)) == sizes(expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_answer_for_inference_too_with_its_key_value_cache(device):
+    values = memory_explorer._start(LLAMA, "inference", device, 2) | {"weights": "4 bits", "new_tokens": 16, "beams": 2}
+    found = memory_explorer.estimate_at(LLAMA, values)
+    writing = {"max_new_tokens": 16, "num_beams": 2, "dtype": "bfloat16", "load_in_4bit": True}
+    options = {"device": device, "training": False, "attn_implementation": "sdpa"}
+    assert sizes(found) == sizes(estimate(LLAMA, per_device_eval_batch_size=2, **options, **writing))
+    assert found.memory.breakdown["key_value_cache"] > 0
+
+
+def test_what_the_controls_ask_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory_explorer, "estimate", lambda task, **options: asked.append((task, options)))
+    values = memory_explorer._start(TASK, "training", "cuda", 4)
+    memory_explorer.estimate_at(TASK, values | {"vocabulary": 64}, (7, 5))
+    memory_explorer.estimate_at(TASK, values | {"model": " vit-base ", "of": "inference", "beams": 4})
+    (padded, training), (images, inference) = asked
+    assert padded.build_config().vocab_size % 64 == 0 and TASK.build_config().vocab_size % 64
+    assert training["compute_capability"] == (7, 5) and training["training"]
+    assert (images.model, images.seq_len) == ("vit-base", None)
+    assert inference == {
+        "device": "cuda",
+        "compute_capability": None,
+        "training": False,
+        "per_device_eval_batch_size": 4,
+        "dtype": "float32",
+        "attn_implementation": "sdpa",
+    }, "beams count only if tokens are generated"
+
+
+def test_on_a_cpu_there_is_no_fp16():
+    assert memory_explorer._precisions("cuda") == ["fp32", "bf16", "fp16", "bf16 weights"]
+    assert memory_explorer._precisions("cpu") == ["fp32", "bf16", "bf16 weights"]
+
+
+# ---- the controls
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The micro-batches that were traced, in order. An answer's peak is so many MB, and 32 are refused."""
+    asked = []
+
+    def estimate_at_once(task, *, device, per_device_train_batch_size, **arguments):
+        asked.append(per_device_train_batch_size)
+        if per_device_train_batch_size == 32:
+            raise ValueError("32 is <too> large: give less")
+        peak = per_device_train_batch_size * 10**6
+        memory = Memory(peak, "estimated", "forward", "aten.mm", "layer.1", {"weights": peak})
+        return MemoryEstimate("an estimate", task.to_dict(), arguments, device, memory, (), 0.0, None)
+
+    monkeypatch.setattr(memory_explorer, "estimate", estimate_at_once)
+    return asked
+
+
+def picture(size):
+    """The picture of a micro-batch, see `traced`."""
+    return svg.bar("Peak", {"weights": size * 10**6}, SIZES | {"this machine": 30_000_000})
+
+
+def test_a_move_greys_the_picture_until_its_estimate_is_there(lab, shown):
+    explorers.memory(lab)
+    assert "</b> traced" in text(shown) and not threads(), "nothing runs before a control is moved"
+    control(shown, "micro-batch").value = 64
+    assert is_grey(shown) and "Tracing bert-tiny" in text(shown)
+    wait(lambda: not is_grey(shown))
+    memory = estimate(TASK, device="cpu", per_device_train_batch_size=64, **PLAIN).memory
+    assert svg.bar("Peak", memory.breakdown, SIZES | {"this machine": 30_000_000}) in text(shown)
+    assert "is too small" in text(shown)
+
+
+def test_going_back_is_answered_from_the_visited_positions(lab, shown, traced):
+    explorers.memory(lab)
+    slider = control(shown, "micro-batch")
+    slider.value = 8
+    wait(lambda: not is_grey(shown))
+    SERVER.measuring.add(-1)  # the thread waits from now on
+    try:
+        for value in (4, 8, 4):
+            slider.value = value
+            assert picture(value) in text(shown) and not is_grey(shown), "at once, by the front end's thread"
+    finally:
+        SERVER.measuring.discard(-1)
+    assert traced == [4, 8]
+
+
+def test_only_the_newest_position_is_traced_and_not_while_something_is_measured(lab, shown, traced, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(memory_explorer, "time", SimpleNamespace(sleep=lambda _: (waits.set(), time.sleep(0.01))))
+    explorers.memory(lab)
+    slider = control(shown, "micro-batch")
+    SERVER.measuring.add(-1)
+    try:
+        slider.value = 8
+        assert waits.wait(300)
+        for value in (16, 64, 128):
+            slider.value = value
+            assert is_grey(shown)
+    finally:
+        SERVER.measuring.discard(-1)
+    wait(lambda: not is_grey(shown))
+    assert traced == [4, 128] and picture(128) in text(shown)
+
+
+def test_nothing_is_traced_until_the_controls_rest(lab, shown, traced, monkeypatch):
+    monkeypatch.setattr(memory_explorer, "_REST_SECONDS", 3600)
+    explorers.memory(lab)
+    for value in (8, 16):
+        control(shown, "micro-batch").value = value
+    wait(threads)
+    explorers.memory(lab)  # which closes the first
+    wait(lambda: not threads())
+    assert traced == [4, 4]
+
+
+def test_what_is_moved_while_a_position_is_traced_is_not_drawn_over(lab, shown, traced, monkeypatch):
+    begun, go_on, quick = threading.Event(), threading.Event(), memory_explorer.estimate
+
+    def estimate_slowly(task, **arguments):
+        begun.set()
+        assert go_on.wait(300)
+        return quick(task, **arguments)
+
+    explorers.memory(lab)
+    monkeypatch.setattr(memory_explorer, "estimate", estimate_slowly)
+    slider = control(shown, "micro-batch")
+    slider.value = 8
+    assert begun.wait(300)
+    slider.value = 16
+    slider.value = 4
+    assert picture(4) in text(shown)
+    slider.value = 64
+    go_on.set()
+    wait(lambda: not is_grey(shown))
+    assert traced == [4, 8, 64] and picture(64) in text(shown)
+    slider.value = 8
+    assert picture(8) in text(shown), "what was passed is a visited position too"
+
+
+def test_an_estimate_that_fails_is_shown_as_its_message(lab, shown, traced):
+    explorers.memory(lab)
+    slider = control(shown, "micro-batch")
+    for _ in range(2):
+        slider.value = 32
+        wait(lambda: "✗ 32 is &lt;too&gt; large: give less" in text(shown))
+        assert is_grey(shown)
+        slider.value = 4
+        assert picture(4) in text(shown) and "✗" not in text(shown)
+    assert traced == [4, 32]
+
+
+@pytest.mark.nightly
+def test_another_model_is_traced_or_refused_and_images_have_no_length(lab, shown, tmp_path):
     small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32}
     images = tmp_path / "config.json"
     images.write_text(json.dumps({"model_type": "vit"} | small))
     explorers.memory(lab)
+    assert not control(shown, "length").disabled
     control(shown, "model").value = str(images)
-    wait(lambda: control(shown, "length").disabled)
+    wait(lambda: not is_grey(shown))
+    assert control(shown, "length").disabled
     control(shown, "model").value = "bert-tinny"
     wait(lambda: "no preset" in text(shown) or "Hub" in text(shown))
     control(shown, "model").value = "bert-tiny"
-    wait(lambda: not control(shown, "length").disabled and "Tracing" not in text(shown))
-
-
-def test_attentions_kernel_is_told_and_a_padded_vocabulary_is_another_model(lab, shown, monkeypatch):
-    explorers.memory(lab, device="cuda")
-    assert "Attention uses the" in text(shown)
-    asked = []
-
-    class Asked(peak_model.Surfaces):
-        def __init__(self, task, *arguments, **options):
-            asked.append(task)
-            super().__init__(task, *arguments, **options)
-
-    monkeypatch.setattr(peak_model, "Surfaces", Asked)
-    control(shown, "vocabulary").value = 64
-    wait(lambda: asked)
-    assert asked[0].build_config().vocab_size % 64 == 0 and TASK.build_config().vocab_size % 64
-    control(shown, "vocabulary").value = 1
-    wait(lambda: len(asked) > 1)
-    assert asked[1] == lab.task.replace(seq_len=None) or asked[1] == lab.task
+    assert not is_grey(shown) and not control(shown, "length").disabled
+    control(shown, "length").value = 8192
+    wait(lambda: "seq_len=8192 is too large" in text(shown))
 
 
 @pytest.mark.nightly
-def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown, tmp_path):
-    small = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-    (tmp_path / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3, "vocab_size": 64}))
-    with pytest.raises(ValueError, match="choose 'training' or 'inference'"):
-        explorers.memory(lab, of="answers")
-    explorers.memory(lab, Task(str(tmp_path), seq_len=32), of="inference", device="cpu")
+def test_attentions_kernel_is_named_on_a_gpu(lab, shown):
+    explorers.memory(lab, device="cuda")
+    assert "Attention uses the" in text(shown)
+
+
+@pytest.mark.nightly
+def test_inference_has_controls_of_its_own_and_the_cache_in_its_picture(lab, shown):
+    explorers.memory(lab, LLAMA, of="inference", device="cpu")
     offered = {name: control(shown, name).layout.display for name in ("optimizer", "beams", "new tokens", "weights")}
     assert offered == {"optimizer": "none", "beams": None, "new tokens": None, "weights": None}
     control(shown, "new tokens").value = 16
     wait(lambda: "</b> traced" in text(shown) and "key value cache" in text(shown))
-    control(shown, "new tokens").value = 256
-    wait(lambda: "</b> interpolated" in text(shown))
     control(shown, "memory of").value = "training"
     assert control(shown, "optimizer").layout.display is None and control(shown, "beams").layout.display == "none"
     wait(lambda: "gradients" in text(shown))
 
 
-@pytest.mark.nightly
-def test_run_again_it_leaves_no_second_widget_and_no_second_thread(lab, shown):
+def test_a_start_that_there_is_not_is_refused_before_anything_is_shown(lab, shown):
+    for options, message in (
+        ({"of": "answers"}, "choose 'training' or 'inference'"),
+        ({"device": "tpu"}, "choose 'cpu' or 'cuda'"),
+        ({"card": "t44"}, "'t4'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            explorers.memory(lab, **options)
+    assert not shown
+
+
+# ---- the contract of the frame
+
+
+def test_run_again_it_leaves_no_second_widget_and_no_thread(lab, shown, traced):
     explorers.memory(lab)
     first, count = box(shown).model_id, len(alive())
-    control(shown, "optimizer").value = "SGD"
+    control(shown, "micro-batch").value = 8
     wait(threads)
     explorers.memory(lab)
     assert first not in alive() and len(alive()) == count
@@ -126,14 +288,17 @@ def test_without_a_front_end_there_is_a_picture_with_words(lab, shown):
     assert "estimated peak" in bundle["text/plain"]
 
 
-def test_an_error_in_the_thread_is_shown(lab, shown, monkeypatch):
+def test_an_error_in_the_thread_is_shown_and_the_next_move_is_answered(lab, shown, traced, monkeypatch):
     explorers.memory(lab)
 
-    def broken(_):
+    def broken(*_, **__):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(peak_model.Surfaces, "prepare", broken)
-    control(shown, "model").value = "gpt2"
-    (output,) = inside(box(shown), ipywidgets.Output)
-    wait(lambda: output.outputs)
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_explorer, "estimate", broken)
+        control(shown, "micro-batch").value = 8
+        (output,) = inside(box(shown), ipywidgets.Output)
+        wait(lambda: output.outputs and not threads())
     assert output.outputs[0]["output_type"] == "error" and "no such thing" in output.outputs[0]["evalue"]
+    control(shown, "micro-batch").value = 16
+    wait(lambda: picture(16) in text(shown))
