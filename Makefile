@@ -106,7 +106,7 @@ wheel: $(STAMP)
 LESSONS ?= all
 rehearse: $(STAMP)
 	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
-	$(CUDA_VENV)/bin/perf-helpers rehearse --lessons $(LESSONS) --out build/rehearsal
+	$(CUDA_VENV)/bin/python tests/rehearsal/rehearse_lessons.py $(LESSONS)
 ifeq ($(LESSONS),all)
 	$(CUDA_VENV)/bin/python -m pip install -q --disable-pip-version-check torchao==0.18.0
 	$(CUDA_VENV)/bin/python benchmarks/measure_cuda.py --out build/cuda.json

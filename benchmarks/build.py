@@ -6,8 +6,6 @@ python benchmarks/build.py --estimates              hold the estimate against th
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
 
-Of the library matrix (matrix.json) it also makes perf_helpers/course/since.json: what lessons say of versions.
-
 results/README.md is made as a whole and has every table. Some of them also stand in pages that people write, each
 between its markers: in the README the claims and the lessons, in docs/rehearsal.md the guides' ten recipes, in
 docs/estimate.md the estimate beside other tools. PLACES says which block belongs into which page.
@@ -36,7 +34,7 @@ from perf_helpers import plots
 from perf_helpers.cards import named
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
-from perf_helpers.course.ledger import SINCE, Verdict, load
+from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Machine
@@ -517,7 +515,6 @@ def main(arguments=None) -> int:
         for data in measured.values():
             picture(data)
     pages = written(measured, cards, suites) | {PAGE: page(measured, cards, suites)}
-    pages[SINCE] = json.dumps(matrix_page.since(read_record(MATRIX)), indent=1, ensure_ascii=False) + "\n"
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         name = path.relative_to(PAGE.parents[1])

@@ -1,7 +1,6 @@
-"""The library matrix for people, from results/matrix.json: its part of results/README.md, what lessons say of versions.
+"""The part of results/README.md about the library matrix, from results/matrix.json.
 
-A difference is told with the two sets of libraries between which it was seen. What a lesson says ("since ...") comes
-from counted memory and from computed values alone: one run a set tells nothing of time.
+Each difference is listed with the two sets of libraries between which it was seen.
 """
 
 import re
@@ -10,13 +9,10 @@ from pathlib import Path
 
 from tables import MIB, table, verdict
 
-from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import measured_text
+from perf_helpers.course.ledger import load
 
 SETS = Path(__file__).with_name("matrix.toml")
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", "tokenizers", "numpy", "ipywidgets")
-DECISIVE = LIBRARIES[:4]  # those that a difference of bytes or verdicts is told with
-DECIDED = (Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED)
 
 
 def section(record: dict) -> str:
@@ -45,44 +41,6 @@ def _causes(record: dict) -> list[str]:
         if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:
             lines.append(f"- {'; '.join(names)}: {cause['says']}")
     return ["Why, where it was found out:\n\n" + "\n".join(lines)] if lines else []
-
-
-def since(record: dict) -> dict[str, str]:
-    """{claim: with which libraries it came out otherwise} of every claim that counted memory or computed values decide,
-    and that differs between two sets."""
-    found: dict[str, list[str]] = {}
-    for pair in record["between"]:
-        for id in dict.fromkeys(change["id"] for change in pair["changes"] if _is_told(change)):
-            sides = record["claims"][id]
-            now, before = (
-                f"{_libraries(record, pair, which)}: {_outcome(sides[pair[which]])}" for which in ("new", "old")
-            )
-            found.setdefault(id, []).append(f"{now}; before, with {before}")
-    return {id: "; ".join(texts) for id, texts in sorted(found.items())}
-
-
-def _is_told(change: dict) -> bool:
-    """Whether a change is one that the libraries made: a verdict that both sides decided, a count that is another; of a
-    claim that nothing timed decides."""
-    claim = load().get(change["id"])
-    if claim is None or claim.decided_by not in ("memory", "values"):
-        return False
-    if change["kind"] == "verdict":
-        return change["old"] in DECIDED and change["new"] in DECIDED
-    return change["kind"] == "value" and claim.decided_by == "memory"
-
-
-def _libraries(record: dict, pair: dict, which: str) -> str:
-    """The decisive libraries that differ between two sets, on one side: "torch 2.12.1, transformers 5.19.0"."""
-    packages = next(row["packages"] for row in record["sets"] if row["name"] == pair[which])
-    names = [name for name in DECISIVE if name in pair["packages"]]
-    # Where all of the decisive ones are the same, any other package may have done it.
-    names = names or [name for name in LIBRARIES if name in pair["packages"]] or [*pair["packages"]]
-    return ", ".join(f"{name} {packages.get(name, 'absent')}" for name in names)
-
-
-def _outcome(claim: dict) -> str:
-    return f"{claim['verdict']} ({measured_text(claim)})"
 
 
 def _sets(record: dict) -> str:

@@ -21,7 +21,6 @@ from perf_helpers.course.results import load_results
 from perf_helpers.lab.task import Task
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import CARDS, Card
-from perf_helpers.rehearsal.lessons import MACHINES
 
 REHEARSED = RESULTS / "rehearsed"
 carry_modules()
@@ -92,12 +91,10 @@ def main(arguments=None) -> int:
     """Rehearse the cards; the exit code."""
     parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
     parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))
-    parser.add_argument("--course", type=Path, metavar="DIR", help="as `perf-helpers rehearse --lessons all` leaves it")
+    parser.add_argument("--course", type=Path, metavar="DIR", help="folder that `make rehearse` has written")
     options = parser.parse_args(arguments)
-    folders = {machine.card: machine.name for machine in MACHINES}
     for name in options.cards:
-        card = CARDS[name]
-        print(record(card, options.course / folders[card] if options.course else None))
+        print(record(CARDS[name], options.course and options.course / name))
     return 0
 
 

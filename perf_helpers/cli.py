@@ -144,7 +144,7 @@ def history(
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """Plot many runs of the course over time and mark the runs in which a value changed."""
+    """Plot many runs of the course over time: each change of bytes, and medians of values with noise."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)

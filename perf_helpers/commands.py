@@ -232,10 +232,6 @@ def rehearse(
     processes: Processes = 1,
     inference: Inference = False,
     snapshot: Snapshot = None,
-    lessons: Annotated[
-        str | None, typer.Option(help="Lessons to rehearse instead of a model: all, core, or numbers, e.g. 05,06.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Output folder of --lessons.")] = Path("build/rehearsal"),
     json_output: Json = False,
 ) -> int:
     """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
@@ -247,14 +243,7 @@ def rehearse(
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
     """
     from perf_helpers import rehearsal
-    from perf_helpers.rehearsal.lessons import rehearse_lessons
 
-    if lessons is not None:
-        with _rehearsing():
-            failed = rehearse_lessons(lessons, out)
-        summary = f"rehearsal: {len(failed)} problems" if failed else f"rehearsal: passed, see {out}"
-        answer([*failed, summary])
-        return int(bool(failed))
     whole_number("processes", processes, most=16)
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     if "--" in sys.argv:

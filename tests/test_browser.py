@@ -246,8 +246,8 @@ def test_the_monitor_starts_and_stops(studio):
     studio.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell') }")
     studio.outputs(MONITOR).locator("svg").first.wait_for(timeout=20_000)
     studio.wait_idle()
-    studio.outputs(MONITOR).locator("img").first.wait_for(timeout=20_000)
-    assert studio.outputs(MONITOR).locator("svg").count() == 0, "the live picture is gone, a static one stays"
+    studio.outputs(MONITOR).locator(".jp-RenderedHTMLCommon svg").first.wait_for(timeout=20_000)
+    assert studio.outputs(MONITOR).locator(".widget-html-content").count() == 0, "the widget is gone, its picture stays"
     screenshot(studio, "monitor", MONITOR)
 
 

@@ -16,7 +16,7 @@ from perf_helpers.course import claims, report
 from perf_helpers.plots import Table
 from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run
 from perf_helpers.sweep.sweep import Sweep
-from perf_helpers.widgets import exercises, guesses, monitor, svg
+from perf_helpers.widgets import exercises, guesses, svg
 
 EVIL = {
     "tag": "<img src=x onerror=window.hit=1>",
@@ -72,8 +72,7 @@ SHOWN = {
     "bar": lambda name: svg.bar(name, PART, {name: 20}),
     "svg table": lambda name: svg.table([name], [[name]]),
     "scatter": lambda name: svg.scatter([svg.Point(name, name, 5, 5.0)], None, {name: 6}),
-    "panel": lambda name: svg.panel(name, name, {name: [(0, 1.0)]}, (0, 1)),
-    "failure": lambda name: monitor._failure(ValueError(name))["text/html"],
+    "panel": lambda name: svg.panel(name, name, [(0, 1.0)], (0, 1)),
 }
 
 

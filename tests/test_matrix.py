@@ -13,11 +13,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from scripts import RESULTS, script
 
-from perf_helpers import claims
 from perf_helpers.course import ledger
 
 ROOT = Path(__file__).resolve().parents[1]
-MEMORY, VALUES, TIME = "accumulation-memory", "fp16-range", "accumulation-cost"
+MEMORY = "accumulation-memory"
 LESSON = "05_gradient_accumulation"
 NAMES = ("oldest", "between", "tested", "newest")
 
@@ -88,9 +87,9 @@ def test_each_set_has_a_name_of_its_own_and_only_what_pyproject_lists_and_admits
 # ---- runs
 
 
-def claim(id, verdict="holds", value=0.5, interval=None):
+def claim(id, verdict="holds", value=0.5):
     found = ledger.load()[id]
-    row = {"id": id, "lesson": LESSON, "verdict": verdict, "value": value, "interval": interval, "as_expected": True}
+    row = {"id": id, "lesson": LESSON, "verdict": verdict, "value": value, "interval": None, "as_expected": True}
     return row | {"quantity": found.quantity, "expected": ["holds"], "threshold": "", "reason": ""}
 
 
@@ -370,60 +369,6 @@ def test_pips_reason_is_its_errors_without_addresses_and_folders(matrix):
     assert len(matrix.pip_reason("ERROR: " + "long " * 1000)) < 520
 
 
-# ---- what lessons say
-
-
-def changed(run, made, id, *sides):
-    """What lessons say of a claim that came out so in the four sets."""
-    for name, (verdict, value) in zip(made.found, sides, strict=True):
-        interval = [value * 0.9, value * 1.1] if id == TIME else None
-        made.found[name] = results([claim(id, verdict, value, interval)])
-    return run()[1]
-
-
-OLD, NEW = ("holds", 0.5), ("refuted", 1.2)
-
-
-def test_a_verdict_that_changed_is_told_with_the_libraries_on_both_sides(run, made, page):
-    there, before = "torch 2.12.0, transformers 5.16.0: refuted (1.2)", "torch 2.11.0, transformers 5.15.0: holds (0.5)"
-    assert page.since(changed(run, made, MEMORY, OLD, NEW, NEW, NEW)) == {MEMORY: f"{there}; before, with {before}"}
-
-
-def test_one_that_changed_back_is_told_twice_and_names_only_what_differs(run, made, page):
-    told = page.since(changed(run, made, VALUES, OLD, NEW, NEW, OLD))[VALUES]
-    assert told.endswith("; torch 2.14.0: holds (0.5); before, with torch 2.13.0: refuted (1.2)")
-    assert told.count("before, with") == 2
-
-
-def test_a_value_that_moved_is_told_where_it_was_counted_alone(run, made, page):
-    assert MEMORY in page.since(changed(run, made, MEMORY, OLD, ("holds", 0.4), ("holds", 0.4), ("holds", 0.4)))
-
-
-@pytest.mark.parametrize(
-    "id, other",
-    [
-        (VALUES, ("holds", 0.4)),  # a computed value that moved a little, and still holds
-        (TIME, ("refuted", 9.0)),  # timed once in each set
-        (MEMORY, ("not testable here", 0.5)),
-        (MEMORY, ("too small to tell", 0.5)),
-    ],
-)
-def test_what_the_libraries_may_not_have_done_is_told_on_the_page_and_not_in_a_lesson(run, made, page, id, other):
-    record = changed(run, made, id, OLD, other, other, other)
-    assert record["between"][0]["changes"] and f"`{id}`" in page.section(record)
-    assert page.since(record) == {}
-
-
-def test_a_lesson_says_since_when(monkeypatch):
-    told = "torch 2.12.0: refuted (1.2); before, with torch 2.11.0: holds (0.5)"
-    monkeypatch.setattr(claims, "recorded_since", lambda: {MEMORY: told})
-    claims.DECIDED.clear()
-    decision = claims.check(MEMORY, 0.5)
-    assert dict(decision.rows())["since"] == told and told in repr(decision) and told in decision._repr_html_()
-    assert "since" not in dict(claims.check("accumulation-cost", 0.9, predicted=(0.8, 1.0)).rows())
-    claims.DECIDED.clear()
-
-
 def test_a_cause_that_was_found_stands_below_what_it_explains(run, made, page, monkeypatch):
     found = [{"changes": ["rehearsal/BERT"], "says": "a workspace less"}, {"changes": ["rehearsal/GPT"], "says": "odd"}]
     monkeypatch.setattr(page, "causes", lambda: found)
@@ -438,8 +383,6 @@ def test_every_cause_explains_something_that_was_recorded(page):
     assert [cause for cause in page.causes() if not {*cause["changes"]} <= page.changed(record)] == []
 
 
-def test_what_lessons_say_and_the_page_are_made_from_the_record(page):
+def test_the_page_is_made_from_the_record(page):
     record = json.loads((RESULTS / "matrix.json").read_text())
-    assert ledger.recorded_since() == page.since(record)
     assert page.section(record) in (RESULTS / "README.md").read_text()
-    assert ledger.recorded_since().keys() <= ledger.load().keys()

@@ -25,7 +25,7 @@ import lesson_pages
 import nbformat
 from sphinx.cmd.build import build_main
 
-from perf_helpers.course.ledger import Verdict, load, recorded_since
+from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import measured_text
 
 HERE = Path(__file__).parent
@@ -170,7 +170,7 @@ class Sources:
     def claims(self) -> None:
         """A table of all claims, and a page for each."""
         titles = {path.stem[:2]: path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")}
-        facts = {"claims": load().values(), "titles": titles, "history": self.history, "since": recorded_since()}
+        facts = {"claims": load().values(), "titles": titles, "history": self.history}
         self.put("claims.md", self.templates.get_template("claims.md.j2").render(facts))
         page = self.templates.get_template("claim.md.j2")
         for claim in load().values():

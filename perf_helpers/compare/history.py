@@ -1,18 +1,14 @@
-"""Many course runs as lines over time: each claim's value, each run's bytes and seconds, and where a line changed.
+"""Many course runs as lines over time: each claim's value, each run's bytes and seconds.
 
-Bytes are exact: they changed wherever they differ. Values with noise are cut into stretches of one median by PELT
-(Killick, Fearnhead and Eckley 2012), from the library ruptures, with the absolute distance as cost, which a single odd
-night does not move. A cut must explain more than noise would in one of 100 pages of so many lines (Bonferroni).
+An exact line (bytes, and values without an interval) has changed wherever two neighbouring runs differ. A line with
+noise (seconds, and values with an interval) has the median of its latest five runs beside that of the five before.
 """
 
-import importlib
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from perf_helpers.compare.compare import differences, keyed
@@ -22,10 +18,7 @@ from perf_helpers.records import Run, write_whole
 from perf_helpers.texts import template
 from perf_helpers.unknown import is_measured
 
-FEWEST = 4  # points that a line with noise needs before anything is said of it
-FALSE_CUTS = 0.01  # pages with a cut that noise made
-# What shows neither in intervals nor in the differences of neighbouring nights, relative: less is no change.
-LEAST = 0.02
+NIGHTS = 5  # of a median
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +32,11 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangePoint:
-    """From this run on a line is another."""
+class Change:
+    """A run in which an exact line differs from the run before."""
 
     date: str
-    before: float  # the median of the stretch before, or the bytes
+    before: float
     after: float
     differences: list[str]  # of machine and versions, against the run before
 
@@ -56,7 +49,14 @@ class Line:
     id: str
     unit: str  # "B", seconds, or the claim's quantity
     points: list[Point]
-    changes: list[ChangePoint] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)  # of an exact line
+    median: float | None = None  # of the latest runs of a line with noise, NIGHTS at most; None: the line is exact
+    median_before: float | None = None  # of the NIGHTS runs before these; None if there are fewer
+
+    @property
+    def shift(self) -> float:
+        """Return how far the median moved, as a share of the one before; 0 if there is none."""
+        return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,25 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Lines with a change point, the latest first."""
+        """Return the exact lines that changed, the latest first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
+
+    @property
+    def noisy(self) -> list[Line]:
+        """Return the lines with noise, the one whose median moved most first."""
+        return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
+
+    @property
+    def steady(self) -> list[Line]:
+        """Return the exact lines that never changed."""
+        return [line for line in self.lines if not line.changes and line.median is None]
 
 
 def read(folder: str | Path) -> tuple[list[History], list[str]]:
     """The histories of all results below a folder, one for each machine and profile, and what could not be read.
 
     Raises:
-        ValueError: no results below it; or ruptures is not installed.
+        ValueError: no results below it.
     """
     runs, unread = [], []
     for path in sorted(Path(folder).rglob("*.json")):
@@ -122,8 +132,7 @@ def _history(machine: str, profile: str, runs: list[dict]) -> History:
         for key, point in _figures(run):
             points.setdefault(key, []).append(point)
     by_date = {run["date"]: run for run in runs}
-    lines = [Line(*key, found, _changes(key[0], found, by_date, len(points))) for key, found in points.items()]
-    return History(machine, profile, [*by_date], lines)
+    return History(machine, profile, [*by_date], [_line(*key, found, by_date) for key, found in points.items()])
 
 
 def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
@@ -142,60 +151,27 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
         yield ("speed", recipe, "s, the fastest step"), Point(date, seconds)
 
 
-def _changes(kind: str, points: list[Point], runs: dict[str, dict], lines: int) -> list[ChangePoint]:
-    """Where a line of so many changed; `runs` are the course runs by date."""
-    noisy = kind == "speed" or any(point.interval for point in points)
+def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
+    """Return a line with its changes or its medians; `runs` are the course runs by date."""
+    if kind == "speed" or any(point.interval for point in points):
+        latest, before = points[-NIGHTS:], points[-2 * NIGHTS : -NIGHTS]
+        median_before = _median(before) if len(before) == NIGHTS else None
+        return Line(kind, id, unit, points, median=_median(latest), median_before=median_before)
     changes = []
-    for start, before, after in _stretches(points, lines) if noisy else _steps(points):
-        a, b = (runs[points[number].date] for number in (start - 1, start))
-        told = differences(a["machine"], b["machine"]) + differences(a["versions"], b["versions"])
-        changes.append(ChangePoint(points[start].date, before, after, told))
-    return changes
+    for before, after in itertools.pairwise(points):
+        if before.value != after.value:
+            a, b = runs[before.date], runs[after.date]
+            found = differences(a["machine"], b["machine"]) + differences(a["versions"], b["versions"])
+            changes.append(Change(after.date, before.value, after.value, found))
+    return Line(kind, id, unit, points, changes)
 
 
-def _steps(points: list[Point]) -> Iterator[tuple[int, float, float]]:
-    """(where, before, after) of every difference between neighbours."""
-    for start, (a, b) in enumerate(itertools.pairwise(points), start=1):
-        if a.value != b.value:
-            yield start, a.value, b.value
-
-
-def _stretches(points: list[Point], lines: int) -> Iterator[tuple[int, float, float]]:
-    """(where, median before, median after) of the ends of stretches with one median."""
-    values = [point.value for point in points]
-    if len(values) < FEWEST or len(set(values)) == 1:
-        return
-    try:
-        ruptures = importlib.import_module("ruptures")  # of an extra, not of every installation
-    except ImportError as error:
-        raise ValueError("change points need ruptures: install it with pip install 'perf-helpers[history]'") from error
-    import numpy as np
-
-    far = NormalDist().inv_cdf(1 - FALSE_CUTS / 2 / (lines * len(values)))
-    # Half the squared distance is the log likelihood that a cut must gain; the cost is in units of the noise's mean
-    # absolute distance, a standard deviation / sqrt(2) of Laplace's. A single odd night is no stretch: one has two.
-    penalty = _deviation(points) * far**2 / 2 / math.sqrt(2)
-    search = ruptures.Pelt(model="l1", min_size=2, jump=1)
-    ends = search.fit(np.asarray(values, dtype=float)[:, None]).predict(pen=penalty)
-    medians = [statistics.median(values[a:b]) for a, b in itertools.pairwise([0, *ends])]
-    for start, (before, after) in zip(ends, itertools.pairwise(medians), strict=False):
-        yield start, before, after
-
-
-def _deviation(points: list[Point]) -> float:
-    """The standard deviation of a line's noise: by the differences of neighbours, which one change moves little (the
-    median absolute one), and no less than by the intervals."""
-    values = [point.value for point in points]
-    steps = [abs(b - a) for a, b in itertools.pairwise(values)]
-    half_widths = [(point.interval[1] - point.interval[0]) / 2 for point in points if point.interval]
-    by_intervals = statistics.median(half_widths) / 1.96 if half_widths else 0.0
-    least = LEAST * max(map(abs, values))
-    few = 1 + 4 / len(values)  # of a few differences the median is often too small
-    return max(few * statistics.median(steps) / 0.6745 / math.sqrt(2), by_intervals, least)
+def _median(points: list[Point]) -> float:
+    return statistics.median(point.value for point in points)
 
 
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
-    """A line's picture: {"width", "height", "points": [(x, y)], "marks": [x of each change]}, in pixels."""
+    """Return a line's picture in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}."""
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}
     values = [point.value for point in line.points]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from perf_helpers.course import learner_log
-from perf_helpers.course.ledger import Claim, Verdict, decide, load, recorded_since
+from perf_helpers.course.ledger import Claim, Verdict, decide, load
 from perf_helpers.course.results import expectation_text, interval_text, unexpected
 from perf_helpers.lab import Lab, hardware
 from perf_helpers.lab.task import choose_profile
@@ -117,7 +117,6 @@ class Decision:
             "guide": self.guide_text(),
             "missing": self.missing,
             "why": self.reason if finding else None,
-            "since": recorded_since().get(self.id) if tested else None,
             "note": self.note,
         }
         return [(name, text) for name, text in rows.items() if text]

@@ -4,7 +4,6 @@ Notable: the order of the lines is the order of events. A guess counts if its li
 the measurement, whatever the clocks say.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ KINDS = {
     "revealed": {"guess", "measured", "estimate", "unit"},
     "question": {"choice", "right"},
     "exercise": {"status"},
-    "board": {"peak_bytes", "speed", "arguments", "machine"},
+    "board": {"peak_bytes", "arguments"},  # a recipe that met a challenge's target
     "finished": {"claims"},  # of a lesson that ran to its end: the verdict of each claim that was checked, by its id
 }
 
@@ -158,13 +157,3 @@ def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
                 if lesson.questions.get(entry.key) is None:
                     lesson.questions[entry.key] = content["right"]
     return dict(sorted(lessons.items()))
-
-
-def board(entries: Sequence[Entry], lesson: str, key: str) -> list[Entry]:
-    """Own results of a challenge, best first: less memory, then more speed. A recipe counts once for each machine."""
-    latest: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.about == ("board", lesson, key):
-            recipe = json.dumps([entry.content["machine"], entry.content["arguments"]], sort_keys=True)
-            latest[recipe] = entry
-    return sorted(latest.values(), key=lambda entry: (entry.content["peak_bytes"], -(entry.content["speed"] or 0)))

@@ -5,7 +5,6 @@ rule's direction and its threshold, a machine and the verdicts expected of it), 
 """
 
 import functools
-import json
 import math
 import re
 import tomllib
@@ -20,7 +19,6 @@ from perf_helpers.lab.task import PROFILES
 from perf_helpers.texts import number_text
 
 LEDGER = Path(__file__).with_name("claims.toml")
-SINCE = Path(__file__).with_name("since.json")  # made by benchmarks/build.py from the library matrix
 WHERE = hardware.FEATURES  # what a claim may need of a machine
 DECIDED_BY = ("memory", "time", "values")
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
@@ -124,12 +122,6 @@ def read(text: str) -> dict[str, Claim]:
     if not claims:
         raise ValueError("no [[claim]] table: a ledger has at least one")
     return claims
-
-
-@functools.cache
-def recorded_since() -> dict[str, str]:
-    """{claim: with which libraries it came out otherwise} of those that the library matrix saw change."""
-    return json.loads(SINCE.read_text(encoding="utf-8"))
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:

@@ -94,9 +94,6 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
     if doubts := build.doubts(python, library):
         _warn(doubts)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
-        startup = Path(folder, "profile_default", "startup", "rehearsal.py")
-        startup.parent.mkdir(parents=True)  # IPython's: each kernel goes on where a cell needs values
-        startup.write_text("from perf_helpers.rehearsal import lessons\nlessons.install(get_ipython())\n")
         inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
         first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.OFFERED], "PATH": tools}
         paths = {
@@ -105,7 +102,6 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         }
         variables = {
             "LD_PRELOAD": str(library / "librehearsal.so"),
-            "IPYTHONDIR": folder,
             "CUDA_MODULE_LOADING": "LAZY",
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in clean processes
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
@@ -197,10 +193,10 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process, whatever it does, when the other side of the channel has ended; with the files of both."""
+    """End this process, whatever it does, when the other side of the channel has ended; remove the files of both."""
     poll = select.poll()
     poll.register(descriptor, 0)  # the other side's end is told in any case
     poll.poll()
-    forked.remove(os.environ["IPYTHONDIR"])
+    forked.remove(str(Path(os.environ["REHEARSAL_LEDGER"]).parent))
     print(end="", flush=True)
     os._exit(0)

@@ -142,7 +142,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
 
-    Nothing of it goes into the learner's journal or onto the board, and what is said of the solution is shown folded.
+    Nothing of it goes into the learner's journal, and what is said of the solution is shown folded.
     Where what they are held against is unknown here, neither is proved.
 
     Args:
@@ -244,7 +244,7 @@ def challenge(
 ) -> Feedback:
     """Train with the learner's own recipe, in a clean process, and hold it against a measured target.
 
-    A recipe that meets the target goes onto the board. One that was tried already is not run again.
+    A recipe that meets the target is kept in the journal. A recipe that was tried already is not run again.
 
     Args:
         key: names the challenge within the lesson.
@@ -303,7 +303,7 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
 def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
-    """The feedback on a recipe after running it; one that meets the target goes onto the board."""
+    """Run a recipe, keep it in the journal if it meets the target, and return the feedback."""
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
     again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}
@@ -315,7 +315,7 @@ def _measured_feedback(
         return run_failed(run)
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
-    said, speed = f"the peak is {bytes_text(run.peak_bytes)}", None
+    said = f"the peak is {bytes_text(run.peak_bytes)}"
     if limit_bytes is not None:
         if run.peak_bytes > limit_bytes:
             over = f"{bytes_text(run.peak_bytes - limit_bytes)} ({run.peak_bytes / limit_bytes - 1:.1%})"
@@ -325,26 +325,24 @@ def _measured_feedback(
         ratio = lab.compare(baseline, run).speed_ratio
         if not ratio.known:
             return not_measured(f"{said}; {ratio.value.why}")
-        speed = ratio.value
         said += f"; {ratio} x the speed of {baseline.name}, where {at_least_speed:g} x is wanted"
         if ratio.high < at_least_speed:
-            return wrong(f"{said}: too slow by {1 - speed / at_least_speed:.0%}")
+            return wrong(f"{said}: too slow by {1 - ratio.value / at_least_speed:.0%}")
         if ratio.low < at_least_speed:
             said += " (it may be less: within the noise)"
-    _keep(lab, "board", key, peak_bytes=run.peak_bytes, speed=speed, arguments=recipe, machine=lab.machine.name)
+    _keep(lab, "board", key, peak_bytes=run.peak_bytes, arguments=recipe)
     return right(said)
 
 
 def board(lab: Lab, key: str) -> plots.Table:
-    """Own results of a challenge, best first: only those that met the target, of this lesson, kept on this machine."""
-    rows = []
-    for rank, entry in enumerate(learner_log.board(learner_log.of(lab).read(), lab.lesson, key), start=1):
-        result = entry.content
-        speed = "not measured" if result["speed"] is None else f"{result['speed']:.2f} x"
-        recipe = ", ".join(f"{name}={value!r}" for name, value in result["arguments"].items())
-        rows.append([rank, bytes_text(result["peak_bytes"]), speed, entry.date[:10], result["machine"], recipe])
-    caption = "" if rows else "No recipe has met the target yet."
-    return plots.Table(["rank", "peak memory", "speed of the baseline", "date", "machine", "recipe"], rows, caption)
+    """List the recipes with which the learner met the target of a challenge of this lesson, the smallest peak first."""
+    peaks = {}
+    for entry in learner_log.of(lab).read():
+        if entry.about == ("board", lab.lesson, key):
+            recipe = ", ".join(f"{name}={value!r}" for name, value in entry.content["arguments"].items())
+            peaks[recipe] = entry.content["peak_bytes"]
+    rows = [[bytes_text(peaks[recipe]), recipe] for recipe in sorted(peaks, key=peaks.get)]
+    return plots.Table(["peak memory", "recipe"], rows, "" if rows else "No recipe has met the target yet.")
 
 
 # ---- what was done so far

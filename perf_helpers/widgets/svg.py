@@ -14,7 +14,6 @@ from perf_helpers.plots import PALETTE, SERIES, Timeline
 from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text, template
 from perf_helpers.unknown import is_measured
 
-_DASHES = ("none", "6 3")  # of a panel's first and second line, in points
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
 
@@ -111,24 +110,20 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     return _draw("scatter", words="; ".join(words), plot=plot)
 
 
-def panel(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float]]], span: tuple[float, float]) -> str:
-    """Lines over time as SVG, with the latest value of each in words.
+def panel(title: str, unit: str, points: Sequence[tuple[float, float]], span: tuple[float, float]) -> str:
+    """Draw a line over time as SVG, with its latest value in words.
 
     Args:
         unit: of the values.
-        lines: by label: (seconds, value) of each sample that has the value.
+        points: (seconds, value) of each sample that has the value.
         span: seconds at the left and the right end of the axis.
     """
-    largest = max((value for points in lines.values() for _, value in points), default=0)
-    highest = 100.0 if unit == "%" else 1.15 * largest or 1.0
-    left, right, top, bottom = 46, 320, 58, 138  # pixels; the axes stand there in the markup too
+    highest = 100.0 if unit == "%" else 1.15 * max((value for _, value in points), default=0) or 1.0
+    left, right, top, bottom = 46, 320, 42, 122  # pixels; the axes have the same ones in the markup
     across, up = (right - left) / (span[1] - span[0]), (bottom - top) / highest
-    drawn = {}
-    for label, points in lines.items():
-        places = (f"{left + (at - span[0]) * across:.1f},{bottom - value * up:.1f}" for at, value in points)
-        drawn[f"{label} {number_text(points[-1][1], unit, digits=2)}"] = " ".join(places)
-    facts = {"title": title, "unit": unit, "highest": highest, "span": span, "lines": drawn or {"not available": ""}}
-    return _draw("panel", **facts)
+    line = " ".join(f"{left + (at - span[0]) * across:.1f},{bottom - value * up:.1f}" for at, value in points)
+    latest = number_text(points[-1][1], unit, digits=2) if points else "not available"
+    return _draw("panel", title=title, unit=unit, highest=highest, span=span, line=line, latest=latest)
 
 
 def round_step(least: float) -> float:
@@ -153,5 +148,5 @@ def _draw(picture: str, **facts) -> str:
 @functools.cache
 def _markup():
     """The macros of drawings.html.j2, with what they need of this module."""
-    given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS, "DASHES": _DASHES}
+    given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS}
     return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})

@@ -1,7 +1,6 @@
-"""Course runs as lines over time: bytes change where they differ, a line with noise where it shifts."""
+"""Course runs as lines over time: bytes change where they differ, a line with noise has medians."""
 
 import json
-import random
 
 import pytest
 from test_compare import MEMORY, a_run, moved_by
@@ -29,34 +28,31 @@ def test_a_byte_is_a_change_and_the_versions_stand_beside_it(tmp_path):
     line = lines_of(tmp_path)["memory", "00_a/vanilla"]
     (change,) = line.changes
     assert (change.before, change.after, change.date[:10]) == (1000, 1001, "2026-01-03")
-    assert change.differences == ["torch: 2.12 -> 2.13"]
+    assert change.differences == ["torch: 2.12 -> 2.13"] and line.median is None
 
 
 @pytest.mark.parametrize(
-    ("shape", "changes"),
+    ("values", "before", "latest"),
     [
-        (lambda number: 1.0, []),
-        (lambda number: 0.0, []),
-        (lambda number: 1.0 if number < 6 else 1.4, [6]),
-        (lambda number: 1.4 if number == 6 else 1.0, []),  # one odd night
-        (lambda number: 1.0 + 0.3 * (number >= 4) + 0.3 * (number >= 8), [4, 8]),
+        ([1.0, 2.0, 4.0], None, 2.0),
+        ([9.0, 1.0, 1.1, 1.0, 5.0, 1.0, 1.4, 1.5, 1.4, 0.1, 1.4], 1.0, 1.4),  # odd runs move no median
+        ([1.0, *[2.0] * 8], None, 2.0),  # a median of fewer than five says little
     ],
 )
-def test_a_line_with_noise_is_cut_where_its_mean_shifts(tmp_path, shape, changes):
-    for seed in range(5):
-        noise = random.Random(seed)
-        folder = tmp_path / str(seed)
-        for number in range(12):
-            value = shape(number) * noise.gauss(1, 0.03)
-            kept(folder, number, decision("ratio", value=value, interval=[value * 0.95, value * 1.05]))
-        found = [int(change.date[8:10]) - 1 for change in lines_of(folder)["claim", "ratio"].changes]
-        assert found == changes, seed
+def test_a_line_with_noise_has_the_medians_of_five_runs_and_no_changes(tmp_path, values, before, latest):
+    for number, value in enumerate(values):
+        kept(tmp_path, number, decision("ratio", value=value, interval=[value * 0.95, value * 1.05]))
+    line = lines_of(tmp_path)["claim", "ratio"]
+    assert (line.median_before, line.median, line.changes) == (before, latest, [])
 
 
-def test_too_few_points_tell_nothing_of_a_line_with_noise(tmp_path):
-    for number, value in enumerate([1.0, 1.0, 2.0]):
-        kept(tmp_path, number, decision("ratio", value=value, interval=[value, value]))
-    assert not lines_of(tmp_path)["claim", "ratio"].changes
+def test_the_largest_shift_comes_first(tmp_path):
+    for number in range(10):
+        later = number >= 5
+        values = {"steady": 3.0, "slower": 2.0 - later, "faster": 1.0 + 0.1 * later}
+        kept(tmp_path, number, *(decision(id, value=x, interval=[x, x]) for id, x in values.items()))
+    (found,), _ = history.read(tmp_path)
+    assert [line.id for line in found.noisy] == ["slower", "faster", "steady"]
 
 
 def test_machines_and_profiles_have_histories_of_their_own_and_damaged_files_are_named(tmp_path):
@@ -69,12 +65,14 @@ def test_machines_and_profiles_have_histories_of_their_own_and_damaged_files_are
         history.read(tmp_path / "nothing")
 
 
-def test_the_page_has_every_line_with_its_picture_and_its_changes(tmp_path):
+def test_the_page_has_every_line_with_its_picture_and_its_changes_or_medians(tmp_path):
     for number in range(3):
         runs = [a_run(moved_by("activations", number)), a_run(name="<steady>")]
-        kept(tmp_path / "nights", number, decision("a"), runs=runs)
+        kept(tmp_path / "nights", number, decision("a"), decision("noisy", interval=[0.4, 0.6]), runs=runs)
     history.write(tmp_path / "nights", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 3 and "00_a/&lt;steady&gt;" in page and "<steady>" not in page
-    assert page.index("00_a/vanilla") < page.index("lines without a change") < page.index("&lt;steady&gt;")
-    assert "1,001" in page and "1 of 3 lines changed" in page
+    assert page.count("<svg") == 4 and "00_a/&lt;steady&gt;" in page and "<steady>" not in page
+    texts = ("00_a/vanilla", "Median of five", "lines without a change", "&lt;steady&gt;")
+    places = [page.index(text) for text in texts]
+    assert places == sorted(places)
+    assert "1,001" in page and "1 of 3 exact lines changed" in page

@@ -1,18 +1,13 @@
-"""Rehearsals, as far as they need neither torch's CUDA build nor a compiler: cards, what is missing, guarded cells."""
+"""Rehearsals, as far as they need neither torch's CUDA build nor a compiler: cards, and what is missing."""
 
-import ast
-import json
-import pickle
 import subprocess
 import sys
-import weakref
 
 import pytest
 
 from perf_helpers import cli, doctor, hardware, rehearsal
-from perf_helpers.rehearsal import build, lessons, rehearsal_process
+from perf_helpers.rehearsal import build, rehearsal_process
 from perf_helpers.rehearsal.rehearsal_process import variables_of
-from perf_helpers.unknown import NeedsValues, Unknown
 
 
 def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_path):
@@ -110,90 +105,3 @@ def test_a_rehearsal_by_a_torch_that_nobody_has_tried_warns_once(monkeypatch, tm
             with rehearsal_process.command(rehearsal.CARDS["t4"]):
                 pass
     assert len(warned) == 1
-
-
-# ---- guarded cells
-
-
-class Shell:
-    """As much of IPython's shell as cells need."""
-
-    def __init__(self):
-        self.ast_transformers, self.user_ns = [], {}
-        lessons.install(self)
-
-    def run(self, source):
-        tree = self.ast_transformers[0].visit(ast.parse(source))
-        exec(compile(ast.fix_missing_locations(tree), "<cell>", "exec"), self.user_ns)
-
-
-def test_a_statement_that_needs_values_is_left_out_and_told_and_the_rest_runs(capsys):
-    shell = Shell()
-    shell.user_ns["loss"] = Unknown("no values")
-    shell.run("a = 1\nb = 2 if loss < 1 else 3\nc = a + 1\nprint(c, loss)\nprint(b + 1)\nif b > 2:\n    d = 1")
-    assert shell.user_ns["c"] == 2
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
-        f"{lessons.TOLD} (line 2 of this cell: no values)",
-        "2 unknown",
-        "unknown",
-        f"{lessons.TOLD} (line 6 of this cell: b could not be rehearsed)",
-    ]
-
-
-def test_an_expression_may_assign_and_what_it_yields_is_not_held(capsys):
-    shell = Shell()
-    shell.user_ns |= {"Model": type("Model", (), {}), "weakly": weakref.ref}
-    shell.run("print(len(text := 'abc'))\nmodel = Model()\nseen = weakly(model)\nmodel\ndel model\nprint(text, seen())")
-    assert capsys.readouterr().out == "3\nabc None\n"
-
-
-def test_what_was_begun_is_unknown_too():
-    shell = Shell()
-    shell.user_ns["loss"] = Unknown("no values")
-    shell.run("seen, table = [], {}\nfor i in range(3):\n    seen.append(i)\n    table[i] = loss > i\nx = seen[0]")
-    assert isinstance(shell.user_ns["seen"], Unknown) and isinstance(shell.user_ns["table"], Unknown)
-    assert isinstance(shell.user_ns["x"], Unknown)
-
-
-@pytest.mark.parametrize("use", ["x.mean", "x()", "x[0]", "[*x]", "len(x)", "x < 1", "bool(x)", "int(x)", "x in x"])
-def test_what_could_not_be_rehearsed_cannot_be_used(use):
-    with pytest.raises(NeedsValues, match="x could not"):
-        eval(use, {"x": lessons.Unassigned("x could not be rehearsed")})
-
-
-def test_what_could_not_be_rehearsed_travels_to_clean_processes_as_such():
-    x = pickle.loads(pickle.dumps(lessons.Unassigned("x could not be rehearsed")))
-    with pytest.raises(NeedsValues):
-        x["rate"]
-
-
-def test_any_other_error_ends_the_cell():
-    with pytest.raises(ZeroDivisionError):
-        Shell().run("1 / 0")
-
-
-def test_values_that_are_needed_deep_inside_are_found():
-    def deep():
-        try:
-            raise NeedsValues("no values")
-        except NeedsValues as error:
-            raise RuntimeError("unexpected") from error
-
-    with pytest.raises(RuntimeError) as caught:
-        deep()
-    assert isinstance(lessons.needs_values(caught.value), NeedsValues)
-    assert lessons.needs_values(ValueError("other")) is None
-
-
-def test_a_notebooks_statements_that_need_values_are_counted(tmp_path):
-    text = [f"{lessons.TOLD} (line 3 of this cell: no values)\n", "something else\n"]
-    cell = {"cell_type": "code", "execution_count": 7, "outputs": [{"output_type": "stream", "text": text}]}
-    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [cell]}))
-    assert lessons.left_out(tmp_path / "a.ipynb") == 1 and lessons.left_out(tmp_path / "b.ipynb") == 0
-
-
-def test_the_core_rehearses_every_profile_and_two_devices():
-    assert {machine.profile for machine in lessons.MACHINES if machine.core} == {"gpu", "t4"}
-    assert any(machine.card.devices == 2 and machine.core == ("17",) for machine in lessons.MACHINES)
-    assert {machine.card.capability for machine in lessons.MACHINES} == {(7, 5), (8, 0), (9, 0)}

@@ -8,6 +8,7 @@ import sys
 import cloudpickle
 import nbformat
 import pytest
+import rehearse_lessons
 
 from perf_helpers import Lab, Task, rehearsal
 from perf_helpers.rehearsal import CARDS, Rehearsal, build, rehearse
@@ -458,13 +459,13 @@ def test_who_needs_a_value_hears_so_at_once(here, ask):
     def asked(ask):
         import torch
 
-        from perf_helpers.rehearsal.lessons import needs_values
-
         rows = torch.randn(100, device="cuda")
         try:
             return eval(ask, {"torch": torch, "rows": rows, "x": rows.sum()})
         except Exception as error:
-            return type(needs_values(error)).__name__
+            while error and not isinstance(error, NeedsValues):
+                error = error.__cause__ or error.__context__
+            return type(error).__name__
 
     assert here(asked, ask) == "NeedsValues"
 
@@ -528,8 +529,9 @@ def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.write(notebook, tmp_path / "05_planted.ipynb")
-    words = ["python", "-m", "perf_helpers.cli", "course", str(tmp_path / "05_planted.ipynb")]
-    assert rehearsal.run([*words, "--profile", "gpu", "--out", str(tmp_path / "out")], CARDS["h100"]) == 1
+    words = ["-m", "perf_helpers.cli", "course", tmp_path / "05_planted.ipynb", "--profile", "gpu"]
+    with rehearse_lessons.guarded(CARDS["h100"]) as (python, environment):
+        assert subprocess.run([python, *words, "--out", tmp_path / "out"], env=environment).returncode == 1
     (lesson,) = json.loads((tmp_path / "out" / "results.json").read_text())["lessons"]
     line = before.count("\n") + 2
     assert (lesson["name"], lesson["status"]) == ("05_planted", "failed")
