@@ -173,10 +173,17 @@ def test_modules_are_nouns():
     assert {path.stem for path in repository_files() if path.suffix == ".py"} & BANNED_NAMES == set()
 
 
+OF_THE_COURSE = ("course", "widgets", "plots")  # modules that may import what only the extra "course" installs
+
+
 def test_every_import_is_a_declared_dependency():
     project, owners = pyproject(), importlib.metadata.packages_distributions()
     every, core = declared(project), declared(project, extras=False)
-    problems = {module: undeclared(source, core, owners) for module, source in modules().items()}
+    course = core | declared({"dependencies": project["optional-dependencies"]["course"]}, extras=False)
+    problems = {
+        module: undeclared(source, course if module.startswith(OF_THE_COURSE) else core, owners)
+        for module, source in modules().items()
+    }
     for folder in ("tests", "notebooks", "website"):
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
             near = [path for room in (folder, "benchmarks", "website") for path in (ROOT / room).rglob("*.py")]
@@ -550,7 +557,7 @@ def page_problems(readme, pages):
 
 def addresses(text):
     """Return the repositories, as owner/name, that badges, launch links, issues and git's commands lead to."""
-    own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=`|\n|$))"
+    own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`"]|\n|$))"
     forms = rf"{own}|(?:colab\.research\.google\.com/github|mybinder\.org/v2/gh)/([\w.-]+/[\w-]+)"
     return {one or other for one, other in re.findall(forms, text)}
 
@@ -569,7 +576,7 @@ def test_another_address_is_seen():
         "https://github.com/me/it/actions/workflows/tests.yml",
         "(https://colab.research.google.com/github/me/it/blob/main/notebooks/05_x.ipynb)",
         "(https://mybinder.org/v2/gh/me/it/main?urlpath=lab)",
-        "`!pip install -q git+https://github.com/me/it`",
+        '`!pip install -q "it[course] @ git+https://github.com/me/it"`',
     ):
         assert addresses(form) == {"me/it"}, form
     assert addresses("[a](https://github.com/huggingface/transformers/issues/47688)") == set()
