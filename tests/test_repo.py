@@ -557,7 +557,7 @@ def page_problems(readme, pages):
 
 def addresses(text):
     """Return the repositories, as owner/name, that badges, launch links, issues and git's commands lead to."""
-    own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`"]|\n|$))"
+    own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`\"]|\n|$))"
     forms = rf"{own}|(?:colab\.research\.google\.com/github|mybinder\.org/v2/gh)/([\w.-]+/[\w-]+)"
     return {one or other for one, other in re.findall(forms, text)}
 
