@@ -70,7 +70,14 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
         if not first.ok or not first.memory or first.memory.breakdown or experiment.arguments.compiles:
             return first
         second = _ended(beside) if beside else execute(experiment, "categories", timeout, on_step)
-    return first.replace(memory=first.memory.explained(second.memory)) if second.ok else first
+    return _explained(first, second) if second.ok else first
+
+
+def _explained(first: Outcome, second: Outcome) -> Outcome:
+    """The first pass with the breakdown of the second, each rank too."""
+    ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
+    memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
+    return first.replace(memory=memory, ranks=tuple(ranks))
 
 
 def _may_be_paired(experiment: Experiment) -> bool:

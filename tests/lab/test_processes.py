@@ -8,6 +8,8 @@ from machines import TINY
 
 from perf_helpers.lab import processes
 from perf_helpers.lab.outcomes import Invalid, Outcome
+from perf_helpers.lab.training import Experiment
+from perf_helpers.records import CATEGORIES, Memory
 
 
 def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
@@ -68,3 +70,20 @@ def test_who_fits_beside_others_only_by_giving_back_is_out_of_memory(monkeypatch
     stats["num_alloc_retries"] = 1
     with pytest.raises(MemoryError):
         processes._in_what_is_left(None, told.append)
+
+
+def test_each_rank_has_the_breakdown_of_the_second_pass(monkeypatch):
+    """As on GPUs, where one pass counts and another one follows the tensors."""
+
+    def outcome(breakdown):
+        memories = [
+            Memory(size, "allocated", {"forward": size}, breakdown=breakdown, phase_breakdowns={}) for size in (50, 70)
+        ]
+        ranks = tuple(Outcome(memory=memory) for memory in memories)
+        return ranks[0].replace(ranks=ranks)
+
+    passes = {"memory": outcome(None), "categories": outcome(dict.fromkeys(CATEGORIES, 0) | {"weights": 40})}
+    monkeypatch.setattr(processes, "execute", lambda experiment, meter, *_: passes[meter])
+    found = processes.account(Experiment("two", TINY, function=b"", processes=2))
+    assert [rank.memory.breakdown["weights"] for rank in (found, *found.ranks)] == [40, 40, 40]
+    assert [sum(rank.memory.breakdown.values()) for rank in found.ranks] == [50, 70]
