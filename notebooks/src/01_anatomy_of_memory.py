@@ -566,7 +566,7 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # floor is the lowest: what fills its `step` instead?
 #
 # Then any model with any recipe, whether you own the card or not. Find what halves the activations, then what halves the
-# states. *Traced* was followed at this very point; *interpolated* lies between points that were.
+# states. Each position is traced by itself, so its bytes are those of `estimate`; the picture is grey meanwhile.
 
 # %% tags=["widget"]
 explorers.timeline(lab["08 Adafactor"], vanilla, *lab.runs)
