@@ -18,6 +18,7 @@ from perf_helpers.cards import SIZES
 from perf_helpers.estimate import MemoryEstimate, estimate
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.records import Memory
+from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import memory_explorer, svg
 
 PLAIN = {"gradient_accumulation_steps": 1, "dtype": "float32", "optim": "adamw_torch_fused"}
@@ -138,6 +139,7 @@ def test_a_move_greys_the_picture_until_its_estimate_is_there(lab, shown):
     wait(lambda: not is_grey(shown))
     memory = estimate(TASK, device="cpu", per_device_train_batch_size=64, **PLAIN).memory
     assert svg.bar("Peak", memory.breakdown, SIZES | {"this machine": 30_000_000}) in text(shown)
+    assert f"<b>{bytes_text(memory.peak_bytes, binary=True)}</b> traced" in text(shown)
     assert "is too small" in text(shown)
 
 
