@@ -164,7 +164,7 @@ def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) ->
 def _alone() -> Iterator[None]:
     """A quiet machine in this context; to wait for it takes nothing from the time limit of `within`."""
     began = time.monotonic()
-    with quiet.alone():
+    with quiet.experiment(alone=True):
         until, seconds = _limit.get()
         _limit.set((until + time.monotonic() - began, seconds))
         yield

@@ -179,7 +179,7 @@ class _Lesson:
     def experiment(self, alone: bool) -> Iterator[None]:
         """Perform an experiment in this context: `alone` on a quiet machine, or beside other lessons."""
         with self._guard:
-            # To share anew lets those go first that wait for a quiet machine.
+            # To ask for a share again lets those go first that wait for a quiet machine.
             if not self._running[True] and (alone or not self._running[False]):
                 self._take(alone)
             self._running[alone] += 1

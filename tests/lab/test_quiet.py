@@ -151,7 +151,8 @@ ASKED = {  # what a lesson asks of the lock: to share (False) or to be alone (Tr
 }
 
 
-def test_only_what_is_timed_has_the_machine_for_itself():
+@pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
+def test_only_what_is_timed_has_the_machine_for_itself(variables):
     code = "from perf_helpers import Lab; from perf_helpers.lab.interleaving import in_turns; lab = Lab('tiny')\n"
     code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
     asked = []
@@ -163,7 +164,7 @@ def test_only_what_is_timed_has_the_machine_for_itself():
 
     lock, found = Lock(), []
     with quiet.served(lock) as address:
-        environment = os.environ | quiet.entry("a", 1, address)
+        environment = os.environ | quiet.entry("a", 1, address) | variables
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as lesson:
             for _ in ASKED:
@@ -171,7 +172,10 @@ def test_only_what_is_timed_has_the_machine_for_itself():
                 found.append([*asked])
                 asked.clear()
                 print(file=lesson.stdin, flush=True)
-    assert dict(zip(ASKED, found, strict=True)) == ASKED
+    if variables:
+        assert found and True not in itertools.chain(*found), "no time means anything, so nobody waits"
+    else:
+        assert dict(zip(ASKED, found, strict=True)) == ASKED
 
 
 def test_libraries_may_read_clocks(lab):
@@ -208,13 +212,13 @@ EXITS = {"import sys; sys.exit(3)": 3, "1 / 0": 1, "": 0, "import os; os.abort()
 def test_a_module_is_run_in_a_fork_of_the_courses_server_as_python_would(tmp_path):
     for number, code in enumerate(EXITS):
         begin = "import os, sys; print(__name__, sys.argv[1:], os.getcwd(), os.environ['SAYS'], flush=True)\n"
-        (tmp_path / f"told{number}.py").write_text(begin + code)
+        (tmp_path / f"program{number}.py").write_text(begin + code)
     with forkserver.shared() as variables:
         for (number, exit_code), is_fork in itertools.product(enumerate(EXITS.values()), (True, False)):
             environment = os.environ | {"SAYS": "hello"} | (variables if is_fork else {})
             with (tmp_path / "output").open("w") as output:
                 arguments = ["a", "b"], environment, output.fileno(), str(tmp_path)
-                process = forkserver.python_module(f"told{number}", *arguments)
+                process = forkserver.python_module(f"program{number}", *arguments)
                 assert process.wait(60) == process.poll() == process.returncode == exit_code
             assert isinstance(process, subprocess.Popen) is not is_fork
             lines = (tmp_path / "output").read_text().splitlines()
