@@ -12,6 +12,7 @@ import typer
 
 from perf_helpers import commands
 from perf_helpers.commands import Json, answer
+from perf_helpers.course.published_speedups import published
 from perf_helpers.lab import Lab, hardware, optional_packages
 from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.texts import nearest_text
@@ -46,14 +47,12 @@ def doctor(json_output: Json = False) -> int:
 
     Exit code 0: lessons can run. 1: they cannot, until the lines marked "error" are fixed.
     """
-    from perf_helpers.lab.doctor import diagnose
+    from perf_helpers.lab.doctor import about_rehearsal, diagnose
 
     machine, versions = hardware.describe(), hardware.versions()
     findings = diagnose(machine, versions)
-    if not (broken := any(finding.level == "error" for finding in findings)):  # rehearsal imports what may be broken
-        from perf_helpers.rehearsal import build
-
-        findings.append(build.finding())
+    if not (broken := any(finding.level == "error" for finding in findings)):
+        findings.append(about_rehearsal())
     lines = [machine.name]
     for finding in findings:
         lines.append(f"{finding.level:>8}  {finding.subject}: {finding.text}")
@@ -216,7 +215,7 @@ def main() -> None:
         # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
         SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
     try:
-        code = app(standalone_mode=False) or 0
+        code = app(standalone_mode=False, obj=published) or 0  # `advise` finds it in its context
     except (typer.Abort, KeyboardInterrupt):  # older versions of typer raise; newer ones return the exit code
         code = _INTERRUPTED
     except Exception as error:

@@ -14,9 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from perf_helpers import plots
-from perf_helpers.lab import Lab, Task, arguments, hardware
+from perf_helpers.lab import arguments, hardware
+from perf_helpers.lab.runner import Runner
+from perf_helpers.lab.task import Task
 from perf_helpers.records import Memory, Run
+from perf_helpers.tables import table
 from perf_helpers.texts import bytes_text, name_text, phase_text, whole_number
 
 # Options that several commands have. A command returns its exit code, or None for 0.
@@ -74,14 +76,14 @@ def measure(
     """
     given = _given(context, context.args)
     task = Task(model, seq_len, dataset_size, architecture)
-    lab = Lab(timeout=3600)
+    runner = Runner(timeout=3600)
     if inference:
-        run = lab.infer(model, task=task, **given)
+        run = runner.infer(model, task=task, **given)
     else:
         meters = ("memory",) if memory_only else ("memory", "time")
-        run = lab.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
-    table = repr(plots.table([run], "; ".join(filter(None, [f"{task}, {lab.machine.name}", run.weights]))))
-    answer(_run_json(run) if json_output else [table, *_sizes(run.memory)])
+        run = runner.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
+    caption = "; ".join(filter(None, [f"{task}, {runner.machine.name}", run.weights]))
+    answer(_run_json(run) if json_output else [repr(table([run], caption)), *_sizes(run.memory)])
     return _code(run)
 
 
@@ -275,6 +277,7 @@ def rehearse(
 
 
 def advise(
+    context: typer.Context,
     model: Model,
     effective_batch: Annotated[int, typer.Option(help="Samples per optimizer update, over all ranks, e.g. 64.")],
     memory: Annotated[
@@ -332,6 +335,7 @@ def advise(
         compute_capability=_capability(compute_capability),
         context_memory=context_memory,
         processes=processes,
+        published=context.obj,
     )
     with _rehearsing():
         verified = advise_package.verify(advice) if verify and advice.recipes else None

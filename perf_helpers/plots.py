@@ -1,4 +1,4 @@
-"""Pictures and tables of runs, with one palette and one order of categories; each picture function returns its Axes.
+"""Pictures of runs, with one palette and one order of categories; each picture function returns its Axes.
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels repeat them.
 These pictures are drawn with matplotlib, so that a lesson can save them and draw into them. Pictures that are redrawn
@@ -13,10 +13,12 @@ import io
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perf_helpers.records import CATEGORIES, Comparison, Run
-from perf_helpers.texts import bytes_text, bytes_unit, name_text, number_text, parts_text, seconds_text
+from perf_helpers.tables import Table
+from perf_helpers.tables import table as table  # lessons call plots.table
+from perf_helpers.texts import bytes_text, bytes_unit, name_text, parts_text
 from perf_helpers.unknown import RunFailed, is_measured
 
 if TYPE_CHECKING:
@@ -221,41 +223,6 @@ def losses(
             ax.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
     ax.legend(frameon=False, fontsize=10)
     return ax
-
-
-class Table:
-    """Rows under a header, shown as HTML in a notebook and as aligned text in a terminal."""
-
-    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = ""):
-        self.header, self.caption = list(header), caption
-        self.rows = [[number_text(v) if isinstance(v, float) or v is None else str(v) for v in row] for row in rows]
-
-    def __repr__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = [
-            "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
-            for row in [self.header, ["-" * width for width in widths], *self.rows]
-        ]
-        return "\n".join(([self.caption] if self.caption else []) + lines)
-
-    def _repr_html_(self) -> str:
-        def row(tag: str, values: list[str]) -> str:
-            cell = f"<{tag} style='text-align:left;white-space:normal'>{{}}</{tag[:2]}>"
-            return f"<tr>{''.join(cell.format(html.escape(value)) for value in values)}</tr>"
-
-        caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
-        head, body = row("th scope='col'", self.header), "".join(row("td", values) for values in self.rows)
-        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
-
-
-def table(runs: Sequence[Run], caption: str = "") -> Table:
-    """Return a table of runs: status, peak memory, the phase of the peak, step time, samples per second."""
-    rows = []
-    for run in runs:
-        phase, speed = (run.memory and run.memory.peak_phase) or "", number_text(run.samples_per_second, digits=3)
-        rows.append([run.name, run.status, bytes_text(run.peak_bytes), phase, seconds_text(run.step_seconds), speed])
-    kind = next((run.memory.kind for run in runs if run.memory), "counted")
-    return Table(["run", "status", f"peak ({kind})", "peak phase", "step time", "samples/s"], rows, caption)
 
 
 def comparison(item: Comparison) -> Table:

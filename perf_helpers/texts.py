@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import errno
-import functools
 import json
 import math
 import os
@@ -14,12 +13,9 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perf_helpers.unknown import is_measured
-
-if TYPE_CHECKING:
-    import jinja2
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -212,14 +208,3 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     if not least <= size < 1e18:
         raise ValueError(f"{name}={shown(memory)} is too {'small' if size < least else 'large'}: {example}")
     return int(size)
-
-
-@functools.cache
-def template(path: str) -> "jinja2.Template":
-    """Return a Jinja template of this package, e.g. "course/report.html.j2"; its variables are escaped."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number_text, "bytes": bytes_text, "name": name_text, "percent": "{:.2%}".format}
-    return environment.get_template(path)

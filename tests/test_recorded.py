@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.advise import measured_speedups
-from perf_helpers.course import results
+from perf_helpers.course import published_speedups, results
 from perf_helpers.course.ledger import decide, load
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.hardware import Gpu, Machine
@@ -253,11 +252,11 @@ def test_what_was_rehearsed_is_never_read_as_measured(build, monkeypatch, tmp_pa
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps(rehearsal()))
     monkeypatch.setattr(build, "RESULTS", tmp_path)
-    monkeypatch.setattr(measured_speedups, "RECORDED", tmp_path)
+    monkeypatch.setattr(published_speedups, "RECORDED", tmp_path)
     assert list(results.recorded(tmp_path)) == ["nvidia-a100"] and list(build.rehearsals()) == ["A100 80 GiB"]
-    assert measured_speedups.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
+    assert published_speedups.nearest_recorded(None, "cuda", (8, 0))["machine"]["name"] == "NVIDIA A100"
     measured.unlink()
-    assert results.recorded(tmp_path) == {} and measured_speedups.nearest_recorded(None, "cuda", (8, 0)) is None
+    assert results.recorded(tmp_path) == {} and published_speedups.nearest_recorded(None, "cuda", (8, 0)) is None
 
 
 def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 from perf_helpers.advise.changes import Change, helpful_changes
 from perf_helpers.advise.largest import LARGEST
 from perf_helpers.advise.largest import largest as largest_of
-from perf_helpers.advise.measured_speedups import Evidence
+from perf_helpers.advise.measured_speedups import Evidence, Published
 from perf_helpers.advise.search import Candidate, Choices, Once, Ranking, RecipeSearch, native_precisions
 from perf_helpers.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
 from perf_helpers.cards import card as card_like
@@ -23,13 +23,13 @@ from perf_helpers.estimate import depth, estimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.configurations import Weights
-from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.processes import within
+from perf_helpers.lab.runner import Runner
 from perf_helpers.lab.task import PRESETS, Task
-from perf_helpers.plots import Table
 from perf_helpers.recipes import LORA
 from perf_helpers.records import Run, Store
 from perf_helpers.rehearsal import build, rehearse
+from perf_helpers.tables import Table
 from perf_helpers.texts import arguments_of_kind, bytes_text, parse_bytes, shown, whole_number
 
 _AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
@@ -189,6 +189,7 @@ def advise(
     context_memory: int | float | str | None = None,
     processes: int = 1,
     runs: Sequence[Run] | None = None,
+    published: Published | None = None,
     most: int = 5,
     machine: hardware.Machine | None = None,
     timeout: float = 300,
@@ -221,6 +222,7 @@ def advise(
             the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
         processes: ranks of a data-parallel training, one device each.
         runs: measured runs to take speed ratios from; None: those kept in the user's cache.
+        published: speed ratios measured elsewhere, e.g. those of the course (`perf_helpers.advise`); None: none.
         most: largest number of recipes.
         machine: the machine whose precisions and measured speeds count; None: this one.
         timeout: time limit of all estimates together, in seconds; a note lists what was skipped.
@@ -266,7 +268,7 @@ def advise(
     choices = Choices(effective_batch // processes, must, avoid, native, may, base)
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
-    evidence = Evidence(machine, kind, capability, task, runs)
+    evidence = Evidence(machine, kind, capability, task, runs, published)
     ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
     whose = {"device": kind, "processes": processes, "compute_capability": capability if kind == "cuda" else None}
     predict = functools.partial(estimate, device_memory=max(room - context, 0) if kind == "cuda" else None, **whose)
@@ -318,10 +320,10 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
     return {} if loads_in_float32 or weights.bits else {"dtype": "float32"}
 
 
-def verify(advice: Advice, lab: Lab | None = None) -> Verification:
+def verify(advice: Advice, runner: Runner | None = None) -> Verification:
     """Train with the first recipe of an advice for a few steps, and compare its peak with the predicted one, in bytes.
 
-    If this machine (or the lab's) has no such GPU, the training is rehearsed on a card of that memory, with the same
+    If this machine (or the runner's) has no such GPU, the training is rehearsed on a card of that memory, with the same
     context (see `perf_helpers.rehearsal`; its first use may take minutes).
 
     Raises:
@@ -330,11 +332,11 @@ def verify(advice: Advice, lab: Lab | None = None) -> Verification:
     """
     if not advice.recipes:
         raise ValueError("no recipe fits, so there is none to verify: apply one of `advice.changes` first")
-    recipe, machine = advice.recipes[0], lab.machine if lab else hardware.describe()
+    recipe, machine = advice.recipes[0], runner.machine if runner else hardware.describe()
     task = _with_enough_data(advice.task, advice.effective_batch)
     options = {"processes": advice.processes, **recipe.arguments}
     if _has_device(machine, advice):
-        run = (lab or Lab()).train(recipe.name, task=task, measure="memory", **options)
+        run = (runner or Runner()).train(recipe.name, task=task, measure="memory", **options)
     elif advice.device == "cpu" or (why := build.problem()):
         also = "" if advice.device == "cpu" else f"; {why}"
         raise ValueError(

@@ -12,7 +12,7 @@ from perf_helpers.advise.parallel_layouts import MOST_FOLLOWED, Layout, Planner
 from perf_helpers.cards import CONTEXT_BYTES, MARGIN, memory_of_card
 from perf_helpers.lab import optional_packages
 from perf_helpers.lab.task import Task
-from perf_helpers.plots import Table
+from perf_helpers.tables import Table
 from perf_helpers.texts import arguments_of_kind, bytes_text, whole_number
 
 _WORTH_CUTTING = 1.2  # times as fast must a model that is cut be by the model of seconds: that is no better than this

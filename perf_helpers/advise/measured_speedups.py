@@ -1,28 +1,23 @@
-"""Speed ratios that somebody measured: on this machine, on the recorded machine nearest to it, or by the guides."""
+"""Speed ratios for advice: those of runs on this machine, and those that somebody published (`Published`)."""
 
 import datetime
 import itertools
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from perf_helpers.course.ledger import load
-from perf_helpers.course.results import decided_anew, recorded
 from perf_helpers.lab.arguments import COMPILING, Arguments
 from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.lab import NOISE_FLOOR
+from perf_helpers.lab.interleaving import NOISE_FLOOR
 from perf_helpers.lab.task import Task
 from perf_helpers.recipes import QUESTIONS, Technique
 from perf_helpers.records import Ratio, Run
 from perf_helpers.unknown import is_measured
 
 MICRO_BATCH, ACCUMULATION_STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
-RECORDED = Path(__file__).resolve().parents[2] / "results"
 _TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
 _PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
-_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor
 _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
 
 
@@ -46,16 +41,29 @@ class Factor:
         return f"{self.name}: {self.ratio}{small}, {self.source}"
 
 
+# Returns speed ratios of claims of the course by the claim's id, each with its source in words. Called with the machine
+# (None: the device is elsewhere), "cpu" or "cuda", and the GPU's compute capability.
+Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[Ratio, str]]]
+
+
 class Evidence:
     """The factors of techniques and of smaller micro-batches, for a task on a machine's CPU or GPU, or on a GPU of some
     compute capability elsewhere. Of the runs those of this machine count, first those of the task's model."""
 
-    def __init__(self, machine: Machine, kind: str, capability: tuple[int, int], task: Task, runs: Sequence[Run]):
+    def __init__(
+        self,
+        machine: Machine,
+        kind: str,
+        capability: tuple[int, int],
+        task: Task,
+        runs: Sequence[Run],
+        published: Published | None = None,
+    ):
         self._kind, self._task, self._name = kind, task, machine.name
         here = machine.kind == kind
         counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
         self._runs = [(run, _telling(run)) for run in counted]
-        self._recorded = nearest_recorded(machine if here else None, kind, capability)
+        self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
         """A technique against the plain choice."""
@@ -131,36 +139,8 @@ class Evidence:
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
-        """What the nearest recorded machine measured of a claim, else what the guides say of it, if they say it of a
-        GPU and name which."""
-        for found in decided_anew(self._recorded["claims"]) if self._recorded else ():
-            if found["id"] == claim and found["value"] is not None:
-                low, high = found.get("interval") or (found["value"], found["value"])
-                machine, date = self._recorded["machine"]["name"], self._recorded["date"][:10]
-                source = f"recorded on {machine}, lesson {found['lesson'][:2]}, {date}"
-                return Factor(name, Ratio(found["value"], low, high), source)
-        guide = load()[claim].guide if claim and self._kind == "cuda" else None
-        if guide and guide.value and guide.hardware:
-            ratio = Ratio(guide.value, guide.value / _WITHOUT_INTERVAL, guide.value * _WITHOUT_INTERVAL)
-            source = f"not measured here: claim {claim} of the {guide.source}, on a {guide.hardware}, assumed +-10 %"
-            return Factor(name, ratio, source)
-        return Factor(name, None, "not measured")
-
-
-def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
-    """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
-    is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
-    """
-
-    def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:
-        other = Machine.from_dict(results["machine"])
-        major, minor = other.gpus[0].capability if kind == "cuda" else capability
-        apart = abs(10 * (major - capability[0]) + minor - capability[1])
-        same = (machine.name == other.name, machine.cpu_model == other.cpu_model) if machine else (False, False)
-        return same[0], -apart, same[1], results["date"]
-
-    candidates = [results for results in recorded(RECORDED).values() if results["machine"]["kind"] == kind]
-    return max(candidates, key=likeness, default=None)
+        """Return the factor that was published for a claim, if any was."""
+        return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from perf_helpers.compare.compare import differences, keyed
 from perf_helpers.compare.step_times import fastest
 from perf_helpers.course.results import load_results
 from perf_helpers.records import Run, write_whole
-from perf_helpers.texts import template
+from perf_helpers.templates import template
 from perf_helpers.unknown import is_measured
 
 NIGHTS = 5  # of a median

@@ -20,7 +20,8 @@ from perf_helpers.course.results import expectation_text, interval_text, unexpec
 from perf_helpers.lab import Lab, hardware
 from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, now, write_whole
-from perf_helpers.texts import nearest_text, number_text, template
+from perf_helpers.templates import template
+from perf_helpers.texts import nearest_text, number_text
 from perf_helpers.unknown import Missing, Unknown
 
 __all__ = ["DECIDED", "Decision", "NotReproduced", "Scoreboard", "check", "decide", "finish", "load"]

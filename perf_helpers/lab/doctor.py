@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -11,17 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from perf_helpers.lab import hardware
 from perf_helpers.lab.hardware import CPU_FP16, PACKAGES, Machine, cache_folder, version_of, versions
+from perf_helpers.lab.releases import COURSE, DISTRIBUTION, NEWEST_TORCH, is_untested_torch, requirements
 from perf_helpers.texts import bytes_text
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-DISTRIBUTION = "perf-helpers"
-COURSE = "course"  # the extra with what lessons need beside the rest
-NEWEST_TORCH = "2.15"  # that all of this was tried with, its rules of memory on CUDA and the rehearsal's stub among it
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
 LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
 
@@ -58,6 +52,21 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
         *_about_imports(),
         *_about_packages(versions() if installed is None else installed),
     ]
+
+
+def about_rehearsal() -> Finding:
+    """Return whether a training can be rehearsed here on a GPU that this machine lacks, and what that needs."""
+    from perf_helpers.rehearsal import build  # imports torch, which may be broken
+
+    if hardware.is_rehearsal():
+        return Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")
+    if why := build.problem():
+        install = "" if build.compiler() else "Run `apt install g++`, or install your system's C++ compiler."
+        return Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {why}.", install)
+    if build.interpreter() is None:
+        text = "To rehearse GPUs, torch's CUDA build is needed: 5 GB, in a separate environment."
+        return Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` installs it.")
+    return Finding("ok", "rehearsal", "`perf-helpers rehearse` can show the memory of a training on other GPUs.")
 
 
 def is_supported() -> bool:
@@ -186,18 +195,6 @@ def _about_imports() -> Iterator[Finding]:
                 yield Finding("warning", name, text, "Rename it, or start in another folder.")
 
 
-def requirements() -> "list[Requirement]":
-    """What this project requires, with what its course does; those of the course have a marker.
-
-    Raises:
-        ImportError: the project is not installed, so that its metadata is missing; or packaging is.
-    """
-    from packaging.requirements import Requirement
-
-    every = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
-    return [each for each in every if not each.marker or each.marker.evaluate({"extra": COURSE})]
-
-
 def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
     ranges, of_course = {}, set()
     with suppress(ImportError):  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
@@ -230,15 +227,6 @@ def _about_torch(version: str, oldest: list[str]) -> Finding:
     )
     install = f'To install a tested one: pip install "torch=={NEWEST_TORCH}.*"'
     return Finding("warning", "torch", f"{text} the rules of torch {NEWEST_TORCH}.", f"{install} {other}")
-
-
-def is_untested_torch(version: str) -> bool:
-    """Whether torch of this version, e.g. "2.16.0a0+git", is newer than all that were tried."""
-    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
-    if None in numbers:
-        return True
-    here, newest = ((int(found[1]), int(found[2])) for found in numbers)
-    return here > newest
 
 
 def _amount(size: int | None, binary: bool = False) -> str:

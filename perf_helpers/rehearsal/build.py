@@ -19,7 +19,7 @@ import tomllib
 import venv
 from pathlib import Path
 
-from perf_helpers.lab import doctor, hardware
+from perf_helpers.lab import hardware, releases
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")
@@ -33,19 +33,6 @@ def problem() -> str | None:
     if not compiler():
         return f"a rehearsal needs a C++ compiler ({', '.join(COMPILERS)}), and none was found"
     return None
-
-
-def finding() -> doctor.Finding:
-    """What the doctor says of rehearsals."""
-    if hardware.is_rehearsal():
-        return doctor.Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")
-    if why := problem():
-        install = "" if compiler() else "Run `apt install g++`, or install your system's C++ compiler."
-        return doctor.Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {why}.", install)
-    if interpreter() is None:
-        text = "To rehearse GPUs, torch's CUDA build is needed: 5 GB, in a separate environment."
-        return doctor.Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` installs it.")
-    return doctor.Finding("ok", "rehearsal", "`perf-helpers rehearse` can show the memory of a training on other GPUs.")
 
 
 def compiler() -> str | None:
@@ -140,8 +127,8 @@ def doubts(python: Path, folder: Path) -> str:
         r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
     )[1]
     found = []
-    if doctor.is_untested_torch(version):
-        newest = doctor.NEWEST_TORCH
+    if releases.is_untested_torch(version):
+        newest = releases.NEWEST_TORCH
         found.append(f"torch {version} is untested with the rehearsal's stub CUDA runtime (newest tested: {newest})")
     if names := (folder / UNANSWERED).read_text().split():
         listed = ", ".join(names)
@@ -210,7 +197,7 @@ def _architectures(python: Path) -> str:
 
 def _packages() -> list[str]:
     """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
-    found = {each.name: hardware.version_of(each.name) for each in doctor.requirements() if each.name != "torch"}
+    found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]
 
 

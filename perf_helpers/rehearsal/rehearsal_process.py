@@ -20,7 +20,9 @@ import cloudpickle
 
 from perf_helpers.cards import Card, card
 from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.lab import Lab, Task, forked, optional_packages
+from perf_helpers.lab import forked, optional_packages
+from perf_helpers.lab.runner import Runner
+from perf_helpers.lab.task import Task
 from perf_helpers.records import Run
 from perf_helpers.rehearsal import build
 from perf_helpers.texts import arguments_of_kind, positive, whole_number
@@ -47,10 +49,10 @@ def rehearse(
         processes: ranks, each on a device of its own.
         inference: forward passes without gradients.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
-        timeout, arguments: as `Lab.train` takes them.
+        timeout, arguments: as `Runner.train` takes them.
 
     Returns:
-        A run as the lab's, with memory and without time; `status` is "out of memory" where it does not fit, and
+        A run with memory and without time; `status` is "out of memory" where it does not fit, and
         `message` torch's words.
 
     Raises:
@@ -61,12 +63,12 @@ def rehearse(
     positive("timeout", timeout)
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
-        lab = Lab("gpu", executor=stage, timeout=timeout)
+        runner = Runner("gpu", executor=stage, timeout=timeout)
         if not isinstance(what, Task):
-            return lab.run(what, task=task, measure="memory", processes=processes)
+            return runner.run(what, task=task, measure="memory", processes=processes)
         if inference:
-            return lab.infer(str(what), task=what, **arguments)
-        return lab.train(str(what), task=what, measure="memory", processes=processes, **arguments)
+            return runner.infer(str(what), task=what, **arguments)
+        return runner.train(str(what), task=what, measure="memory", processes=processes, **arguments)
 
 
 def run(words: list[str], on: Card) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perf_helpers.plots import PALETTE, SERIES, Timeline
-from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text, template
+from perf_helpers.templates import template
+from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text
 from perf_helpers.unknown import is_measured
 
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from perf_helpers import Task, hardware
-from perf_helpers.advise import advise, measured_speedups
+from perf_helpers.advise import advise
+from perf_helpers.course import published_speedups
 from perf_helpers.estimate import MemoryEstimate
 from perf_helpers.records import Memory, Run, Timing
 
@@ -63,7 +64,7 @@ def followed(monkeypatch):
 
     monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
     monkeypatch.setattr("perf_helpers.advise.advice.hardware.this_machine", lambda: hardware.Machine("", "cpu"))
-    monkeypatch.setattr(measured_speedups, "RECORDED", Path("nowhere"))
+    monkeypatch.setattr(published_speedups, "RECORDED", Path("nowhere"))
     return asked
 
 
@@ -85,6 +86,7 @@ def ask(task, machine, followed):
     """`advise` with what the tests have in common: 1 GB of memory, all of it, and 64 samples a step unless told
     otherwise."""
     default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine, "margin": 0}
+    default["published"] = published_speedups.published
     return lambda **options: advise(options.pop("task", task), **default | options)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from perf_helpers import Task, hardware, optional_packages
-from perf_helpers.advise import advice, advise, largest, measured_speedups, search
+from perf_helpers.advise import advice, advise, search
 from perf_helpers.estimate import MemoryEstimate, depth
 from perf_helpers.records import Memory
 
@@ -65,7 +65,6 @@ def ask(monkeypatch, told):
     monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
     monkeypatch.setattr(depth, "line", line)
     monkeypatch.setattr(optional_packages, "offer", lambda package: None)
-    monkeypatch.setattr(measured_speedups, "RECORDED", largest.__file__)
     machine = hardware.Machine("a CPU", "cpu", cpu_cores=2, cpu_features=("avx2",))
     default = {"effective_batch": 1, "device": "cuda", "runs": [], "machine": machine, "margin": 0, "context_memory": 0}
     return lambda task, **options: advise(task, **default | options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.advise import measured_speedups
+from perf_helpers.course import published_speedups
 from perf_helpers.records import Timing
 from perf_helpers.unknown import Unknown
 
@@ -19,7 +19,7 @@ def recorded(followed, monkeypatch, tmp_path):
     """One recorded CPU counts, whatever this one is; what it measured of each claim."""
     folder = tmp_path / "intel-xeon-2-cores"
     shutil.copytree(Path(__file__).resolve().parents[2] / "results/intel-xeon-2-cores", folder)
-    monkeypatch.setattr(measured_speedups, "RECORDED", tmp_path)
+    monkeypatch.setattr(published_speedups, "RECORDED", tmp_path)
     path = max(folder.glob("*.json"))
     data = json.loads(path.read_text())
     for claim in data["claims"]:

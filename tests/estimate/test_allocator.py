@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import doctor
 from perf_helpers.estimate import allocator, allocator_settings
 from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
 from perf_helpers.estimate.allocator_settings import Settings, is_tested, newest, release
+from perf_helpers.lab import releases
 
 RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 
@@ -232,8 +232,8 @@ def test_a_known_release_warns_of_nothing(recwarn):
 
 
 def test_the_newest_release_that_the_doctor_calls_tested_is_no_older_than_the_rules():
-    numbers = [[*map(int, name.split("."))] for name in (doctor.NEWEST_TORCH, newest())]
-    assert numbers[0] >= numbers[1], "set doctor.NEWEST_TORCH"
+    numbers = [[*map(int, name.split("."))] for name in (releases.NEWEST_TORCH, newest())]
+    assert numbers[0] >= numbers[1], "set releases.NEWEST_TORCH"
 
 
 def test_options_exist_by_release():

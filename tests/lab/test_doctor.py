@@ -7,6 +7,7 @@ import pytest
 from machines import GOOD, H200, INSTALLED, PLAIN, T4
 
 from perf_helpers import doctor, hardware
+from perf_helpers.lab import releases
 
 
 @pytest.fixture(autouse=True)
@@ -81,16 +82,16 @@ def test_a_torch_that_nobody_has_tried_is_not_refused_and_says_what_is_tested(mo
     for version in ("2.99.0a0+git", "3.0.0"):
         (found,) = (each for each in doctor.diagnose(PLAIN, {"torch": version}) if each.subject == "torch")
         assert found.level == "warning" and f"torch {version} is untested" in found.text
-        assert f"2.11 to {doctor.NEWEST_TORCH}" in found.text and "accepted" in found.text
-        assert "--torch" in found.remedy and f"torch=={doctor.NEWEST_TORCH}.*" in found.remedy
-    for version in (f"{doctor.NEWEST_TORCH}.1+cu132", "2.11.0"):
+        assert f"2.11 to {releases.NEWEST_TORCH}" in found.text and "accepted" in found.text
+        assert "--torch" in found.remedy and f"torch=={releases.NEWEST_TORCH}.*" in found.remedy
+    for version in (f"{releases.NEWEST_TORCH}.1+cu132", "2.11.0"):
         (found,) = (each for each in doctor.diagnose(PLAIN, {"torch": version}) if each.subject == "torch")
-        assert found.level == "ok" and f"2.11 to {doctor.NEWEST_TORCH}" in found.text and "--torch" in found.text
+        assert found.level == "ok" and f"2.11 to {releases.NEWEST_TORCH}" in found.text and "--torch" in found.text
 
 
 def test_verdicts_under_a_torch_that_nobody_has_tried_are_not_held_to_the_expected_ones(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
-    for version, supported in (("2.99.0", False), (f"{doctor.NEWEST_TORCH}.0", True)):
+    for version, supported in (("2.99.0", False), (f"{releases.NEWEST_TORCH}.0", True)):
         monkeypatch.setattr(doctor, "versions", lambda version=version: {"torch": version})
         assert doctor.is_supported() is supported
 

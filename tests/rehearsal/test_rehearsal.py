@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from perf_helpers import cli, doctor, hardware, rehearsal
+from perf_helpers.lab import releases
 from perf_helpers.rehearsal import build, rehearsal_process
 from perf_helpers.rehearsal.rehearsal_process import variables_of
 
@@ -25,10 +26,10 @@ def test_the_stand_in_reads_every_variable_of_a_card():
 
 def test_the_doctor_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
-    assert "needs Linux" in build.finding().text
+    assert "needs Linux" in doctor.about_rehearsal().text
     monkeypatch.undo()
     monkeypatch.setattr(build, "compiler", lambda: None)
-    found = build.finding()
+    found = doctor.about_rehearsal()
     assert "C++ compiler" in found.text and "g++" in found.remedy
     with pytest.raises(RuntimeError, match="C\\+\\+ compiler"):
         rehearsal.Rehearsal(rehearsal.CARDS["t4"])
@@ -38,9 +39,9 @@ def test_without_the_cuda_build_the_doctor_says_what_it_takes(monkeypatch, tmp_p
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     monkeypatch.setattr(build, "problem", lambda: None)
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", False))
-    assert build.interpreter() is None and "5 GB" in build.finding().text
+    assert build.interpreter() is None and "5 GB" in doctor.about_rehearsal().text
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cu130", True))
-    assert str(build.interpreter()) == sys.executable and build.finding().level == "ok"
+    assert str(build.interpreter()) == sys.executable and doctor.about_rehearsal().level == "ok"
 
 
 def test_an_environment_that_cannot_be_made_gives_pips_reason(monkeypatch, tmp_path):
@@ -84,7 +85,7 @@ def pretended(monkeypatch, tmp_path, version, names=()):
     ("version", "names", "told"),
     [
         ("2.15.0+cu130", (), []),
-        ("2.99.0a0+git", (), ["torch 2.99.0a0+git is untested", doctor.NEWEST_TORCH]),
+        ("2.99.0a0+git", (), ["torch 2.99.0a0+git is untested", releases.NEWEST_TORCH]),
         ("2.15.0", ("ncclAllGatherV",), ["copy or allocate memory: ncclAllGatherV"]),
         ("2.99.0", ("ncclAllGatherV",), ["torch 2.99.0 is untested", "ncclAllGatherV"]),
     ],

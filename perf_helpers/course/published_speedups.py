@@ -1,0 +1,55 @@
+"""Speed ratios that the course has on record, for `advise`: of the recorded machine most like this one, or the guides'.
+
+They are read from `results/`, which a checkout has and an installed wheel lacks: then only the guides' figures remain.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from perf_helpers.course.ledger import load
+from perf_helpers.course.results import decided_anew, recorded
+from perf_helpers.lab.hardware import Machine
+from perf_helpers.records import Ratio
+
+RECORDED = Path(__file__).resolve().parents[2] / "results"
+_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor
+
+
+def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
+    """Return the ratio on record of each claim, by the claim's id, with its source in words.
+
+    Args:
+        machine: None: the device is elsewhere.
+        kind: "cpu" or "cuda".
+        capability: compute capability of the GPU.
+    """
+    found = {}
+    for claim in load().values() if kind == "cuda" else ():
+        if (guide := claim.guide) and guide.value and guide.hardware:
+            ratio = Ratio(guide.value, guide.value / _WITHOUT_INTERVAL, guide.value * _WITHOUT_INTERVAL)
+            source = f"not measured here: claim {claim.id} of the {guide.source}, on a {guide.hardware}, assumed +-10 %"
+            found[claim.id] = ratio, source
+    if nearest := nearest_recorded(machine, kind, capability):
+        name, date = nearest["machine"]["name"], nearest["date"][:10]
+        for claim in decided_anew(nearest["claims"]):
+            if claim["value"] is not None:
+                low, high = claim.get("interval") or (claim["value"], claim["value"])
+                source = f"recorded on {name}, lesson {claim['lesson'][:2]}, {date}"
+                found[claim["id"]] = Ratio(claim["value"], low, high), source
+    return found
+
+
+def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
+    """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
+    is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
+    """
+
+    def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:
+        other = Machine.from_dict(results["machine"])
+        major, minor = other.gpus[0].capability if kind == "cuda" else capability
+        apart = abs(10 * (major - capability[0]) + minor - capability[1])
+        same = (machine.name == other.name, machine.cpu_model == other.cpu_model) if machine else (False, False)
+        return same[0], -apart, same[1], results["date"]
+
+    candidates = [results for results in recorded(RECORDED).values() if results["machine"]["kind"] == kind]
+    return max(candidates, key=likeness, default=None)

@@ -1,0 +1,33 @@
+"""The releases of libraries that this project was tried with, for whoever warns of others."""
+
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "perf-helpers"
+COURSE = "course"  # the extra with what lessons need beside the rest
+NEWEST_TORCH = "2.15"  # the newest release tried, with its CUDA allocator's rules and the rehearsal's stub
+
+
+def requirements() -> "list[Requirement]":
+    """Return what this project and its course require; requirements of the course alone have a marker.
+
+    Raises:
+        ImportError: the project is not installed, so that its metadata is missing; or packaging is.
+    """
+    from packaging.requirements import Requirement
+
+    every = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
+    return [each for each in every if not each.marker or each.marker.evaluate({"extra": COURSE})]
+
+
+def is_untested_torch(version: str) -> bool:
+    """Return whether torch of this version, e.g. "2.16.0a0+git", is newer than all that were tried."""
+    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
+    if None in numbers:
+        return True
+    here, newest = ((int(found[1]), int(found[2])) for found in numbers)
+    return here > newest
