@@ -65,11 +65,12 @@ def run_course(
     data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
-    lock, stopped, began = quiet.QuietLock(), threading.Event(), time.monotonic()
+    cores = hardware.describe().cpu_cores or 1
+    lock, stopped, began = quiet.QuietLock(cores), threading.Event(), time.monotonic()
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A lesson's entry in results.json, and the lesson's own record."""
-        lock.take(source.stem, alone=False)
+        lock.take(source.stem, quiet.Need.SHARE, threads)
         say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
         try:
@@ -90,7 +91,7 @@ def run_course(
         server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
-        threads = max(1, (hardware.describe().cpu_cores or 1) // at_once)
+        threads = max(1, cores // at_once)
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
