@@ -1,11 +1,12 @@
 """How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
 
-    python benchmarks/measure_speed.py [--itself 200] [--times 20]
+    python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
-A recipe compared with itself has no effect: how often is one called (1 outside the interval)? And how do the claims
-about speed that a CPU decides come out, each of 20 times, with the recipes and sizes of their lessons? Half of the
-comparisons have a busy neighbour: a process that multiplies matrices on all cores but one. Ten comparisons,
-and one time of the claims, have a fork server of their own, as a lesson has. Takes some two hours on 2 cores.
+A recipe compared with itself has no effect: how often is one called (1 outside the interval)? So has a pass that takes
+turns with itself inside a function (`in_turns`). And how do the claims about speed that a CPU decides come out, each of
+20 times, with the recipes and sizes of their lessons? Half of the comparisons have a busy neighbour: a process that
+multiplies matrices on all cores but one. Ten comparisons, and one time of the claims, have a fork server of their own,
+as a lesson has. Takes some two hours on 2 cores.
 """
 
 import contextlib
@@ -33,7 +34,6 @@ ITSELF = {  # recipes that are compared with themselves
     "1 x 4": ONE | _steps(4),
     "checkpointing": FOUR | {"gradient_checkpointing": True},
     "Adafactor": FOUR | {"optim": "adafactor"},
-    IN_TURNS: {},
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HALF = {"num_hidden_layers": 2, "vocab_size": 4000}  # of the model
@@ -121,7 +121,7 @@ def compared(pairs: list) -> list[dict]:
         for clock, ratio in (("cpu", found.speed_ratio), ("wall", found.wall_ratio)):
             row[clock] = [ratio.value, ratio.low, ratio.high]
         rows.append(row)
-    return rows if pairs[0][0] in ITSELF else [*rows, by_parts()]
+    return rows if pairs[0][0] not in CLAIMS else [*rows, by_parts()]
 
 
 def is_effect(ratio: list[float]) -> bool:
@@ -130,10 +130,14 @@ def is_effect(ratio: list[float]) -> bool:
 
 def cases(options) -> dict:
     """{name: the comparisons of one process, and whether a neighbour is busy beside it}"""
-    names = itertools.islice(itertools.cycle(ITSELF), options.itself)
-    pairs = [[name, {"seq_len": 64}, ITSELF[name], ITSELF[name], {}] for name in names]
-    tens = [pairs[start : start + TEN] for start in range(0, len(pairs), TEN)]
-    found = {f"itself {number}": (ten, number % 2 == 1) for number, ten in enumerate(tens)}
+    found = {}
+    for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):
+        pairs = [
+            [name, {"seq_len": 64}, ITSELF.get(name), ITSELF.get(name), {}]
+            for name in itertools.islice(names, getattr(options, of))
+        ]
+        tens = [pairs[start : start + TEN] for start in range(0, len(pairs), TEN)]
+        found |= {f"{of} {number}": (ten, number % 2 == 1) for number, ten in enumerate(tens)}
     claims = [[name, *sizes] for name, sizes in CLAIMS.items()]
     return found | {f"claims {number}": (claims, number % 2 == 1) for number in range(options.times)}
 
@@ -146,21 +150,29 @@ def measure(cases, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    itself, claims = ([each for row in rows if row["of"] == of for each in row["found"]] for of in ("itself", "claims"))
+    itself, turns, claims = (
+        [each for row in rows if row["of"] == of for each in row["found"]] for of in ("itself", "turns", "claims")
+    )
     ledger, verdicts = load(), {}
     for row in claims:
         row["verdict"] = decide(ledger[row["name"]], tuple(row["cpu"][1:]), True)
         verdicts.setdefault(row["name"], Counter())[row["verdict"]] += 1
-    effects = {clock: sum(is_effect(row[clock]) for row in itself) for clock in ("cpu", "wall")}
-    told = {clock: f"{number} of {len(itself)}" for clock, number in effects.items()}
-    return {"called an effect": told, "verdicts": verdicts, "itself": itself, "claims": claims}
+    called = {"called an effect": effects(itself), "turns called an effect": effects(turns)}
+    return called | {"verdicts": verdicts, "itself": itself, "turns": turns, "claims": claims}
+
+
+def effects(rows: list[dict]) -> dict[str, str]:
+    """Return how many of these comparisons called an effect, by each clock."""
+    return {clock: f"{sum(is_effect(row[clock]) for row in rows)} of {len(rows)}" for clock in ("cpu", "wall")}
 
 
 def line(row: dict) -> str:
     return ", ".join(f"{found['name']} {found['cpu'][0]:.3f}" for found in row["found"])
 
 
-SPEED = Measurement(__doc__, "speed.json", cases, measure, conclude, {"itself": 200, "times": 20}, rows="", line=line)
+SPEED = Measurement(
+    __doc__, "speed.json", cases, measure, conclude, {"itself": 200, "turns": 200, "times": 20}, rows="", line=line
+)
 
 if __name__ == "__main__":
     sys.exit(SPEED.main())
