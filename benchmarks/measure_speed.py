@@ -1,11 +1,12 @@
 """How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
 
-    python benchmarks/measure_speed.py [--itself 200] [--times 20]
+    python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
-A recipe compared with itself has no effect: how often is one called (1 outside the interval)? And how do the claims
-about speed that a CPU decides come out, each of 20 times, with the recipes and sizes of their lessons? Half of the
-comparisons have a busy neighbour: a process that multiplies matrices on all cores but one. Each dozen of comparisons,
-and each time of the claims, has a fork server of its own, as a lesson has. Takes some two hours on 2 cores.
+A recipe compared with itself has no effect: how often is one called (1 outside the interval)? So has a pass that takes
+turns with itself inside a function (`in_turns`). And how do the claims about speed that a CPU decides come out, each of
+20 times, with the recipes and sizes of their lessons? Half of the comparisons have a busy neighbour: a process that
+multiplies matrices on all cores but one. Ten comparisons, and one time of the claims, have a fork server of their own,
+as a lesson has. Takes some two hours on 2 cores.
 """
 
 import contextlib
@@ -19,13 +20,14 @@ from runner import RESULTS, Measurement, elsewhere
 
 from perf_helpers.course.ledger import decide, load
 
-DOZEN = 12
+TEN = 10
 
 
 def _steps(count: int) -> dict:
     return {"gradient_accumulation_steps": count}
 
 
+IN_TURNS = "passes in turns"  # inside a function, as lessons 02, 04, 10 and 18 have them
 ONE, FOUR = ({"per_device_train_batch_size": size} for size in (1, 4))
 ITSELF = {  # recipes that are compared with themselves
     "4 x 1": FOUR,
@@ -80,6 +82,29 @@ def by_parts() -> dict:
     return {"name": "adafactor-cost", "floor": names["floor"], "load": os.getloadavg()[0], "cpu": found}
 
 
+def passes_in_turns(task) -> list:
+    """Time the same forward and backward pass three times over in turns, on one thread."""
+    import torch
+
+    from perf_helpers.lab.interleaving import in_turns
+
+    torch.set_num_threads(1)
+    model, batch = task.build_model(), task.batch(4)
+    return in_turns([lambda: model(**batch).loss.backward()] * 3, 8)
+
+
+def of_passes(task) -> dict:
+    """Return a row of the report for passes that take turns in three processes."""
+    from perf_helpers import Lab
+    from perf_helpers.records import CPU, WALL, Ratio
+
+    lab = Lab("cpu")
+    taken = [lab.run(passes_in_turns, task=task, measure="value").value for _ in range(3)]
+    ratios = {clock: Ratio.of_turns(taken, which, 1.05) for clock, which in (("cpu", CPU), ("wall", WALL))}
+    row = {"name": IN_TURNS, "floor": ratios["cpu"].floor, "load": os.getloadavg()[0]}
+    return row | {clock: [ratio.value, ratio.low, ratio.high] for clock, ratio in ratios.items()}
+
+
 def compared(pairs: list) -> list[dict]:
     """A row of the report for each [name, changes of the task, baseline, other, options], compared in this process."""
     from perf_helpers import Lab
@@ -87,13 +112,16 @@ def compared(pairs: list) -> list[dict]:
     lab, rows = Lab("cpu"), []
     for name, changes, baseline, other, options in pairs:
         task = lab.task.replace(**changes)
+        if name == IN_TURNS:
+            rows.append(of_passes(task))
+            continue
         runs = [lab.train(name, task=task, measure=("none",), steps=1, **each) for each in (baseline, other)]
         found = lab.compare(*runs, **options)
         row = {"name": name, "floor": found.speed_ratio.floor, "load": os.getloadavg()[0]}
         for clock, ratio in (("cpu", found.speed_ratio), ("wall", found.wall_ratio)):
             row[clock] = [ratio.value, ratio.low, ratio.high]
         rows.append(row)
-    return rows if pairs[0][0] in ITSELF else [*rows, by_parts()]
+    return rows if pairs[0][0] not in CLAIMS else [*rows, by_parts()]
 
 
 def is_effect(ratio: list[float]) -> bool:
@@ -102,10 +130,14 @@ def is_effect(ratio: list[float]) -> bool:
 
 def cases(options) -> dict:
     """{name: the comparisons of one process, and whether a neighbour is busy beside it}"""
-    names = itertools.islice(itertools.cycle(ITSELF), options.itself)
-    pairs = [[name, {"seq_len": 64}, ITSELF[name], ITSELF[name], {}] for name in names]
-    dozens = [pairs[start : start + DOZEN] for start in range(0, len(pairs), DOZEN)]
-    found = {f"itself {number}": (dozen, number % 2 == 1) for number, dozen in enumerate(dozens)}
+    found = {}
+    for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):
+        pairs = [
+            [name, {"seq_len": 64}, ITSELF.get(name), ITSELF.get(name), {}]
+            for name in itertools.islice(names, getattr(options, of))
+        ]
+        tens = [pairs[start : start + TEN] for start in range(0, len(pairs), TEN)]
+        found |= {f"{of} {number}": (ten, number % 2 == 1) for number, ten in enumerate(tens)}
     claims = [[name, *sizes] for name, sizes in CLAIMS.items()]
     return found | {f"claims {number}": (claims, number % 2 == 1) for number in range(options.times)}
 
@@ -118,21 +150,29 @@ def measure(cases, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    itself, claims = ([each for row in rows if row["of"] == of for each in row["found"]] for of in ("itself", "claims"))
+    itself, turns, claims = (
+        [each for row in rows if row["of"] == of for each in row["found"]] for of in ("itself", "turns", "claims")
+    )
     ledger, verdicts = load(), {}
     for row in claims:
         row["verdict"] = decide(ledger[row["name"]], tuple(row["cpu"][1:]), True)
         verdicts.setdefault(row["name"], Counter())[row["verdict"]] += 1
-    effects = {clock: sum(is_effect(row[clock]) for row in itself) for clock in ("cpu", "wall")}
-    told = {clock: f"{number} of {len(itself)}" for clock, number in effects.items()}
-    return {"called an effect": told, "verdicts": verdicts, "itself": itself, "claims": claims}
+    called = {"called an effect": effects(itself), "turns called an effect": effects(turns)}
+    return called | {"verdicts": verdicts, "itself": itself, "turns": turns, "claims": claims}
+
+
+def effects(rows: list[dict]) -> dict[str, str]:
+    """Return how many of these comparisons called an effect, by each clock."""
+    return {clock: f"{sum(is_effect(row[clock]) for row in rows)} of {len(rows)}" for clock in ("cpu", "wall")}
 
 
 def line(row: dict) -> str:
     return ", ".join(f"{found['name']} {found['cpu'][0]:.3f}" for found in row["found"])
 
 
-SPEED = Measurement(__doc__, "speed.json", cases, measure, conclude, {"itself": 200, "times": 20}, rows="", line=line)
+SPEED = Measurement(
+    __doc__, "speed.json", cases, measure, conclude, {"itself": 200, "turns": 200, "times": 20}, rows="", line=line
+)
 
 if __name__ == "__main__":
     sys.exit(SPEED.main())

@@ -82,7 +82,7 @@ def course(
     timeout: Annotated[float, typer.Option(min=1, help="Time limit per lesson in seconds, e.g. 600.")] = 900,
     at_once: Annotated[
         int | None,
-        typer.Option(min=1, help="Lessons at a time (default: up to 3 on a CPU with enough memory, otherwise 1)."),
+        typer.Option(min=1, help="Lessons at a time (default: up to 4 on a CPU with enough memory, otherwise 1)."),
     ] = None,
 ) -> int:
     """Run the lessons, all or those named, and write a report.

@@ -19,7 +19,7 @@ import psutil
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
-from perf_helpers.course.report import report
+from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import forkserver, hardware, quiet
 from perf_helpers.lab.task import TINY, choose_profile
@@ -49,7 +49,7 @@ def run_course(
         profile: the lessons' sizes, "auto" by the machine's memory.
         strict: let a lesson fail for a verdict that the ledger does not expect.
         timeout_per_lesson: in seconds, many times what a lesson takes.
-        at_once: lessons at once; None: up to three on a CPU that has the cores and the memory, else one.
+        at_once: lessons at once; None: up to four on a CPU that has the cores and the memory, else one.
 
     Raises:
         ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
@@ -65,15 +65,18 @@ def run_course(
     data = {"schema": SCHEMA, "date": now()}
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
-    lock, stopped, began = quiet.QuietLock(), threading.Event(), time.monotonic()
+    cores = hardware.describe().cpu_cores or 1
+    lock, stopped, began = quiet.QuietLock(cores), threading.Event(), time.monotonic()
+    pages: dict[str, dict[str, Any]] = {}  # of the report, each made when its lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A lesson's entry in results.json, and the lesson's own record."""
-        lock.take(source.stem, alone=False)
+        lock.take(source.stem, quiet.Need.SHARE, threads)
         say(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
         try:
             status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson, environment, stopped)
+            pages[source.stem] = lesson_page(out, source.stem)
         finally:
             lock.leave(source.stem)
         seconds = round(time.monotonic() - started, 1)
@@ -90,7 +93,7 @@ def run_course(
         server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
-        threads = max(1, (hardware.describe().cpu_cores or 1) // at_once)
+        threads = max(1, cores // at_once)
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
@@ -106,7 +109,7 @@ def run_course(
         data["claims"] += record.get("claims", [])
         data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
-    report(out)
+    report(out, pages)
     return data
 
 
@@ -124,12 +127,12 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """How many lessons this machine runs at once: on a CPU one more than it has cores, as lessons wait for each other,
-    at most three, with 6 GiB for each."""
+    """Return how many lessons this machine runs at once: on a CPU two more than it has cores, as lessons wait for each
+    other, at most four, with 4 GiB for each."""
     machine = hardware.describe()
     if machine.kind != "cpu" or not forkserver.HAS_FORK or (machine.cpu_cores or 1) < 2:
         return 1
-    return max(1, min(3, machine.cpu_cores + 1, psutil.virtual_memory().available // (6 * 2**30)))
+    return max(1, min(4, machine.cpu_cores + 2, psutil.virtual_memory().available // (4 * 2**30)))
 
 
 def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:

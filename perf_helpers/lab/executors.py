@@ -67,7 +67,8 @@ def measured(
     """
     known = Outcome()
     for meter in meters:
-        with quiet.experiment(alone=meter == "none" or (meter == "time" and bool(experiment.function))):
+        alone = meter == "none" or (meter == "time" and experiment.function)
+        with quiet.experiment(quiet.Need.MACHINE if alone else quiet.Need.SHARE, experiment.processes):
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)
             elif meter == "time" and known.memory and hardware.is_rehearsal():

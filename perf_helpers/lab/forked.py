@@ -274,10 +274,10 @@ def _flush() -> None:
             stream.flush()
 
 
-def _ask(channel, is_wanted: bool) -> None:
-    """Ask whoever waits for this process for a quiet machine, or give it back."""
-    channel.send(("quiet", is_wanted))
-    if is_wanted:
+def _ask(channel, need: quiet.Need) -> None:
+    """Ask whoever waits for this process for what it needs of the machine, or give that back."""
+    channel.send(("quiet", need))
+    if need:
         channel.recv()
 
 

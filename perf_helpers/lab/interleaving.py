@@ -13,11 +13,14 @@ them, and no number of turns takes that away. Inside one process both have the s
 import contextlib
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
+
+import psutil
 
 from perf_helpers.lab import quiet
 from perf_helpers.lab.hardware import is_rehearsal
@@ -57,15 +60,33 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     """
     if not works or turns < 1:
         raise ValueError(f"{len(works)} functions and turns={turns}: give at least one of each")
+    ended = _ended_children()
     for work in works:
         work()
     if is_rehearsal():
         raise NeedsValues(NO_TIME)
+    is_on_one_core = _threads() == 1 and _ended_children() == ended and not psutil.Process().children()
     taken: list[list[Seconds]] = [[] for _ in works]
-    with quiet.timing():
+    with quiet.timing(quiet.Need.CORE if is_on_one_core else quiet.Need.MACHINE):
         for which in _order(len(works), turns):
             taken[which].append(_seconds(works[which]))
     return taken
+
+
+def _threads() -> int:
+    """Return the number of threads that operations use, and those of Python beside this one."""
+    import torch
+
+    return torch.get_num_threads() + threading.active_count() - 1
+
+
+def _ended_children() -> object:
+    """Return what the processes that this one started and that have ended used; it changes when another one ends."""
+    if sys.platform == "win32":
+        return None  # no course runs several lessons there
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
 def _order(count: int, turns: int) -> Iterator[int]:

@@ -138,7 +138,7 @@ class Lab(Runner):
             if self._patience <= 0:
                 raise TimeoutError(f"skipped, because earlier ones took {PATIENCE_SECONDS} s together")
             with (
-                quiet.experiment(alone=False),
+                quiet.experiment(quiet.Need.SHARE),
                 processes.within(min(seconds, self._patience)),
                 progress.hidden(bool(self.out)),
             ):
@@ -153,7 +153,7 @@ class Lab(Runner):
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a notebook that times something itself: a course's other lessons wait meanwhile."""
-        return quiet.alone()
+        return quiet.experiment(quiet.Need.MACHINE)
 
     def __getitem__(self, name: str) -> Run:
         """Return the latest run of that name. Raises KeyError if there is none."""
@@ -184,7 +184,7 @@ class Lab(Runner):
         with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
             told = None if self.executor else lambda number: bar.update(number - bar.n)
             how = players, turns, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), told
-            with quiet.experiment(alone=not inside_one):
+            with quiet.experiment(quiet.Need.SHARE if inside_one else quiet.Need.MACHINE):
                 if inside_one:
                     at_once = min(2, self.machine.cpu_cores or 1)
                     outcome = self._perform(processes.side_by_side, *how, PROCESSES, at_once)

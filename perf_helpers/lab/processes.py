@@ -84,6 +84,7 @@ def _may_be_paired(experiment: Experiment) -> bool:
     """A function could write what its second pass reads, and what is counted by tensors needs no second one."""
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
+    alone = alone or quiet.is_in_course()  # other lessons have the other cores
     return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
 
 
@@ -129,7 +130,7 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
         with contextlib.ExitStack() as timing:
             while not isinstance(outcome := _came(process, on_step), Outcome):
                 if outcome:
-                    timing.enter_context(_alone())
+                    timing.enter_context(_quiet(outcome))
                     process.go()
                 else:
                     timing.close()
@@ -149,9 +150,9 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
     return outcome.replace(output=output)
 
 
-def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | bool:
-    """Wait until the process has ended (its outcome), has had a turn (its number), or wants a quiet machine or wants
-    one no longer (True or False)."""
+def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
+    """Wait until the process has ended (its outcome), has had a turn (its number), or needs something else of the
+    machine."""
     while True:
         kind, content = process.receive(seconds_left())
         if kind != "step":
@@ -161,10 +162,14 @@ def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) ->
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """A quiet machine in this context; to wait for it takes nothing from the time limit of `within`."""
+def _quiet(came: int = quiet.Need.MACHINE) -> Iterator[None]:
+    """Time something in this context. To wait for a quiet machine takes nothing from the time limit of `within`.
+
+    Args:
+        came: what it needs; or the number of its turn, after which it needs the machine.
+    """
     began = time.monotonic()
-    with quiet.experiment(alone=True):
+    with quiet.experiment(came if isinstance(came, quiet.Need) else quiet.Need.MACHINE):
         until, seconds = _limit.get()
         _limit.set((until + time.monotonic() - began, seconds))
         yield
@@ -172,7 +177,7 @@ def _alone() -> Iterator[None]:
 
 def _wait(process: CleanProcess) -> Outcome | None:
     """Wait until the process has had its turn; its outcome where it ended instead. It is alone already."""
-    while isinstance(came := _came(process), bool):
+    while isinstance(came := _came(process), quiet.Need):
         if came:
             process.go()
     return came if isinstance(came, Outcome) else None
@@ -220,7 +225,7 @@ def side_by_side(
                         return _timed_out()
                     if ended:
                         return _with_output(*ended[0])
-                    stack.enter_context(_alone())
+                    stack.enter_context(_quiet())
                     for process in living:
                         process.go()
                 for number, process in zip(those, living, strict=True):

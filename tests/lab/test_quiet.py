@@ -14,13 +14,16 @@ from machines import TINY
 
 from perf_helpers.lab import forkserver, quiet
 from perf_helpers.lab.interleaving import in_turns
+from perf_helpers.lab.quiet import Need
+
+SHARE, CORE, MACHINE = Need
 
 
 def waiting(lock, *request):
     """A thread that waits for the lock, once it does."""
     thread = threading.Thread(target=lock.take, args=request, daemon=True)
     thread.start()
-    until(lambda: not thread.is_alive() or request[0] in lock._queue.values())
+    until(lambda: not thread.is_alive() or request[0] in [entry[0] for entry in lock._queue.values()])
     return thread
 
 
@@ -29,41 +32,89 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_lessons_share_the_machine_and_one_that_waits_to_be_alone_goes_before_later_ones():
-    lock = quiet.QuietLock()
-    lock.take("a", alone=False)
-    lock.take("b", alone=False)  # both at once
-    timed, later = waiting(lock, "b", True), waiting(lock, "c", False)
+@pytest.fixture
+def lock(monkeypatch):
+    """A lock that nobody passes."""
+    monkeypatch.setattr(quiet, "PASSED_SECONDS", 0)
+    return quiet.QuietLock()
+
+
+def test_lessons_share_the_machine_and_one_that_waits_to_be_alone_goes_before_later_ones(lock):
+    lock.take("a", SHARE)
+    lock.take("b", SHARE)  # both at once
+    timed, later = waiting(lock, "b", MACHINE), waiting(lock, "c", SHARE)
     assert timed.is_alive() and later.is_alive(), "a still shares, and c came after b"
-    again = waiting(lock, "a", False)  # between two experiments
+    again = waiting(lock, "a", SHARE)  # between two experiments
     timed.join()
-    assert lock._alone == "b" and later.is_alive() and again.is_alive()
-    lock.take("b", alone=False)
+    assert lock._held == {"b": (MACHINE, 1)} and later.is_alive() and again.is_alive()
+    lock.take("b", SHARE)
     later.join()
     again.join()
-    assert lock._sharing == {"a", "b", "c"}
+    assert {*lock._held} == {"a", "b", "c"}
 
 
-def test_whoever_is_alone_is_so_until_it_ends():
-    lock = quiet.QuietLock()
-    lock.take("a", alone=True)
-    others = [waiting(lock, "b", False), waiting(lock, "c", True)]
-    assert all(other.is_alive() for other in others) and lock._alone == "a"
+def test_whoever_is_alone_is_so_until_it_ends(lock):
+    lock.take("a", MACHINE)
+    others = [waiting(lock, "b", SHARE), waiting(lock, "c", MACHINE), waiting(lock, "d", CORE)]
+    assert all(other.is_alive() for other in others) and {*lock._held} == {"a"}
     lock.leave("c")  # its lesson was killed while it waited
     others[1].join()
     lock.leave("a")
     others[0].join()
-    assert lock._sharing == {"b"} and lock._alone is None
+    others[2].join()
+    assert {*lock._held} == {"b", "d"}
+
+
+def test_a_thread_that_is_timed_has_a_core_for_itself(lock):
+    lock.take("a", SHARE)
+    lock.take("b", SHARE)
+    timed = waiting(lock, "c", CORE)
+    assert timed.is_alive(), "two lessons share two cores"
+    lock.leave("b")
+    timed.join()
+    more = [waiting(lock, "d", SHARE), waiting(lock, "e", CORE)]
+    assert all(each.is_alive() for each in more), "a has the other core"
+    lock.leave("a")
+    more[0].join()
+    assert more[1].is_alive()
+    lock.leave("d")
+    more[1].join()
+    assert lock._held == {"c": (CORE, 1), "e": (CORE, 1)}, "two may be timed on a core each"
+
+
+def test_ranks_that_share_the_machine_count_by_their_cores(lock):
+    lock.take("a", SHARE, 2)
+    timed = waiting(lock, "b", CORE)
+    assert timed.is_alive()
+    lock.leave("a")
+    timed.join()
+    assert waiting(lock, "a", SHARE, 2).is_alive()
+
+
+@pytest.mark.parametrize("seconds", [60, 0])
+def test_who_waits_for_the_machine_is_passed_for_a_while_by_those_that_keep_the_cores_busy(monkeypatch, seconds):
+    monkeypatch.setattr(quiet, "PASSED_SECONDS", seconds)
+    lock = quiet.QuietLock()
+    lock.take("a", SHARE)
+    machine = waiting(lock, "b", MACHINE)
+    passing = waiting(lock, "c", CORE)
+    if seconds:
+        passing.join()
+        assert {*lock._held} == {"a", "c"}
+        lock.leave("c")
+    lock.leave("a")
+    machine.join()
+    assert {*lock._held} == {"b"}, "one lesson alone leaves a core idle, so it passes nobody"
 
 
 ROLE = """
 import sys, time
 from perf_helpers.lab import quiet
-for alone in (False, True, False, True):
-    with quiet.experiment(alone):
+for need in map(quiet.Need, (0, 2, 0, 2, 1)):
+    with quiet.experiment(need):
         began = time.monotonic()
         time.sleep(0.2)
-        print(alone, began, time.monotonic(), flush=True)
+        print(int(need), began, time.monotonic(), flush=True)
 """
 
 
@@ -72,7 +123,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
     with quiet.served(lock) as address:
         names = ["a", "b", "c"]
         for name in names:
-            lock.take(name, alone=False)
+            lock.take(name, SHARE)
         lessons = [
             subprocess.Popen(
                 [sys.executable, "-c", ROLE], env=os.environ | quiet.entry(name, 1, address), stdout=subprocess.PIPE
@@ -83,7 +134,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
         def ended(name, lesson):
             lines = lesson.communicate()[0].decode().split("\n")[:-1]
             lock.leave(name)
-            return [(name, alone == "True", float(began), float(end)) for alone, began, end in map(str.split, lines)]
+            return [(name, int(need), float(began), float(end)) for need, began, end in map(str.split, lines)]
 
         answers = {}
         threads = [
@@ -95,10 +146,10 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
         for thread in threads:
             thread.join()
     rows = [row for each in answers.values() for row in each]
-    assert len(rows) == 12
-    for name, alone, began, end in rows:
+    assert len(rows) == 15
+    for name, need, began, end in rows:
         beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > began]
-        assert not (alone and beside), f"{name} was alone, beside {beside}"
+        assert not (need == MACHINE and beside), f"{name} was alone, beside {beside}"
 
 
 def test_an_experiment_that_shares_the_machine_shares_its_cores():
@@ -110,7 +161,7 @@ count = lambda task: torch.get_num_threads()
 print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memory")], torch.get_num_threads())
 """
     lock = quiet.QuietLock()
-    lock.take("a", alone=False)
+    lock.take("a", SHARE)
     with quiet.served(lock) as address:
         environment = os.environ | {"OMP_NUM_THREADS": "2"} | quiet.entry("a", 1, address)
         done = subprocess.run(
@@ -139,14 +190,19 @@ def test_what_takes_turns_has_a_quiet_machine_and_may_read_clocks(lab):
         lab.run(steps, "ranks", task=TINY, measure="value", processes=2)
 
 
-ASKED = {  # what a lesson asks of the lock: to share (False) or to be alone (True), in order
-    "lab.run(lambda task: 1, measure='value')": [False],
-    "lab.run(lambda task: 1, measure='none')": [True, False],
-    "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [False, True, False],
-    "lab.train('a', measure='time', steps=2, per_device_train_batch_size=1)": [False, True, False],
+ON_TWO = "(__import__('torch').set_num_threads(2), in_turns([int], 2))"
+ASKED = {  # what a lesson asks of the lock, in order
+    "lab.run(lambda task: 1, measure='value')": [SHARE],
+    "lab.run(lambda task: 1, measure='none')": [MACHINE, SHARE],
+    "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [SHARE, CORE, SHARE],
+    f"lab.run(lambda task: len({ON_TWO}), measure='value')": [SHARE, MACHINE, SHARE],
+    "lab.run(lambda task: len(in_turns([lambda: __import__('os').system('true')], 2)), measure='value')": [
+        *[SHARE, MACHINE, SHARE],  # processes of its own
+    ],
+    "lab.train('a', measure='time', steps=2, per_device_train_batch_size=1)": [SHARE, MACHINE, SHARE],
     "lab.compare(*[lab.train(n, measure='value', per_device_train_batch_size=1) for n in 'ab'], turns=4)": [
-        *[False, False, False],
-        *[True, False, True, False],  # four processes, two at once
+        *[SHARE, SHARE, SHARE],
+        *[MACHINE, SHARE, MACHINE, SHARE],  # four processes, two at once
     ],
 }
 
@@ -158,9 +214,9 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
     asked = []
 
     class Lock(quiet.QuietLock):
-        def take(self, lesson, alone):
-            asked.append(alone)
-            super().take(lesson, alone)
+        def take(self, lesson, need, cores=1):
+            asked.append(need)
+            super().take(lesson, need, cores)
 
     lock, found = Lock(), []
     with quiet.served(lock) as address:
@@ -173,7 +229,7 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
                 asked.clear()
                 print(file=lesson.stdin, flush=True)
     if variables:
-        assert found and True not in itertools.chain(*found), "no time means anything, so nobody waits"
+        assert found and {*itertools.chain(*found)} == {SHARE}, "no time means anything, so nobody waits"
     else:
         assert dict(zip(ASKED, found, strict=True)) == ASKED
 
