@@ -40,7 +40,7 @@ class Lab:
 
     Args:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" chooses by this machine.
-        strict: let `claims.finish` raise when a verdict is not the expected one.
+        strict: let `Claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
@@ -71,6 +71,7 @@ class Lab:
         self.executor = executor
         self.timeout = positive("timeout", self.profile.timeout if timeout is None else timeout)
         self.runs: list[Run] = []
+        self.guess_units: dict[str, str] = {}  # by the key of each guess that the lesson asked for
         self.store = Store(Path(self.out or hardware.cache_folder()) / "runs.jsonl")
         self._experiments: dict[str, Experiment] = {}
         self._patience = PATIENCE_SECONDS
