@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 LESSONS = "[0-9][0-9]_*"
 
 MAX_CODE_LINES = 25  # a cell and its output fit one laptop screen
+MAX_SETUP_LINES = 26  # the setup cell shows nothing
 MIN_CELLS, MAX_CELLS = 20, 50  # fewer hides steps in long cells, more is two lessons
 MAX_WORDS = 2340  # a quarter of an hour of reading
 PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
@@ -140,8 +141,9 @@ def _lint_code(cells):
     for number, cell in enumerate(cells, 1):
         if cell.cell_type != "code":
             continue
-        if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES:
-            yield f"cell {number} has {lines} lines; at most {MAX_CODE_LINES}"
+        most = MAX_SETUP_LINES if "setup" in tags(cell) else MAX_CODE_LINES
+        if (lines := len(cell.source.splitlines())) > most:
+            yield f"cell {number} has {lines} lines; at most {most}"
         if cell.outputs or cell.execution_count is not None:
             yield f"cell {number} has outputs; lessons are kept without"
         for name in _unguarded(cell.source):

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 # The subpackage of each public name; plots, sweep and widgets are modules of this package.
 _ROOMS = {"Lab": "lab", "Task": "lab", "arguments": "lab", "doctor": "lab", "hardware": "lab", "slow_link": "lab"}
 _ROOMS |= {"roofline": "lab", "interleaving": "lab", "optional_packages": "lab"}
-_ROOMS |= {"claims": "course", "learner_log": "course"}
+_ROOMS |= {"Claims": "course.claims", "claims": "course", "learner_log": "course"}
 _ROOMS |= {"exercises": "widgets", "explorers": "widgets", "monitor": "widgets"}
 __all__ = sorted([*_ROOMS, "plots", "sweep", "widgets"])
 

@@ -31,7 +31,7 @@ def decision(id, verdict="holds", *, expected=None, **fields):
 
 
 def finish(name, *decisions, **fields):
-    """The source of a last cell that writes what claims.finish writes."""
+    """The source of a last cell that writes what `Claims.finish` writes."""
     rows = [row | {"lesson": name} for row in decisions]
     record = {"schema": 1, "lesson": name, "claims": rows, "complete": True} | fields
     runs = "record['runs'] = [{'name': f'{profile} {strict}', 'status': 'ok', 'losses': [float('nan')]}]"

@@ -24,11 +24,13 @@ import numpy as np
 import psutil
 import torch
 
-from perf_helpers import Lab, Task, claims, doctor, exercises, hardware, plots, widgets
+from perf_helpers import Claims, Lab, Task, doctor, exercises, hardware, plots, widgets
+from perf_helpers.course.ledger import decide, load
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import PROFILES
 
 lab = Lab(profile, strict=strict, out=out, lesson="00_start_here")
+claims = Claims(lab)
 lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of the other lessons: a quick start
 
 # %% [markdown]
@@ -79,7 +81,7 @@ plots.Table(["", "profile", "model", "parameters", "tokens in a sequence", "batc
 # And the question in the title: how many claims can be decided here? The others say what they would need. No lesson pretends: it will tell you "not testable here" and go on.
 
 # %%
-needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in claims.load().values())
+needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in load().values())
 plots.Table(["claims", "on this machine"], [[count, why] for why, count in needs.most_common()])
 
 # %% [markdown]
@@ -291,14 +293,14 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # How a verdict comes about, with invented numbers. Take the claim that gradient accumulation saves memory: 1 is no effect, and the rule asks for some more than that. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 05 measures them.)
 
 # %% tags=["widget"]
-claim = claims.load()["accumulation-memory"]
+claim = load()["accumulation-memory"]
 
 
 def draw(measured, give_or_take):
     low, high = measured - give_or_take, measured + give_or_take
     _, ax = plt.subplots(figsize=(7.5, 2), layout="constrained")
     grid = np.linspace(0.5, 1.3, 801)
-    verdicts = [claims.decide(claim, float(value), True) for value in grid]
+    verdicts = [decide(claim, float(value), True) for value in grid]
     for verdict, colour in zip(dict.fromkeys(verdicts), (2, 6, 1)):
         there = [each == verdict for each in verdicts]
         ax.fill_between(grid, -1, 1.2, where=there, color=plots.SERIES[colour], alpha=0.2, linewidth=0)
@@ -306,7 +308,7 @@ def draw(measured, give_or_take):
     ax.plot([low, high], [0, 0], color="black", linewidth=3)
     ax.plot([measured], [0], "o", color="black", markersize=9)
     ax.set(xlim=(0.5, 1.3), ylim=(-1, 1.2), yticks=[], xlabel="peak memory with accumulation / without")
-    ax.set_title(f"{measured:.2f} ({low:.2f} to {high:.2f}): {claims.decide(claim, (low, high), True)}", loc="left")
+    ax.set_title(f"{measured:.2f} ({low:.2f} to {high:.2f}): {decide(claim, (low, high), True)}", loc="left")
     return ax
 
 
@@ -373,7 +375,7 @@ exercises.hint(
 # %% tags=["exercise"]
 answer = None  # a list of five verdicts, such as ["holds", "holds", "holds", "holds", "holds"]
 
-ledger = claims.load()
+ledger = load()
 cases = {
     "accumulation-memory": 0.71,
     "accumulation-cost": (0.60, 0.96),
@@ -392,7 +394,7 @@ def check(verdicts):
     if len(verdicts) != len(cases):
         return exercises.wrong(f"{len(cases)} claims want {len(cases)} verdicts; here are {len(verdicts)}")
     for (id, value), said in zip(cases.items(), verdicts):
-        verdict = claims.decide(ledger[id], value, value is not None)
+        verdict = decide(ledger[id], value, value is not None)
         if said != verdict:
             return exercises.wrong(f"{id}: {said!r}? It holds if {ledger[id].threshold_text()}; measured: {value}")
     return exercises.right("you can read every scoreboard of the course")
@@ -426,4 +428,4 @@ widgets.progress(lab)
 # Next: lesson 01 asks where 15 GB go when the model has 1.3.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

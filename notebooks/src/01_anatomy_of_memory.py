@@ -23,10 +23,11 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="01_anatomy_of_memory")
+claims = Claims(lab)
 cuda = lab.machine.kind == "cuda"
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M parameters")
@@ -658,4 +659,4 @@ exercises.prove(check, solution=(12 * unseen.parameters() + 16 * each) / 1e6, mi
 #   whether the two met, and `nvidia-smi` answered another question than "what do my tensors take?"
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

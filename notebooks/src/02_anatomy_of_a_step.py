@@ -29,10 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, roofline, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, roofline, widgets
 from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="02_anatomy_of_a_step")
+claims = Claims(lab)
 DEVICE = lab.machine.kind
 
 
@@ -826,4 +827,4 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # Before you optimize, place your step on the roof. Bound by arithmetic: a faster precision (lesson 07). Bound by bandwidth: fewer bytes, by fusing (11) or by 16 bits. Bound by neither: larger batches (04).
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -29,11 +29,12 @@ import torch
 from IPython.display import display
 from torch.utils.data import DataLoader, RandomSampler
 
-from perf_helpers import Lab, Task, claims, exercises, monitor, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, monitor, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab.lab import PROCESSES
 
 lab = Lab(profile, strict=strict, out=out, lesson="03_vanilla_training")
+claims = Claims(lab)
 # The same model; on a CPU half of it and short sequences, so that many repeats take little time.
 half = {"num_hidden_layers": 2, "vocab_size": 4000}
 short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" else lab.task
@@ -569,4 +570,4 @@ exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))
 # Next: lesson 04 changes the first real thing, the size of the batch.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

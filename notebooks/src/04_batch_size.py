@@ -26,11 +26,12 @@ import torch
 from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 from IPython.display import display
 
-from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, roofline, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, roofline, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.records import CPU, WALL, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="04_batch_size")
+claims = Claims(lab)
 on_cpu = lab.machine.kind == "cpu"
 CLOCK, FLOOR = (CPU, 1.05) if on_cpu else (WALL, 1.02)  # what decides, and what two speeds must differ by at least
 
@@ -780,4 +781,4 @@ exercises.prove(
 # - By steps the large batch learnt faster, by samples the small one, by seconds whoever your machine favoured; scaled learning rates decided how much.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

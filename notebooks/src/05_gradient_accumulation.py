@@ -21,10 +21,11 @@ import torch
 from IPython.display import display
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
 # %% [markdown]
@@ -594,4 +595,4 @@ exercises.prove(
 # Accumulation is the wrong tool where the peak is not made of activations: standing gradients may then outweigh what is saved (lessons 08 and 09 are about states). So it is where samples of a batch look at each other, and where the small batch learns just as well: fewer updates on the same data may also mean less learning.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

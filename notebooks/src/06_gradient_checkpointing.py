@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="06_gradient_checkpointing")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are tiny
 bert = Task("bert-small", seq_len=256)  # the model to look into
 
@@ -613,4 +614,4 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 # - The flag saved activations and nothing else, for one more forward of every layer, and what waits for backward grew with their number. Long sequences pay best, the last layer does not, and where states make the peak there is nothing to save.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

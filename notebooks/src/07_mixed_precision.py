@@ -29,10 +29,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, roofline, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, plots, roofline, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="07_mixed_precision")
+claims = Claims(lab)
 on_gpu = lab.machine.kind == "cuda"
 torch.set_num_threads(1)  # of this kernel, which trains tiny networks; experiments have processes of their own
 mixed = {"fp16": True} if on_gpu else {"bf16": True}
@@ -884,4 +885,4 @@ exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim"
 #   loss is judged against a band of seeds.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -22,11 +22,12 @@ import matplotlib.pyplot as plt
 import torch
 from transformers.optimization import Adafactor
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="08_adafactor")
+claims = Claims(lab)
 cuda = lab.machine.kind == "cuda"
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
@@ -532,4 +533,4 @@ exercises.prove(
 # Adafactor is the wrong tool where activations make the peak (lessons 05 and 06), or where a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

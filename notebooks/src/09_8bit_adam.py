@@ -23,10 +23,11 @@ import torch
 from IPython.display import display
 from transformers import Trainer
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="09_8bit_adam")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
 # %% [markdown]
@@ -518,4 +519,4 @@ exercises.prove(
 # 8-bit Adam is the wrong tool where activations make the peak, and on a CPU it saves less than its states where the step does (exercise 1). It is the right one where AdamW's recipe must stay what it is.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -25,13 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from perf_helpers import Lab, claims, exercises, interleaving, plots, widgets
+from perf_helpers import Claims, Lab, exercises, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.records import CPU, WALL
 
 lab = Lab(profile, strict=strict, out=out, lesson="10_multi_tensor_optimizers")
+claims = Claims(lab)
 cuda = lab.machine.kind == "cuda"
 clock = WALL if cuda else CPU
 
@@ -706,4 +707,4 @@ exercises.prove(
 # The default, fused, is the right choice nearly everywhere. Change it for memory (lessons 08 and 09), not for speed.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -30,12 +30,13 @@ from IPython.display import display
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, interleaving, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.records import CPU, Ratio
 from perf_helpers.unknown import NeedsValues
 
 lab = Lab(profile, strict=strict, out=out, lesson="11_attention_and_compile")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 on_cpu = lab.machine.kind == "cpu"
 half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
@@ -779,4 +780,4 @@ exercises.prove(check, solution=whole, mistake=one_left)
 # Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price: it is the default, and what matters is to notice when it is not taken.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

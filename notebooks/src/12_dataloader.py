@@ -33,9 +33,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from perf_helpers import Lab, Task, claims, exercises, interleaving, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="12_dataloader")
+claims = Claims(lab)
 on_gpu = lab.machine.kind == "cuda"
 small = Task("bert-small", seq_len=128) if on_gpu else Task("bert-tiny", seq_len=32, config={"vocab_size": 500})
 BATCH = 16 if on_gpu else 8
@@ -713,4 +714,4 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # - Batches got cheaper by tokenising before where reading back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch
 
-from perf_helpers import Lab, Task, claims, exercises, monitor, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, monitor, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="13_accelerate_loop")
+claims = Claims(lab)
 precision = "bf16" if lab.machine.native_bf16 else "fp16" if lab.machine.kind == "cuda" else "no"
 task = lab.task if lab.machine.kind == "cuda" else lab.task.replace(seq_len=64, config={"vocab_size": 2000})
 print(f"mixed precision on this machine: {precision}")
@@ -493,4 +494,4 @@ exercises.prove(check_log, solution=lambda model, norm, log: log.append(norm.det
 
 # %% tags=["finish"]
 folder.cleanup()
-claims.finish(lab)
+claims.finish()

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from IPython.display import Markdown, display
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, hardware, learner_log, plots, roofline, widgets
+from perf_helpers import Claims, Lab, Task, exercises, explorers, hardware, learner_log, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
+claims = Claims(lab)
 cuda = lab.machine.kind == "cuda"
 
 # %% [markdown]
@@ -686,4 +687,4 @@ except ValueError as missing:
 # - A grid of recipes went to several workers; on a cluster only these change.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -32,10 +32,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, slow_link, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, plots, slow_link, widgets
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="15_dp_and_ddp")
+claims = Claims(lab)
 gpus2 = hardware.supports("gpus2")[0]
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
@@ -862,4 +863,4 @@ claims.check("accelerator-required", accelerated)
 # - In part two launchers started the same steps. A dying rank was named, a hanging one by its line; ranks of two dtypes went on with wrong numbers until torch was asked to compare. Five single-GPU methods were tried on two processes.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

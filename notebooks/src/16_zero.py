@@ -29,12 +29,13 @@ from IPython.display import display
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, optional_packages, plots, slow_link, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, optional_packages, plots, slow_link, widgets
 from perf_helpers.advise import parallelism
 from perf_helpers.estimate import estimate
 
 no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
+claims = Claims(lab)
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 2000}
 sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
 task = Task("bert-small", seq_len=32, config=no_dropout | sizes)
@@ -723,4 +724,4 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # - FSDP2 kept what ours keeps, DeepSpeed was tried where it is installed. States in a file left the memory that must stay. Whether ZeRO was worth it for a model that fits, the claim above says.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -33,10 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, plots, widgets
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="17_tensor_and_pipeline")
+claims = Claims(lab)
 gpus2 = hardware.supports("gpus2")[0]
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 
@@ -904,4 +905,4 @@ exercises.prove(check_cut, solution=cheapest, mistake=most_even)
 # - The bubble of a pipeline was measured and drawn. More micro-batches shrank it, at smaller products, and 1F1B held fewer activations at the same bubble.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -32,11 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from perf_helpers import Lab, Task, claims, exercises, hardware, interleaving, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, hardware, interleaving, plots, widgets
 from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="18_mixture_of_experts")
+claims = Claims(lab)
 gpus2, cuda = hardware.supports("gpus2")[0], lab.machine.kind == "cuda"
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are tiny
 
@@ -722,4 +723,4 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # - Experts lived in two processes with the outputs and gradients of one. The tokens travelled there and back, forward and backward, k x width numbers each time for every token that an expert elsewhere was chosen for.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -32,11 +32,12 @@ from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
 from perf_helpers.lab import Ratio
 from perf_helpers.lab.interleaving import in_turns
 
 lab = Lab(profile, strict=strict, out=out, lesson="19_cpus")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process
 print(lab.machine.name)
 
@@ -531,4 +532,4 @@ exercises.prove(
 # - torchrun gave each process one thread, plain processes all cores. On the same cores processes and threads were compared at one batch, and threads that waited cost CPU time.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

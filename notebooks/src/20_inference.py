@@ -30,11 +30,12 @@ from IPython.display import display
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig, CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from perf_helpers import Lab, Task, claims, exercises, explorers, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
 from perf_helpers.lab import interleaving, roofline
 from perf_helpers.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="20_inference")
+claims = Claims(lab)
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at each product
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 
@@ -583,4 +584,4 @@ exercises.prove(check, solution=dict(plan=lambda _: batches), mistake=dict(plan=
 # - Evaluation's peak is the logits, unless they are made small first. Pad on the left.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -31,9 +31,10 @@ from IPython.display import display
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from perf_helpers import Lab, claims, exercises, plots, widgets
+from perf_helpers import Claims, Lab, exercises, plots, widgets
 
 lab = Lab(profile, strict=strict, out=out, lesson="21_big_models")
+claims = Claims(lab)
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 missing = None if Path("/proc/self/status").exists() else "needs /proc/self/status, which Linux has"
@@ -626,4 +627,4 @@ temporary.cleanup()  # the checkpoints
 # - Layers on disk gave the same answers, from the checkpoint itself. The Trainer trained what was in memory and said nothing; four lines ask before the first step.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

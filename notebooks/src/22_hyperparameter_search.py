@@ -27,10 +27,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import default_hp_space_optuna
 
-from perf_helpers import Lab, claims, exercises, optional_packages, plots, widgets
+from perf_helpers import Claims, Lab, exercises, optional_packages, plots, widgets
 from perf_helpers.records import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="22_hyperparameter_search")
+claims = Claims(lab)
 temporary = tempfile.TemporaryDirectory()
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 gc.freeze()  # what is imported is no garbage: after each trial the library looks for some, three times
@@ -625,4 +626,4 @@ exercises.prove(check, solution=honest, mistake=lucky)
 
 # %% tags=["finish"]
 temporary.cleanup()
-claims.finish(lab)
+claims.finish()

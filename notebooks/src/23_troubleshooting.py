@@ -33,10 +33,11 @@ import torch
 from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from perf_helpers import Lab, Task, claims, exercises, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="23_troubleshooting")
+claims = Claims(lab)
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
 warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward hooks|This DataLoader will create)")
 
@@ -919,4 +920,4 @@ exercises.prove(check, solution=mended, mistake=partial(mended, keep=False))
 # - The Trainer logged 0.0 for each NaN. `logging_nan_inf_filter=False` shows them.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

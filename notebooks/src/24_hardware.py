@@ -29,11 +29,12 @@ from typing import NamedTuple
 import torch
 from IPython.display import display
 
-from perf_helpers import Lab, Task, cards, claims, exercises, hardware, plots, roofline, widgets
+from perf_helpers import Claims, Lab, Task, cards, exercises, hardware, plots, roofline, widgets
 from perf_helpers.advise import advise
 from perf_helpers.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="24_hardware")
+claims = Claims(lab)
 on_gpu = lab.machine.kind == "cuda" and not lab.machine.rehearsed
 logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it tells of limits that we reach on purpose
 
@@ -493,4 +494,4 @@ advice
 # - Fixed shapes compiled once for every length, and twice after padding. `torch.compile` as it comes needed two graphs.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -24,12 +24,13 @@ from itertools import pairwise
 
 import torch
 
-from perf_helpers import Lab, Task, claims, exercises, optional_packages, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, optional_packages, plots, widgets
 from perf_helpers.lab import adapters, interleaving
 from perf_helpers.records import CPU, Ratio
 
 no_peft = optional_packages.offer("peft")
 lab = Lab(profile, strict=strict, out=out, lesson="25_adapters")  # its processes import libraries while this one does
+claims = Claims(lab)
 
 import bitsandbytes as bnb
 import matplotlib.pyplot as plt
@@ -595,4 +596,4 @@ exercises.prove(
 # - Reentrant checkpointing trained no adapter, with a warning alone.
 
 # %% tags=["finish"]
-claims.finish(lab)
+claims.finish()

@@ -1,4 +1,4 @@
-"""Claims as a lesson uses them: `check` decides one by what was measured here, `finish` closes the lesson.
+"""Claims as a lesson uses them: `Claims.check` decides one by what was measured, `Claims.finish` closes the lesson.
 
 The claims stand in the ledger (claims.toml). A lesson measures the number that decides a claim and passes it on. What
 was decided displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
@@ -11,20 +11,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from perf_helpers.course import learner_log
 from perf_helpers.course.ledger import Claim, Verdict, decide, load
 from perf_helpers.course.results import expectation_text, interval_text, unexpected
 from perf_helpers.lab import Lab, hardware
-from perf_helpers.lab.task import choose_profile
 from perf_helpers.records import Ratio, now, write_whole
 from perf_helpers.templates import template
 from perf_helpers.texts import nearest_text, number_text
 from perf_helpers.unknown import Missing, Unknown
 
-__all__ = ["DECIDED", "Decision", "NotReproduced", "Scoreboard", "check", "decide", "finish", "load"]
+__all__ = ["Claims", "Decision", "NotReproduced", "Scoreboard", "decide", "load"]
 
 # A verdict is never told by colour alone: its sign and its words go with it.
 SIGNS = {
@@ -49,10 +48,10 @@ class Decision:
     predicted: tuple[float, float] | None  # what other measurements of this run let expect, in the same unit
     predicted_from: str | None  # which these are
     kind: str  # of this machine, "cpu" or "cuda"
-    profile: str  # at whose sizes it was measured
+    profile: str  # of the lab, at whose sizes it was measured
     rehearsed: bool  # whether the machine computes nothing, see Machine.rehearsed
     excused: bool  # the machine lacks what the claim needs, or a rehearsal cannot measure it: nothing is expected
-    lesson: str | None = None  # that closed with it, see `finish`
+    lesson: str | None = None  # that checked it
 
     @property
     def id(self) -> str:
@@ -157,119 +156,115 @@ class NotReproduced(Exception):
     """A strict lesson did not give the verdicts that the ledger expects."""
 
 
-# The decisions of this kernel by claim, in the order of their first checks. A check does not say which lesson it
-# belongs to: the next `finish` files its decision under that lesson. So a notebook that is run twice replaces its
-# decisions and never doubles them, and a second lesson in the same kernel is not charged with those of the first.
-DECIDED: dict[str, Decision] = {}
-
-
-def check(
-    id: str,
-    value: float | Ratio | None = None,
-    *,
-    predicted: tuple[float, float] | Ratio | None = None,
-    missing: str | None = None,
-    note: str = "",
-) -> Decision:
-    """Decide a claim of the ledger by what was measured here.
-
-    The verdict comes from the value alone. Whether it is the expected one: by the ledger for this kind of machine; or,
-    where the claim is `predicted`, by whether value and prediction, with their intervals, agree.
+class Claims:
+    """The claims that a lesson decides in its lab: `check` decides one of them, `finish` closes the lesson.
 
     Args:
-        id: the claim.
-        value: its quantity, a number or a Ratio (value, low, high). Where it is unknown, as after a run that failed,
-            the claim is "not testable here".
-        predicted: (low, high) of the quantity as it follows from other measurements of this run, for a claim that the
-            ledger calls `predicted`; a Ratio that is unknown predicts nothing.
-        missing: what is lacking here to measure it, e.g. "needs root to shape a link".
-        note: whatever else the reader should see.
-
-    Raises:
-        ValueError: an unknown id, no value where one can be measured, a value that is no number, or no prediction
-            where the ledger asks for one.
+        lab: whose machine and profile say what can be tested and what is expected.
     """
-    ledger = load()
-    if id not in ledger:
-        raise ValueError(f"the ledger has no claim {id!r}. {nearest_text(str(id), ledger)}")
-    claim, machine = ledger[id], hardware.this_machine()
-    met, lacking = hardware.supports(claim.where)
-    if met and machine.rehearsed and claim.decided_by != "memory":
-        what = "is no time" if claim.decided_by == "time" else "are no values"
-        value, missing = None, f"a rehearsal computes nothing, so there {what}"
-    number, interval, why_unknown = _measurement(id, value)
-    range_, why_unpredicted = _prediction(claim, predicted, measured=met and number is not None and not missing)
-    missing = missing or why_unknown
-    if met and not missing and number is None:
-        if not machine.rehearsed:
-            what = f"give {claim.quantity}, or missing='needs ...' with the reason"
-            raise ValueError(f"claim {id!r} has no value, but can be measured here: {what}")
-        missing = "not measured in this rehearsal"
-    verdict = decide(claim, interval or number, met and not missing)
-    decision = Decision(
-        claim,
-        verdict,
-        value=number,
-        interval=interval,
-        missing=(missing or None) if met else lacking,
-        note=str(note),
-        predicted=range_,
-        predicted_from=why_unpredicted or claim.predicted,
-        kind="cuda" if hardware.supports("cuda")[0] else "cpu",
-        profile=choose_profile("auto", machine).name,
-        rehearsed=machine.rehearsed,
-        excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
-    )
-    DECIDED[id] = decision
-    return decision
 
+    def __init__(self, lab: Lab):
+        self.lab = lab
+        self.decided: dict[str, Decision] = {}  # by claim, in the order of their first checks
 
-def finish(lab: Lab) -> None:
-    """Close a lesson: show its scoreboard, write `<lab.out>/<lab.lesson>.json` if asked for, judge it if strict.
+    def check(
+        self,
+        id: str,
+        value: float | Ratio | None = None,
+        *,
+        predicted: tuple[float, float] | Ratio | None = None,
+        missing: str | None = None,
+        note: str = "",
+    ) -> Decision:
+        """Decide a claim of the ledger by what was measured in the lab; a later check of it replaces the decision.
 
-    Judged is by the lab's profile: a lesson may run a smaller one than its machine could hold.
+        The verdict comes from the value alone. Whether it is the expected one: by the ledger for this kind of machine;
+        or, where the claim is `predicted`, by whether value and prediction, with their intervals, agree.
 
-    Raises:
-        ValueError: results are to be written, and the lab has no lesson to name them after.
-        NotReproduced: if lab.strict and a verdict is not an expected one, a claim of the lesson was not checked, one of
-            another lesson was, or nothing was checked. The file is written all the same.
-    """
-    from IPython.display import display
+        Args:
+            id: the claim.
+            value: its quantity, a number or a Ratio (value, low, high). Where it is unknown, as after a run that
+                failed, the claim is "not testable here".
+            predicted: (low, high) of the quantity as it follows from other measurements of this run, for a claim that
+                the ledger calls `predicted`; a Ratio that is unknown predicts nothing.
+            missing: what is lacking here to measure it, e.g. "needs root to shape a link".
+            note: whatever else the reader should see.
 
-    if lab.out and not lab.lesson:
-        raise ValueError("the lab has no lesson to name the results after: use Lab(lesson='05_my_lesson', ...)")
-    name, ledger, rehearsed = lab.lesson or "", load(), hardware.this_machine().rehearsed
-    owned = [id for id, claim in ledger.items() if claim.lesson == name[:2]]
-    for id in owned if rehearsed else ():
-        if id not in _decided_in(name):  # the statement needed values, and the claim was left out with it
-            check(id, missing="its cell needs values, which a rehearsal does not compute")
-    decided = {id: replace(one, lesson=name, profile=lab.profile.name) for id, one in _decided_in(name).items()}
-    DECIDED.update(decided)
-    made, date = [*decided.values()], now()
-    rows = [decision.to_dict() for decision in made]
-    problems = unexpected(rows)
-    problems += [f"{id}: belongs to this lesson, but was not checked" for id in owned if id not in decided]
-    others = ((id, one.claim.lesson) for id, one in decided.items() if id not in owned)
-    problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
-    if not made:
-        problems.append("nothing was checked: call claims.check before claims.finish")
-    versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
-    title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
-    display(Scoreboard(title, made, problems))
-    if not rehearsed:  # the journal is the learner's, of what was measured
-        learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
-    if lab.out:
-        content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
-        content |= {"versions": dict(lab.versions), "date": date, "claims": rows}
-        content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
-        write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
-    if lab.strict and problems:
-        raise NotReproduced("; ".join(problems))
+        Raises:
+            ValueError: an unknown id, no value where one can be measured, a value that is no number, or no prediction
+                where the ledger asks for one.
+        """
+        ledger, machine = load(), self.lab.machine
+        if id not in ledger:
+            raise ValueError(f"the ledger has no claim {id!r}. {nearest_text(str(id), ledger)}")
+        claim = ledger[id]
+        met, lacking = hardware.supports(claim.where, machine)
+        if met and machine.rehearsed and claim.decided_by != "memory":
+            what = "is no time" if claim.decided_by == "time" else "are no values"
+            value, missing = None, f"a rehearsal computes nothing, so there {what}"
+        number, interval, why_unknown = _measurement(id, value)
+        range_, why_unpredicted = _prediction(claim, predicted, measured=met and number is not None and not missing)
+        missing = missing or why_unknown
+        if met and not missing and number is None:
+            if not machine.rehearsed:
+                what = f"give {claim.quantity}, or missing='needs ...' with the reason"
+                raise ValueError(f"claim {id!r} has no value, but can be measured here: {what}")
+            missing = "not measured in this rehearsal"
+        verdict = decide(claim, interval or number, met and not missing)
+        self.decided[id] = Decision(
+            claim,
+            verdict,
+            value=number,
+            interval=interval,
+            missing=(missing or None) if met else lacking,
+            note=str(note),
+            predicted=range_,
+            predicted_from=why_unpredicted or claim.predicted,
+            kind=machine.kind,
+            profile=self.lab.profile.name,
+            rehearsed=machine.rehearsed,
+            excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
+            lesson=self.lab.lesson,
+        )
+        return self.decided[id]
 
+    def finish(self) -> None:
+        """Close the lesson: show its scoreboard, write `<lab.out>/<lab.lesson>.json` if asked for, judge it if strict.
 
-def _decided_in(lesson: str) -> dict[str, Decision]:
-    """The decisions filed under a lesson, and those that no lesson closed with yet."""
-    return {id: decision for id, decision in DECIDED.items() if decision.lesson in (None, lesson)}
+        Raises:
+            ValueError: results are to be written, and the lab has no lesson to name them after.
+            NotReproduced: if lab.strict and a verdict is not an expected one, a claim of the lesson was not checked,
+                one of another lesson was, or nothing was checked. The file is written all the same.
+        """
+        from IPython.display import display
+
+        lab, ledger = self.lab, load()
+        if lab.out and not lab.lesson:
+            raise ValueError("the lab has no lesson to name the results after: use Lab(lesson='05_my_lesson', ...)")
+        owned = [id for id, claim in ledger.items() if claim.lesson == lab.lesson[:2]]
+        for id in owned if lab.machine.rehearsed else ():
+            if id not in self.decided:  # the statement needed values, and the claim was left out with it
+                self.check(id, missing="its cell needs values, which a rehearsal does not compute")
+        made, date = [*self.decided.values()], now()
+        rows = [decision.to_dict() for decision in made]
+        problems = unexpected(rows)
+        problems += [f"{id}: belongs to this lesson, but was not checked" for id in owned if id not in self.decided]
+        others = ((id, one.claim.lesson) for id, one in self.decided.items() if id not in owned)
+        problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
+        if not made:
+            problems.append("nothing was checked: call claims.check before claims.finish")
+        versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
+        title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
+        display(Scoreboard(title, made, problems))
+        if not lab.machine.rehearsed:  # the journal is the learner's, of what was measured
+            learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
+        if lab.out:
+            content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
+            content |= {"versions": dict(lab.versions), "date": date, "claims": rows}
+            content |= {"runs": [run.to_dict() for run in lab.runs], "complete": True}
+            write_whole(Path(lab.out) / f"{lab.lesson}.json", json.dumps(content, indent=1))
+        if lab.strict and problems:
+            raise NotReproduced("; ".join(problems))
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:

@@ -235,7 +235,7 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
         rows = [{field: claim[field] for field in NEEDED["claims"]} for claim in record["claims"]]
         decided = [row["id"] for row in rows if row["verdict"] != Verdict.NOT_TESTABLE]
     except FileNotFoundError:
-        return {}, f"it wrote no {path.name}: its last cell is claims.finish(lab)"
+        return {}, f"it wrote no {path.name}: its last cell is claims.finish()"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return {}, f"{path.name} is damaged ({type(error).__name__}: {error})"
     if not complete or lesson != name or not isinstance(runs, list):

@@ -29,7 +29,7 @@ class Lab(Runner):
 
     Args:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" chooses by this machine.
-        strict: let `claims.finish` raise when a verdict is not the expected one.
+        strict: let `Claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
@@ -53,6 +53,7 @@ class Lab(Runner):
         arguments_of_kind(Lab.__init__, locals())
         super().__init__(profile, out=out, executor=executor, timeout=timeout)
         self.strict, self.lesson = strict, lesson
+        self.guess_units: dict[str, str] = {}  # by the key of each guess that the lesson asked for
         self._patience = PATIENCE_SECONDS
         self._has_rehearsed_turns = False  # once is enough to see that they run
         plots.give_words()

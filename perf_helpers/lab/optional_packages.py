@@ -23,7 +23,7 @@ def offer(package: str) -> str | None:
         package: as it is imported, e.g. "deepspeed".
 
     Returns:
-        What is missing, in words, as `claims.check(missing=)` takes it; None where the package can be imported.
+        What is missing, in words, as `Claims.check(missing=)` takes it; None where the package can be imported.
     """
     folder = FOLDER / "{}-{}.{}".format(package, *sys.version_info)
     if importlib.util.find_spec(package) is None and (folder / package).is_dir():

@@ -77,13 +77,10 @@ class Plan:
             raise ValueError("the plan has no rows: give lists of values under [grid], or each row under [[rows]]")
         processes = whole_number("processes", told.get("processes", 1))
         rows = tuple(_row(name, task, fixed, changes, processes) for name, changes in combinations)
-        _check_tasks(row.task for row in rows)
-        _check_twice(rows)
-        steps = told.get("steps")
-        steps = steps if steps is None else whole_number("steps", steps)
-        timeout = told.get("timeout")
-        timeout = timeout if timeout is None else positive("timeout", timeout)
-        return cls(rows, _measure(told.get("measure", METERS)), steps, timeout)
+        _check(rows)
+        kinds = {"steps": whole_number, "timeout": positive}
+        lengths = {name: check(name, told[name]) for name, check in kinds.items() if told.get(name) is not None}
+        return cls(rows, _measure(told.get("measure", METERS)), **lengths)
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,9 @@ def run(
     missing = {number: each for number, each in enumerate(experiments) if number not in known}
     try:
         for number, outcome in _outcomes(lab, plan, missing):
-            found[number] = run = lab.keep(experiments[number], _final(outcome))
+            if outcome.status in ("invalid", "needs values"):  # an exception for who asks for one training
+                outcome = outcome.replace(status="refused")
+            found[number] = run = lab.keep(experiments[number], outcome)
             tell(f"{len(found)}/{len(experiments)} {run!r}")
     except KeyboardInterrupt:
         done = f"{len(found)} of {len(experiments)} rows are saved in {lab.store.path}"
@@ -188,11 +187,6 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
     finally:  # interrupted, or no workers can be had: what nobody waits for is ended
         for future in futures:
             future.cancel()
-
-
-def _final(outcome: Outcome) -> Outcome:
-    """What the libraries refuse is an exception for who asks for one training; of a sweep it is one row's status."""
-    return outcome.replace(status="refused") if outcome.status in ("invalid", "needs values") else outcome
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
@@ -306,19 +300,18 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
         raise ValueError(f"row {name!r}: {error}") from None
 
 
-def _check_tasks(tasks: Iterable[Task]) -> None:
-    for task in {repr(task): task for task in tasks}.values():
+def _check(rows: Iterable[Experiment]) -> None:
+    """Refuse an unknown model, a length that it cannot take, and a training that appears twice."""
+    tasks, names = {}, {}
+    for row in rows:
+        task = repr(row.task)
+        training = f"{task} {sorted(row.arguments.current.items())!r}"
+        if training in names:
+            raise ValueError(f"rows {names[training]!r} and {row.name!r} are the same training: keep one of them")
+        tasks[task], names[training] = row.task, row.name
+    for task in tasks.values():
         task.family()
         task.length()
-
-
-def _check_twice(rows: Iterable[Experiment]) -> None:
-    seen: dict[str, str] = {}
-    for row in rows:
-        training = f"{row.task!r} {sorted(row.arguments.current.items())!r}"
-        if training in seen:
-            raise ValueError(f"rows {seen[training]!r} and {row.name!r} are the same training: keep one of them")
-        seen[training] = row.name
 
 
 def _measure(told: Any) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from perf_helpers.widgets.frame import ROW, place
 from perf_helpers.widgets.svg import round_step
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
-_UNITS: dict[tuple[str, str], str] = {}  # of what `predict` asked for, by lesson and key
 
 
 def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: float) -> None:
@@ -59,7 +58,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
     about = f"data-guess={quoteattr(key)} data-unit={quoteattr(unit)} data-low={low} data-high={high}"  # for the site
     static = f"<div {about}>{head}{state.value}</div>"
     place(("predict", lab.lesson, key), parts, static, f"Predict: {question}")
-    _UNITS[lab.lesson, key] = unit
+    lab.guess_units[key] = unit
 
 
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
@@ -73,11 +72,11 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
         estimate: the figure of `perf_helpers.estimate.estimates`, in that unit; None or unknown: none is shown.
 
     Raises:
-        ValueError: this kernel has not asked for a guess under that key.
+        ValueError: no guess was asked for in this lab under that key.
     """
-    if (lab.lesson, key) not in _UNITS:
+    if key not in lab.guess_units:
         raise ValueError(f"key={key!r}: no guess was made yet. Run the cell with predict(lab, {key!r}, ...) first")
-    unit = _UNITS[lab.lesson, key]
+    unit = lab.guess_units[key]
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)
     if not is_measured(measured) or not math.isfinite(measured):

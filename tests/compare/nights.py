@@ -13,9 +13,10 @@ from perf_helpers.course import course
 
 NAME = "05_night"
 RUNS = """
-from perf_helpers import Lab, Task, claims
+from perf_helpers import Claims, Lab, Task
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_night")
+claims = Claims(lab)
 shape = {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 task = Task("bert-tiny", seq_len=128, dataset_size=512, config=shape)
 small, whole = {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 4}
@@ -60,7 +61,7 @@ claims.check("checkpointing-memory", forgotten.peak_bytes / vanilla.peak_bytes)
 saved = [vanilla.peak_bytes - run.peak_bytes for run in (in_8_bits, factored)]
 claims.check("adam8bit-memory", saved[0] / saved[1])
 claims.check("sdpa-memory", vanilla.peak_bytes / plain.peak_bytes)
-claims.finish(lab)
+claims.finish()
 """
 
 

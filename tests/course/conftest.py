@@ -6,25 +6,44 @@ from types import SimpleNamespace
 import pytest
 import toys
 
-from perf_helpers import claims, hardware
+from perf_helpers import Claims, hardware
 from perf_helpers.course import course
 from perf_helpers.course.ledger import WHERE
 
 
+class Machine:
+    """It has what its `features` say; no real hardware has a say in a test."""
+
+    name, rehearsed = "Some CPU", False
+
+    def __init__(self):
+        self.features = {"any"}
+
+    @property
+    def kind(self):
+        return "cuda" if "cuda" in self.features else "cpu"
+
+    def to_dict(self):
+        return {"name": self.name}
+
+
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine that has what its `features` say; no real hardware has a say in a test."""
-    machine = SimpleNamespace(features={"any"})
-
-    def supports(feature):
+    def supports(feature, machine):
         if feature not in WHERE:
             raise ValueError(feature)
         return (True, "") if feature in machine.features else (False, f"needs {feature}")
 
     monkeypatch.setattr(hardware, "supports", supports)
-    claims.DECIDED.clear()
-    yield machine
-    claims.DECIDED.clear()
+    return Machine()
+
+
+@pytest.fixture
+def claims(machine, tmp_path):
+    """Those of a lesson on that machine; a test may change its lab."""
+    lab = {"lesson": "12_dataloader", "profile": SimpleNamespace(name="cpu"), "strict": False, "runs": []}
+    lab |= {"machine": machine, "versions": {"torch": "2.13.0"}, "out": str(tmp_path / "out")}
+    return Claims(SimpleNamespace(**lab, store=SimpleNamespace(path=tmp_path / "kept/runs.jsonl")))
 
 
 @pytest.fixture(scope="session")

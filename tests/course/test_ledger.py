@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from ledger_rules import check
 
 from perf_helpers.course import ledger
 from perf_helpers.course.ledger import Verdict, decide
@@ -488,6 +489,9 @@ def reversed_(claim):
 
 
 class TestLedger:
+    def test_it_follows_the_rules(self):
+        check(ledger.LEDGER.read_text(encoding="utf-8"))
+
     def test_it_has_every_claim_under_its_lesson(self):
         listed = {id: lesson for lesson, ids in OWNED.items() for id in ids.split()}
         assert len(listed) == 263
@@ -573,23 +577,27 @@ expected.cuda = ["holds"]
 
 class TestLoad:
     def test_a_valid_table_is_read(self):
+        check(VALID)
         claim = ledger.read(VALID)["some-claim"]
         assert (claim.threshold, claim.no_effect, claim.expected["cpu"]) == (0.9, 1.0, (HOLDS,))
 
     def test_what_is_predicted_needs_no_verdict_by_kind_of_machine(self):
         text = VALID.replace('expected.cpu = ["holds"]\n', 'predicted = "from its parts"\n')
+        check(text)
         claim = ledger.read(text)["some-claim"]
         assert (claim.predicted, claim.expected) == ("from its parts", {"cuda": (HOLDS,)})
-        assert ledger.read(text.replace('expected.cuda = ["holds"]\n', ""))["some-claim"].expected == {}
+        text = text.replace('expected.cuda = ["holds"]\n', "")
+        check(text)
+        assert ledger.read(text)["some-claim"].expected == {}
 
     @pytest.mark.parametrize("text", ["", "[other]\nid = 1\n"])
     def test_an_empty_ledger_is_refused(self, text):
         with pytest.raises(ValueError, match="at least one"):
-            ledger.read(text)
+            check(text)
 
     def test_an_id_written_twice_is_refused(self):
         with pytest.raises(ValueError, match="'some-claim', field 'id'"):
-            ledger.read(VALID + VALID)
+            check(VALID + VALID)
 
     @pytest.mark.parametrize(
         ("old", "new", "field"),
@@ -646,7 +654,7 @@ class TestLoad:
     def test_a_wrong_field_is_named_with_its_claim(self, old, new, field):
         assert old in VALID
         with pytest.raises(ValueError, match=f"claim 'some-claim', field '{re.escape(field)}'"):
-            ledger.read(VALID.replace(old, new))
+            check(VALID.replace(old, new))
 
 
 def claim_that_is(direction, threshold, **fields):

@@ -5,7 +5,7 @@ The rule is not asked what it would say: what each mutant has to give follows fr
 
 import pytest
 
-from perf_helpers.course import claims, ledger
+from perf_helpers.course import ledger
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.records import Ratio
 
@@ -72,7 +72,7 @@ def test_every_claim_has_its_mutants():
 
 
 @pytest.mark.parametrize(("id", "what", "value", "verdict"), CASES, ids=[f"{id}: {what}" for id, what, *_ in CASES])
-def test_a_check_gives_the_verdict_that_its_measurement_deserves(machine, id, what, value, verdict):
+def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine, id, what, value, verdict):
     machine.features |= {LEDGER[id].where} | ({"cuda"} if "cuda" in LEDGER[id].expected else set())
     low, high = value if isinstance(value, tuple) else (value, value)
     foretold = (promised(LEDGER[id]) * 0.99, promised(LEDGER[id]) * 1.01)

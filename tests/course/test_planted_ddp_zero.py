@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from planted import verdict
 
-from perf_helpers import Task, claims, slow_link
+from perf_helpers import Task, slow_link
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
 from perf_helpers.records import Ratio
@@ -77,16 +78,16 @@ class TestWhatDdpSends:
         names = lesson("15_dp_and_ddp", "class Traffic", "def early(", plant=plant)
         run = lab.run(partial(names["early"], **options), task=TASK, processes=2, measure=("none",))
         assert run.ok, run.message
-        sent = claims.check("ddp-traffic", run.value["bytes"] / (4 * TASK.parameters()))
-        return sent.verdict, claims.check("ddp-overlaps", run.value["early"]).verdict
+        sent = run.value["bytes"] / (4 * TASK.parameters())
+        return verdict("ddp-traffic", sent), verdict("ddp-overlaps", run.value["early"])
 
-    def test_as_it_is(self, machine, lab):
+    def test_as_it_is(self, lab):
         assert self.verdicts(lab, bucket_MB=0.2) == (HOLDS, HOLDS)
 
-    def test_everything_in_one_bucket_overlaps_with_nothing(self, machine, lab):
+    def test_everything_in_one_bucket_overlaps_with_nothing(self, lab):
         assert self.verdicts(lab, bucket_MB=1000) == (HOLDS, REFUTED)
 
-    def test_buffers_are_no_gradients(self, machine, lab):
+    def test_buffers_are_no_gradients(self, lab):
         buffers = ("broadcast_buffers=False, **options)  # new", "broadcast_buffers=True, **options)  # new")
         assert self.verdicts(lab, buffers, bucket_MB=0.2) == (REFUTED, HOLDS)
 
@@ -112,9 +113,9 @@ class TestTwoLaws:
     def verdicts(self, bytes_of, stops_of):
         law, stops, by_bytes = self.ratios(bytes_of, stops_of)
         old = by_bytes.low > 1.25  # how sync-often was decided before
-        return claims.check("link-matters", law).verdict, claims.check("sync-often", stops).verdict, old
+        return verdict("link-matters", law), verdict("sync-often", stops), old
 
-    def test_libraries(self, machine):
+    def test_libraries(self):
         sizes = {"large": 4.5e6, "small": 2.1e6, "plain": 0.17e6, "twice": 0.33e6, "sharded": 0.29e6}
         stops = {"large": 1, "small": 1, "plain": 1, "twice": 1, "sharded": 6}
         assert self.verdicts(sizes, stops)[:2] == (HOLDS, HOLDS)
@@ -196,9 +197,9 @@ class TestCarriesOver:
         text = (SOURCES / "15_dp_and_ddp.py").read_text("utf-8")
         line = re.search(r"^helped = (.*?)(  #.*)?$", text, re.MULTILINE)[1]
         rows = [["vanilla", 1, 1, 1.0, 1.0], *([str(n), 0, 0, one, each_of_two] for n in range(5))]
-        return claims.check("single-gpu-carries-over", eval(line, {"rows": rows})).verdict
+        return verdict("single-gpu-carries-over", eval(line, {"rows": rows}))
 
-    def test_methods_that_take_more_on_both_help_nobody(self, machine):
+    def test_methods_that_take_more_on_both_help_nobody(self):
         assert self.verdict(0.8, 0.8) is HOLDS
         assert self.verdict(1.2, 1.2) is self.verdict(0.8, 1.0) is REFUTED
 
@@ -219,7 +220,7 @@ class TestOffload:
         assert run.ok, run.message
         return run.value["kept"]
 
-    def test_an_array_in_place_of_a_file_saves_nothing(self, machine, lab):
+    def test_an_array_in_place_of_a_file_saves_nothing(self, lab):
         array = (
             'np.memmap(Path(folder, f"{name}-{number}"), np.float32, "w+", shape=tuple(weight.shape))',
             "np.zeros(tuple(weight.shape), np.float32)",
@@ -228,8 +229,8 @@ class TestOffload:
         states = 8 * self.BIG.parameters()
         plain = self.kept(lab, False)
         right, wrong = self.kept(lab, True), self.kept(lab, True, (array, dropped))
-        assert claims.check("offload-to-file", (plain - right) / states).verdict is HOLDS
-        assert claims.check("offload-to-file", (plain - wrong) / states).verdict is not HOLDS  # resident memory varies
+        assert verdict("offload-to-file", (plain - right) / states) is HOLDS
+        assert verdict("offload-to-file", (plain - wrong) / states) is not HOLDS  # resident memory varies
 
     def test_the_host_has_the_states_and_the_device_the_weights(self, lab):
         names = lesson("16_zero", "def on_the_host(", lab=SimpleNamespace(machine=SimpleNamespace(kind="cpu")))
@@ -244,7 +245,7 @@ class TestOffload:
 
 class TestZero:
     @pytest.mark.nightly
-    def test_ranks_that_only_copy_each_other_split_nothing(self, machine, lab):
+    def test_ranks_that_only_copy_each_other_split_nothing(self, lab):
         names = lesson("16_zero", "class Traffic", "def with_fsdp(")
         kinds = ("weights", "gradients", "optimizer_states")
         verdicts = []
@@ -253,15 +254,15 @@ class TestZero:
             run = lab.run(each, task=TASK, processes=2, measure=("memory",), use_cpu=True)
             assert run.ok, run.message
             kept = sum(run.memory.phase_breakdowns["backward"][kind] for kind in kinds) / TASK.parameters()
-            verdicts.append(claims.check("zero-saves", (16 - kept) / 8).verdict)
+            verdicts.append(verdict("zero-saves", (16 - kept) / 8))
         assert verdicts == [HOLDS, REFUTED]
 
-    def test_one_stage_that_is_faster_refutes_that_zero_only_slows(self, machine):
+    def test_one_stage_that_is_faster_refutes_that_zero_only_slows(self):
         text = (SOURCES / "16_zero.py").read_text("utf-8")
         line = re.search(r"^fastest = (.*)$", text, re.MULTILINE)[1]
-        for first, verdict in ((0.8, HOLDS), (1.3, REFUTED)):
+        for first, right in ((0.8, HOLDS), (1.3, REFUTED)):
             slower = {1: Ratio(first, first - 0.05, first + 0.05), 3: Ratio(0.4, 0.35, 0.45)}
-            assert claims.check("zero-slows-if-fits", eval(line, {"slower": slower})).verdict is verdict
+            assert verdict("zero-slows-if-fits", eval(line, {"slower": slower})) is right
 
     def test_the_tree_has_an_end(self):
         names = {}

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from simulated import AMD, CLAIMS, CPUS, simulated, within
 
-from perf_helpers import claims
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import decided_anew, load_results
 from perf_helpers.records import Ratio
@@ -19,7 +18,7 @@ NOT_SIMULATED = {
 RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / "2026-11-23.json"  # of AMD's rates
 
 
-def checked(id, value, predicted=None):
+def checked(claims, id, value, predicted=None):
     """What a lesson does on a CPU with a value and a prediction."""
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
@@ -44,8 +43,8 @@ def test_the_simulated_amd_gives_what_was_recorded_on_it(id):
 
 @pytest.mark.parametrize("cpu", CPUS, ids=[cpu.name for cpu in CPUS])
 @pytest.mark.parametrize("id", CLAIMS)
-def test_what_is_measured_rightly_is_expected_on_every_cpu(machine, id, cpu):
-    decision = checked(id, *simulated(id, cpu))
+def test_what_is_measured_rightly_is_expected_on_every_cpu(claims, id, cpu):
+    decision = checked(claims, id, *simulated(id, cpu))
     assert decision.as_expected, decision
 
 
@@ -61,30 +60,30 @@ def wrong(id, right):
 
 @pytest.mark.parametrize("cpu", CPUS, ids=[cpu.name for cpu in CPUS])
 @pytest.mark.parametrize("id", CLAIMS)
-def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(machine, id, cpu):
+def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(claims, id, cpu):
     right, predicted = simulated(id, cpu)
     if right is None:
         pytest.skip("its lesson measures nothing there")
-    told = {what: checked(id, value, predicted).as_expected for what, value in wrong(id, right)}
+    told = {what: checked(claims, id, value, predicted).as_expected for what, value in wrong(id, right)}
     assert not all(told.values()), told
 
 
 @pytest.mark.parametrize("id", ["half-precision-faster-cpu", "table-half-speed"])
-def test_a_flag_decides_nothing_and_a_rate_does(machine, id):
+def test_a_flag_decides_nothing_and_a_rate_does(claims, id):
     """Two CPUs with the same instruction: the gain of one is the mistake of the other."""
     quick, slow = AMD, next(cpu for cpu in CPUS if "slower than fp32" in cpu.name)
     (gain, of_quick), (loss, of_slow) = simulated(id, quick), simulated(id, slow)
-    assert checked(id, gain, of_quick).verdict is Verdict.HOLDS
-    assert checked(id, loss, of_slow).verdict is Verdict.REFUTED
+    assert checked(claims, id, gain, of_quick).verdict is Verdict.HOLDS
+    assert checked(claims, id, loss, of_slow).verdict is Verdict.REFUTED
     for value, predicted in ((gain, of_slow), (loss, of_quick)):
-        decision = checked(id, value, predicted)
+        decision = checked(claims, id, value, predicted)
         assert not decision.as_expected and "predict" in decision.headline()
 
 
-def test_where_the_rates_are_alike_any_verdict_near_them_is_expected(machine):
+def test_where_the_rates_are_alike_any_verdict_near_them_is_expected(claims):
     alike = next(cpu for cpu in CPUS if cpu.name == "bf16 as fast as fp32")
     _, predicted = simulated("half-precision-faster-cpu", alike)
-    given = [checked("half-precision-faster-cpu", within(value), predicted) for value in (0.9, 1.0, 1.1)]
+    given = [checked(claims, "half-precision-faster-cpu", within(value), predicted) for value in (0.9, 1.0, 1.1)]
     assert {decision.verdict for decision in given} == {Verdict.REFUTED, Verdict.TOO_SMALL, Verdict.HOLDS}
     assert all(decision.as_expected for decision in given)
-    assert not checked("half-precision-faster-cpu", within(4.0), predicted).as_expected
+    assert not checked(claims, "half-precision-faster-cpu", within(4.0), predicted).as_expected

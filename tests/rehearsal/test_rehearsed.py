@@ -523,8 +523,8 @@ def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
     before, wrong, error = PLANTED[name]
     cells = [nbformat.v4.new_code_cell('profile = "auto"\nstrict = False\nout = ""')]
     cells[0].metadata["tags"] = ["parameters"]
-    setup = 'import torch\nfrom perf_helpers import Lab, claims\nlab = Lab(profile, out=out, lesson="05_planted")'
-    sources = [setup, f"{before}\n{wrong}", "claims.finish(lab)"]
+    setup = 'import torch\nfrom perf_helpers import Claims, Lab\nlab = Lab(profile, out=out, lesson="05_planted")'
+    sources = [setup, f"{before}\n{wrong}", "Claims(lab).finish()"]
     cells += [nbformat.v4.new_code_cell(source) for source in sources]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})

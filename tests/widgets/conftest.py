@@ -39,6 +39,7 @@ def lab(tmp_path):
         store=Store(tmp_path / "runs.jsonl"),
         task=TASK,
         runs=[],
+        guess_units={},
         profile=PROFILES["cpu"],
         machine=hardware.Machine("a machine", "cpu", memory_bytes=30_000_000),
     )
