@@ -25,7 +25,8 @@ from runner import Measurement, rehearsing
 
 from perf_helpers.estimate import estimate
 from perf_helpers.estimate.allocator import rounded
-from perf_helpers.estimate.prediction import Device, trace_of
+from perf_helpers.estimate.memory_estimate import Device
+from perf_helpers.estimate.peak_memory import trace_of
 from perf_helpers.estimate.trace_records import Log
 from perf_helpers.lab import Lab, Task, processes
 from perf_helpers.lab.arguments import Arguments

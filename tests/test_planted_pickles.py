@@ -20,7 +20,7 @@ from perf_helpers.sweep.sweep import Plan
 ROOT = Path(__file__).resolve().parents[1]
 # Where bytes are unpickled: they come from a process that this one started, or go to it, and never from a file.
 CHANNELS = {
-    "estimate/prediction.py",
+    "estimate/fresh_process.py",
     "estimate/trace.py",
     "lab/forked.py",
     "lab/forkserver.py",

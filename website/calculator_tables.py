@@ -25,8 +25,9 @@ from event_tables import LENGTH_UNIT, Events, Point, Unfit, events_of
 
 from perf_helpers import cards
 from perf_helpers import recipes as known
-from perf_helpers.estimate import prediction
-from perf_helpers.estimate.estimates import KNOWLEDGE, target
+from perf_helpers.estimate import peak_memory
+from perf_helpers.estimate.api import target
+from perf_helpers.estimate.fresh_process import KNOWLEDGE
 from perf_helpers.lab import Task, hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import PRESETS, positions
@@ -95,14 +96,13 @@ class Recipe(NamedTuple):
         device, experiments = target("cuda", KERNELS[self.kernels]), []
         for micro_batch, length in points:
             arguments = Arguments.of(self.arguments(micro_batch))
-            samples = prediction.enough_samples(arguments)
+            samples = peak_memory.enough_samples(arguments)
             at_point = task.replace(seq_len=length * LENGTH_UNIT, dataset_size=samples)
             experiments.append(Experiment(self.key, at_point, arguments))
-        job = prediction.follow_all, experiments, device
-        followed = KNOWLEDGE.ask(*job, model=task.model, timeout=_SECONDS)
+        job = peak_memory.trace_all, experiments, device
+        traced = KNOWLEDGE.ask(*job, model=task.model, timeout=_SECONDS)
         return {
-            point: events_of(each.trace, device.compute_capability)
-            for point, each in zip(points, followed, strict=True)
+            point: events_of(each.trace, device.compute_capability) for point, each in zip(points, traced, strict=True)
         }
 
 

@@ -4,6 +4,7 @@ Covers the CPU to the byte, and CUDA with its differences modelled. Not covered:
 values of tensors.
 """
 
-from perf_helpers.estimate.estimates import MemoryEstimate, estimate, estimates_so_far
+from perf_helpers.estimate.api import estimate, estimates_so_far
+from perf_helpers.estimate.memory_estimate import MemoryEstimate
 
 __all__ = ["MemoryEstimate", "estimate", "estimates_so_far"]

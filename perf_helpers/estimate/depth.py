@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perf_helpers.estimate import prediction
+from perf_helpers.estimate import peak_memory
 from perf_helpers.estimate.allocator_replay import replayed
-from perf_helpers.estimate.estimates import KNOWLEDGE, target
-from perf_helpers.estimate.prediction import Device, Tell
+from perf_helpers.estimate.api import target
+from perf_helpers.estimate.fresh_process import KNOWLEDGE, Tell
+from perf_helpers.estimate.memory_estimate import Device
 from perf_helpers.estimate.trace_records import Trace, highest
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
@@ -85,23 +86,23 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
     Raises:
         ValueError: as `estimate` does.
     """
-    whose = target(asked.pop("device", None), asked.pop("compute_capability", None))
+    target_device = target(asked.pop("device", None), asked.pop("compute_capability", None))
     for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
         asked[name] = min(asked.get(name, usual), 2)  # more of them take as much
     arguments = Arguments.of(asked)
     tasks = [task.replace(config={"num_hidden_layers": count}) for count in _SHALLOW]
     experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]
-    found = KNOWLEDGE.ask(_shallow, experiments, whose, model=task.model, timeout=timeout)
+    found = KNOWLEDGE.ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
     return Line(*zip(*found, strict=True))
 
 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """The fields of a `Line` for each training; to be called by `prediction.with_known`."""
+    """The fields of a `Line` for each training; to be called by `fresh_process.with_known`."""
     found = []
-    followed = prediction.follow_all(experiments, device, probe, tell)
-    for count, each in zip(_SHALLOW, followed, strict=True):
+    traced = peak_memory.trace_all(experiments, device, probe, tell)
+    for count, each in zip(_SHALLOW, traced, strict=True):
         states = max(int(live[_STATES].sum()) for live in each.trace.marks.values())
         totals, reserved = each.totals, int(each.totals.max())
         if device.kind == "cuda":

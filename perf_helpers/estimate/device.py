@@ -1,12 +1,15 @@
-"""A training followed as on a GPU: which tensors lie on the device, and in which order its memory is asked for.
+"""Track which tensors a GPU's memory would hold, and in which order it is allocated, for estimates on CUDA.
 
-All tensors of an estimate say that they are on the "cpu". What lies on the device is told by what happens to it: a
-module or a batch is sent there, and what an operation makes of tensors on the device lies there too.
+All tensors of an estimate report the device "cpu". `DeviceTracker` knows where each one would be (`Placement`): weights
+and batches are sent to the device, and the results of operations on tensors that are there are there too.
 """
 
 import contextlib
 import itertools
 import sys
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,33 +24,42 @@ from perf_helpers.estimate.one_rank import DeviceName
 from perf_helpers.estimate.operation_cache import OperationCache
 from perf_helpers.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
 from perf_helpers.lab import adapters
-from perf_helpers.lab.tracker import name_of
+from perf_helpers.lab.tracker import calling, name_of
 from perf_helpers.lab.watcher import Block
 from perf_helpers.records import Category, Phase
 
 aten = torch.ops.aten
-# Functions of torch that make a tensor of no other: on the host, unless they are told where.
+# Functions of torch that make a tensor from no other one: on the host, unless they are given a device.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
+_OF_MODEL = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)  # phases that run on the device
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
-_DEVICES = (torch.device, DeviceName)  # what means the device, and not the host: "cpu" in so many words does
+_DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
 _PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
 
 
+class Placement(Enum):
+    """Where a tensor would be on a machine with a GPU."""
+
+    HOST = auto()
+    DEVICE = auto()  # its bytes count
+    NEITHER = auto()  # the driver pages it between the two
+
+
 class NotSent(Exception):
-    """A user's loop computes, and has sent nothing to the device."""
+    """A user's loop computes, and has not sent its model to the device."""
 
 
 class DeviceTracker(FakeTracker):
-    """Follows what lies on a GPU.
+    """Track what is on a GPU.
 
     Args:
         capability: the GPU's compute capability.
-        is_function: a user's loop is followed.
-        from_the_start: whatever it makes is on the device, for it sends its model to none.
-        rules: of torch's release; None: the installed one's.
+        is_function: a user's loop is traced.
+        from_the_start: the loop never sends its model to the device, so all that it makes counts as made there.
+        rules: the rules of torch's release; None: the installed one's.
     """
 
     places_modules = True
@@ -63,132 +75,142 @@ class DeviceTracker(FakeTracker):
         super().__init__(cache)
         self._rules = rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
-        self._kernels = kernels.Kernels(capability, self.lies_on_device, self._rules)
-        self.is_there = self._from_the_start  # whether anything was sent to the device
-        self._is_elsewhere = False  # whether what is made just now lies neither there nor on the host
-        self.is_told: bool | None = None  # to make its tensor there; of the factory that runs now, if one does
-        self._adapts_on_host = False  # whether peft adds adapters to a base that is still on the host
-        self._given_there = False  # whether it was given tensors
-        self._on_device = False  # whether the present operation runs on the device
+        self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
+        # Where weights are. While they are on the host, so is everything else.
+        self.weights = Placement.DEVICE if self._from_the_start else Placement.HOST
+        self._requested: Placement | None = None  # by `device=` of the factory function that runs; None: none runs
+        self._forced: Placement | None = None  # for all that is made now, whatever else holds
+        self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
+        self._results = Placement.HOST  # of the present operation
+        self._has_inputs = False  # whether the present operation has tensors among its arguments
         self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
-        self._streams = {torch.cpu.current_stream(): 0}  # that were current when something was made, by number
+        self._streams = {torch.cpu.current_stream(): 0}  # streams that allocated, by number
         self._workspaces: set[tuple[bool, str]] = set()  # of autograd's thread (True) and of the one that called it
 
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
-        """Whatever sends something to a GPU is noticed inside this context. `paged`: an optimizer
-        of bitsandbytes keeps its large states in memory of the host that the driver pages."""
+        """Return a context in which code that sends something to a GPU places it there.
+
+        `paged`: an optimizer of bitsandbytes keeps its large states in memory that the driver pages.
+        """
         stack = contextlib.ExitStack()
-        stack.enter_context(patch.object(torch.nn.Module, "to", to_of(self)))
-        stack.enter_context(patch.object(torch.cuda, "empty_cache", self.cache_emptied))
         if self._is_function:
             stack.enter_context(trl_kernels.emulated())
-        stack.enter_context(patch.multiple(memory, is_cuda_available=_yes, is_mps_available=_no))
-        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other products, and repacks 4 bits
-            stack.enter_context(patch.object(bitsandbytes, "matmul", _matmul_8bit))
-            stack.enter_context(patch.object(bitsandbytes, "matmul_4bit", self._matmul_4bit(bitsandbytes.matmul_4bit)))
-            stack.enter_context(patch.object(bitsandbytes.nn.modules, "has_avx512bf16", _no))
-            whole = bitsandbytes.nn.Int8Params
-            stack.enter_context(patch.object(whole, "to", _sent_once(whole.to)))
-        stack.enter_context(patch.object(adapters, "adapted", self._adapted(adapters.adapted)))
+        for owner, name, replacement in self._replacements(paged):
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
+        stack.enter_context(_DeviceArguments(self))
+        return stack
+
+    def _replacements(self, paged: bool) -> Iterator[tuple[Any, str, Callable]]:
+        """Yield (owner, name, replacement) for each function of a library that is replaced."""
+        yield torch.nn.Module, "to", to_of(self)
+        yield torch.cuda, "empty_cache", self.cache_emptied
+        yield memory, "is_cuda_available", lambda *_, **__: True
+        yield memory, "is_mps_available", lambda *_, **__: False
+        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other matmuls, and repacks 4-bit weights
+            yield bitsandbytes, "matmul", _matmul_8bit
+            yield bitsandbytes, "matmul_4bit", calling(self._matmul_4bit, bitsandbytes.matmul_4bit)
+            yield bitsandbytes.nn.modules, "has_avx512bf16", lambda *_, **__: False
+            yield bitsandbytes.nn.Int8Params, "to", calling(_send_8bit, bitsandbytes.nn.Int8Params.to)
         if peft := sys.modules.get("peft"):
             layer = peft.tuners.tuners_utils.BaseTunerLayer
-            move = self._moved(layer._move_adapter_to_device_of_base_layer)
-            stack.enter_context(patch.object(layer, "_move_adapter_to_device_of_base_layer", move))
+            move = calling(self._move_adapter, layer._move_adapter_to_device_of_base_layer)
+            yield layer, "_move_adapter_to_device_of_base_layer", move
         if paged:
             from bitsandbytes.optim.optimizer import Optimizer8bit
 
-            stack.enter_context(patch.object(Optimizer8bit, "get_state_buffer", self._paged(Optimizer8bit)))
-        stack.enter_context(_Placing(self))
-        return stack
+            yield Optimizer8bit, "get_state_buffer", calling(self._state_buffer, Optimizer8bit.get_state_buffer)
 
-    def _matmul_4bit(self, plain):
-        def matmul_4bit(*args, **kwargs):
-            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            with patch.object(self.cache, "within", dtype):
-                return plain(*args, **kwargs)
+    def _matmul_4bit(self, plain, *args, **kwargs):
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        with patch.object(self.cache, "within", dtype):
+            return plain(*args, **kwargs)
 
-        return matmul_4bit
-
-    def _adapted(self, plain):
+    def _add_adapters(self, plain, *args, **kwargs):
         """peft sends new adapters to the device of the base's weights: only a quantized base is on the GPU by then."""
+        with patch.object(self, "_adapter_base", self.weights):
+            return plain(*args, **kwargs)
 
-        def adapted(*args, **kwargs):
-            with patch.object(self, "_adapts_on_host", not self.is_there):
-                return plain(*args, **kwargs)
+    def _move_adapter(self, plain, layer, *args, **kwargs):
+        """When peft sends a parameter to a quantized base's device, the copy is trainable: AdaLoRA's `ranknum`."""
+        plain(layer, *args, **kwargs)
+        if self.is_on_device(layer.get_base_layer().weight):
+            for name in layer.other_param_names:
+                if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
+                    kept.requires_grad_(True)
 
-        return adapted
+    def _state_buffer(self, plain, optimizer, weight, *args, **kwargs):
+        is_paged = optimizer.is_paged and weight.numel() >= _PAGED
+        with patch.object(self, "_forced", Placement.NEITHER if is_paged else None):
+            return plain(optimizer, weight, *args, **kwargs)
 
-    def _moved(self, plain):
-        """Where peft sends a parameter to a quantized base's device, it makes one that learns: AdaLoRA's `ranknum`."""
-
-        def move(layer, *args, **kwargs):
-            plain(layer, *args, **kwargs)
-            if self.lies_on_device(layer.get_base_layer().weight):
-                for name in layer.other_param_names:
-                    if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
-                        kept.requires_grad_(True)
-
-        return move
-
-    def _paged(self, kind: type):
-        plain = kind.get_state_buffer
-
-        def get_state_buffer(optimizer, weight, *args, **kwargs):
-            with patch.object(self, "_is_elsewhere", optimizer.is_paged and weight.numel() >= _PAGED):
-                return plain(optimizer, weight, *args, **kwargs)
-
-        return get_state_buffer
-
-    def sent_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Its parameters and buffers go to the device in the order of `Module._apply`."""
-        if self._adapts_on_host:
-            return module
-        self.is_there = True
+    def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send parameters and buffers to the device, in the order of `Module._apply`."""
+        if self._adapter_base is Placement.HOST:
+            return module  # an adapter goes to its base
+        self.weights = Placement.DEVICE
         for child in module.children():
-            self.sent_module(child)
+            self.send_module(child)
         for name, tensor in module._buffers.items():
-            if tensor is not None and tensor._is_view() and not self.lies_on_device(tensor):
-                with _disable_current_modes():  # the copy on the device is no part of anything
+            if tensor is not None and tensor._is_view() and not self.is_on_device(tensor):
+                with _disable_current_modes():  # the copy on the device is a view of nothing
                     module._buffers[name] = tensor.clone()
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is not None:
-                self.sent(tensor, Category.WEIGHTS)
+                self.send(tensor, Category.WEIGHTS)
         return module
 
-    def sent(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
-        """A tensor goes to the device, unless it is there."""
+    def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
+        """Send a tensor to the device, unless it is there."""
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
-        self.is_there |= category == Category.WEIGHTS
+        if category == Category.WEIGHTS:
+            self.weights = Placement.DEVICE
         if storage is not None and storage._cdata not in self._blocks:
-            self._follow(storage, category, "copy to the device")
+            self._add_block(storage, category, "copy to the device")
 
-    def lies_on_device(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         storage = self._storage(tensor)
         return storage is not None and storage._cdata in self._blocks
 
     def _begin(self, tensors, any_fake):
-        is_elsewhere = self._is_elsewhere or self.collates
-        self._on_device = self.is_there and not is_elsewhere and self._runs_there(tensors, any_fake)
-        if self._on_device and any_fake:
+        self._has_inputs = bool(tensors)
+        self._results = self._placement_of_results(tensors, any_fake)
+        if self._results is Placement.DEVICE and any_fake:
             for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():
-                    self.sent(tensor)
+                    self.send(tensor)
+
+    def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
+        """Return where an operation on these tensors puts its results."""
+        if self._forced:
+            return self._forced
+        if self.weights is Placement.HOST or self.collates:
+            return Placement.HOST
+        if inputs:
+            is_there = any_fake or any(map(self.is_on_device, inputs))
+        elif self._requested and not self._from_the_start:
+            return self._requested
+        else:
+            is_there = self._from_the_start or self.phase in _OF_MODEL
+        return Placement.DEVICE if is_there else Placement.HOST
 
     def execute(self, function, args, kwargs):
         if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
             self._overwritten.add(args[0].numel())
         elif function is aten.new_empty_strided.default and args[0].numel() in self._overwritten:
-            self._copied_into_its_base(args[0])
+            self._copy_into_base(args[0])
         result = super().execute(function, args, kwargs)
-        if self._on_device:
+        if self._results is Placement.DEVICE:
             if function.overloadpacket is aten.set_:
-                self.sent(result)  # another storage than it had
-            self._allocate(function, args, kwargs, result)
+                self.send(result)  # it has another storage now
+            self._run_kernel(function, args, kwargs, result)
         return result
 
-    def _copied_into_its_base(self, gradient: torch.Tensor) -> None:
-        """The gradient of a view that was overwritten is copied into one of the view's base, and given back
-        (AsStridedBackward0); under a dispatch mode autograd takes the view back instead, which copies nothing."""
+    def _copy_into_base(self, gradient: torch.Tensor) -> None:
+        """Copy the gradient of a view that was overwritten into a gradient of the view's base, and free it.
+
+        AsStridedBackward0 does so. Under a dispatch mode autograd takes the view back instead, which copies nothing.
+        """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
             return
@@ -204,7 +226,7 @@ class DeviceTracker(FakeTracker):
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
             return result.to(self.cache.within)
-        if function is aten.log_sigmoid_forward.default:  # of its input alone the backward is made
+        if function is aten.log_sigmoid_forward.default:  # the backward needs its input alone
             return result[0], result[1].new_empty(0)
         if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
             return *result[:2], *(args[0].new_empty((), dtype=torch.int64) for _ in result[2:])
@@ -216,44 +238,36 @@ class DeviceTracker(FakeTracker):
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result
 
-    def _runs_there(self, given: list[torch.Tensor], any_fake: bool) -> bool:
-        self._given_there = bool(given)
-        if given:
-            return any_fake or any(map(self.lies_on_device, given))
-        if self._from_the_start:
-            return True
-        if self.is_told is not None:
-            return self.is_told
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
-
-    def _see(self, tensor, function, args, kwargs):
-        pass  # `_allocate` did, in the order of the kernel
+    def _track_result(self, tensor, function, args, kwargs):
+        pass  # `_run_kernel` did, in the order of the kernel
 
     def mark(self, label):
-        if self._is_function and not self.is_there:
+        if self._is_function and self.weights is Placement.HOST:
             raise NotSent
         super().mark(label)
 
     def tag(self, tensor, category, keep=()):
-        self.is_there |= category == Category.WEIGHTS  # a model that computes is on the device, however it came there
+        if category == Category.WEIGHTS:
+            self.weights = Placement.DEVICE  # a model that computes is on the device, however it came there
         super().tag(tensor, category, keep)
 
     def _stream(self) -> int:
         return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
-    def born(self, tensor, operation):
-        pass  # random states and numbers that autograd keeps: the host's
+    def track_unlisted(self, tensor, operation):
+        pass  # random states and numbers that autograd keeps: they are on the host
 
-    def _allocate(self, function, args, kwargs, result) -> None:
-        """What the operation asks the allocator for, in its order."""
+    def _run_kernel(self, function, args, kwargs, result) -> None:
+        """Log what the operation's kernel allocates and frees, in its order."""
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
-        any_there = not self._from_the_start or self._given_there or self.is_told
+        # In a loop whose model is never sent, real tensors from no other ones stay on the host, unless requested.
+        real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
-                if not in_place and (any_there or isinstance(step, FakeTensor)) and id(step) not in on_host:
-                    super()._see(step, function, args, kwargs)
+                if not in_place and (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
+                    super()._track_result(step, function, args, kwargs)
             elif isinstance(step, kernels.Free):
                 self.log.append((held.pop(step.index), -1))
             else:
@@ -273,22 +287,10 @@ class DeviceTracker(FakeTracker):
         return block
 
 
-def _sent_once(plain):
-    """`Int8Params.to`, which peft calls after it read a weight on the CPU, as fake ones say they are; the scales, which
-    the layer has by then, were lost."""
-
-    def to(weight, *args, **kwargs):
-        return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
-
-    return to
-
-
-def _yes(*_, **__) -> bool:
-    return True
-
-
-def _no(*_, **__) -> bool:
-    return False
+def _send_8bit(plain, weight, *args, **kwargs):
+    """Keep quantized `Int8Params`: peft sends them to the CPU, where fake weights claim to be, and `to` would
+    lose the layer's scales."""
+    return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
@@ -299,34 +301,40 @@ def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None,
     return MatMul8bitLt.apply(tensor, weight, out, bias, state)
 
 
-class _Placing(TorchFunctionMode):
-    """Notices where Python wants tensors to be."""
+class _DeviceArguments(TorchFunctionMode):
+    """Place tensors as `device=` arguments and calls of `to` request."""
 
     def __init__(self, tracker: DeviceTracker):
         super().__init__()
         self._tracker = tracker
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if self._tracker.sends_weights and name == "to":  # weight by weight, and never the module
-            self._tracker.is_there |= any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values()))
-        if not self._tracker.is_there:
-            return function(*args, **kwargs)
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "to":
-            words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, _DEVICES) else [])}
-            only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
-            if only_moves and self._tracker.lies_on_device(args[0]):
-                return args[0]  # it is there: "cpu" and "cpu:0" are one device here
-            result = function(*args, **kwargs)
-            if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
-                self._tracker.sent(result, self._tracker._category(None, ()))
-            return result
-        if name not in _FACTORIES:
+            return self._to(function, args, kwargs)
+        if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
+            return self._make(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _to(self, function, args, kwargs):
+        tracker = self._tracker
+        if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
+            tracker.weights = Placement.DEVICE  # weight by weight, and never the module
+        if tracker.weights is Placement.HOST:
             return function(*args, **kwargs)
-        is_device = isinstance(kwargs.get("device"), _DEVICES)  # "cpu" in so many words is the host
-        with patch.object(self._tracker, "is_told", is_device):
+        words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, _DEVICES) else [])}
+        only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
+        if only_moves and tracker.is_on_device(args[0]):
+            return args[0]  # it is there: "cpu" and "cpu:0" are one device here
+        result = function(*args, **kwargs)
+        if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
+            tracker.send(result, tracker._category_at_allocation(None, ()))
+        return result
+
+    def _make(self, function, args, kwargs):
+        requested = Placement.DEVICE if isinstance(kwargs.get("device"), _DEVICES) else Placement.HOST
+        with patch.object(self._tracker, "_requested", requested):
             result = function(*args, **kwargs)
-        if name in ("tensor", "as_tensor") and is_device:
-            self._tracker.sent(result)
+        if function.__name__ in ("tensor", "as_tensor") and requested is Placement.DEVICE:
+            self._tracker.send(result)
         return result

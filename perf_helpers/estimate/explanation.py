@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from perf_helpers.estimate import allocator_replay, estimates, prediction
+from perf_helpers.estimate import allocator_replay, api, peak_memory
 from perf_helpers.estimate.allocator import rounded
+from perf_helpers.estimate.fresh_process import KNOWLEDGE, Tell
+from perf_helpers.estimate.memory_estimate import Device, MemoryEstimate
 from perf_helpers.lab import adapters, optional_packages, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
@@ -46,8 +48,8 @@ Tensor = tuple[str, str, str, str]
 class Explanation:
     """The difference of two recipes, A and B. Pairs of bytes are (in A, in B)."""
 
-    a: prediction.MemoryEstimate
-    b: prediction.MemoryEstimate
+    a: MemoryEstimate
+    b: MemoryEstimate
     # {arguments: (bytes after the switches before, alone in A)} from A to B; the first sum to the difference of the
     # peaks. Arguments that are no recipe without the next are with it; None: not asked for, or no recipe.
     switches: dict[str, tuple[int, int | None]]
@@ -127,20 +129,20 @@ def explain(
         ValueError: A and B do not differ; or as `estimate`.
     """
     arguments_of_kind(explain, locals())
-    given, whose = (Arguments.of(a), Arguments.of(b)), estimates.target(**where)
+    given, target_device = (Arguments.of(a), Arguments.of(b)), api.target(**where)
     names = [name for name in {**b, **a} if given[0].get(name) != given[1].get(name)]
     if not names:
         raise ValueError("a and b are the same recipe: give b an argument that a lacks, or another value")
     if any(each.compiles for each in given):
-        raise ValueError(estimates.OF_COMPILED)
+        raise ValueError(api.OF_COMPILED)
     if any(each.adapters.get("peft") is not None for each in given):
         optional_packages.offer("peft")
     found = []
     for name, arguments in zip("AB", given, strict=True):
-        job = _explained, Experiment(name, task, arguments, processes=processes), whose
+        job = _explained, Experiment(name, task, arguments, processes=processes), target_device
         with progress.percent(f"explaining {name}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent, bar=bar: bar.update(percent - bar.n)}
-            found.append(estimates.KNOWLEDGE.ask(*job, model=task.model, **more))
+            found.append(KNOWLEDGE.ask(*job, model=task.model, **more))
     (made_a, live_a, warnings_a), (made_b, live_b, warnings_b) = found
     pairs = {each: (live_a[each], live_b[each]) for each in live_a | live_b}
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
@@ -150,7 +152,7 @@ def explain(
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
-            return estimates.estimate(task, processes=processes, timeout=timeout, **where, **mixed).peak_bytes
+            return api.estimate(task, processes=processes, timeout=timeout, **where, **mixed).peak_bytes
 
     switches = _priced(names, peak, (made_a.peak_bytes, made_b.peak_bytes))
     tensors = {each: pairs[each] for each in order}
@@ -171,22 +173,22 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
     return {", ".join(own): (price, size) for (own, price), size in zip(found, sizes, strict=True)}
 
 
-# ---- in the clean process
+# ---- in the fresh subprocess
 
 
-def _explained(experiment: Experiment, device: prediction.Device, probe: Any, tell: prediction.Tell):
-    """The estimate, bytes by tensor at its peak, and warnings. To be called by `prediction.with_known`."""
+def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
+    """The estimate, bytes by tensor at its peak, and warnings. To be called by `fresh_process.with_known`."""
     from perf_helpers.estimate import trace
     from perf_helpers.lab.tracker import WEIGHTS
 
     with patch.object(trace, "follow", functools.partial(_witnessed, trace.follow)):  # forks have it, too
-        (followed,) = prediction.follow_all([experiment], device, probe, tell)
-    made, (blocks, ends, warnings) = prediction.estimated(experiment, followed, device), followed.trace.told
-    log, on_cuda, live = followed.trace.log, device.kind == "cuda", Counter()
+        (traced,) = peak_memory.trace_all([experiment], device, probe, tell)
+    made, (blocks, ends, warnings) = peak_memory.estimate_of(experiment, traced, device), traced.trace.witnessed
+    log, on_cuda, live = traced.trace.log, device.kind == "cuda", Counter()
     if on_cuda:
         peak = allocator_replay.replayed(log, device.settings, device.memory_bytes).peak
     else:
-        peak = ends[followed.totals.argmax()]
+        peak = ends[traced.totals.argmax()]
     for event in log.events[:peak]:
         number, sign = (event, 1) if event >= 0 else (~event, -1)
         (size, label), (module, source) = log.blocks[number], blocks[number]
@@ -218,8 +220,8 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
                 raise Invalid(f"no parameter gets a gradient: {_IDLE}") from None
             raise
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
-    told = witness.births(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment)
-    return dataclasses.replace(found, log=found.log or trace.recorded(tracker), told=told)
+    witnessed = witness.origins(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment)
+    return dataclasses.replace(found, log=found.log or trace.recorded(tracker), witnessed=witnessed)
 
 
 class Witness:
@@ -259,8 +261,8 @@ class Witness:
                 if isinstance(each, torch.Tensor) and (block := self._tracker.block(each)):
                     self._owners.setdefault(id(block), name)
 
-    def births(self) -> list[tuple[str, str]]:
-        """(module or parameter, line) of each block, in the order of births."""
+    def origins(self) -> list[tuple[str, str]]:
+        """Return (module or parameter, line) of each block, in the order of allocation."""
         operations, found = self._tracker.operations, []
         ends = [end for end, *_ in operations]
         for position, (block, sign) in enumerate(self._tracker.log):

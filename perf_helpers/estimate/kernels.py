@@ -27,17 +27,17 @@ class Kernels:
 
     Args:
         capability: the compute capability.
-        is_there: whether a tensor lies on the GPU.
+        is_on_device: whether a tensor is on the GPU.
         rules: the rules of torch's release; None: the installed one's.
     """
 
     def __init__(
         self,
         capability: tuple[int, int],
-        is_there: Callable[[torch.Tensor], bool] = lambda _: True,
+        is_on_device: Callable[[torch.Tensor], bool] = lambda _: True,
         rules: Release | None = None,
     ):
-        self._is_there = is_there
+        self._is_on_device = is_on_device
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         self.workspace_bytes = workspace_bytes(capability)
         newest = capability >= (9, 0)
@@ -210,7 +210,7 @@ class Kernels:
 
     def _where(self, made, condition, *values, **__):
         """A number is copied to the device first (native/TensorCompare.cpp: where_self_out)."""
-        numbers = [value for value in values if not value.dim() and not self._is_there(value)]
+        numbers = [value for value in values if not value.dim() and not self._is_on_device(value)]
         return [*(value.element_size() for value in numbers), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers import cards
-from perf_helpers.estimate.estimates import estimate
-from perf_helpers.estimate.prediction import Fits, MemoryEstimate
+from perf_helpers.estimate.api import estimate
+from perf_helpers.estimate.memory_estimate import Fits, MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task, positions

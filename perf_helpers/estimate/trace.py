@@ -1,10 +1,9 @@
-"""A training followed on fake tensors: every birth and death of a storage, with no bytes behind it.
+"""Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
 
-The code that runs is the one that is measured, transformers' Trainer included: the data are real, and whatever touches
-a weight is fake. What an operation allocates inside itself shows on no tensor: see
-`operator_workspaces`.
+The code that runs is the code that is measured, including transformers' Trainer: the data are real, and whatever uses a
+weight is fake. No tensor shows what an operation allocates internally: see `operator_workspaces`.
 
-Nothing here is to be called in a process that goes on to train: hooks and replaced functions are meant for a clean one.
+Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
 
 import collections
@@ -57,8 +56,8 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
-    """Follow an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
-    Raises Invalid where it cannot be built, or where what one of its operations makes depends on values."""
+    """Trace an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
+    Raises Invalid if it cannot be built, or if the result of an operation depends on values."""
     import cloudpickle
 
     with contextlib.ExitStack() as stack:
@@ -78,7 +77,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
-            stack.enter_context(fsdp_taken_up(functools.partial(tracker.sent, category=Category.WEIGHTS)))
+            stack.enter_context(fsdp_taken_up(functools.partial(tracker.send, category=Category.WEIGHTS)))
         weights = experiment.weights
         tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
@@ -98,8 +97,10 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
 
 
 class FakeTracker(Tracker):
-    """Follows a training whose weights are fake: an operation is carried out only where all its tensors are real.
-    `cache`: what is known of operations; it learns what is not."""
+    """Track a training whose weights are fake: an operation is computed only if all its tensors are real.
+
+    `cache`: results of operations that are known; new ones are added.
+    """
 
     places_modules = False  # whether a module that is sent to a device is to be noticed there
     sends_weights = False  # whether weights go to a device one by one, before any module does
@@ -110,7 +111,7 @@ class FakeTracker(Tracker):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
         self.collates = False  # whether a data loader gathers a batch: its data are real, and on the host
-        self.emptied: list[int] = []  # lengths of the log at which an allocator was told to give back what is free
+        self.emptied: list[int] = []  # lengths of the log at which the allocator's cache was emptied
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
         self._any_uniform = False  # whether any fake tensor has a value that is known, see `uniform_value`
 
@@ -157,8 +158,8 @@ class FakeTracker(Tracker):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
         super().resized(storage)
 
-    def sent_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Told of a module that goes to a device; the module."""
+    def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send a module to the device, and return it."""
         return module
 
     def repeated(self, span: tuple) -> FakeTensor | None:
@@ -176,7 +177,7 @@ class FakeTracker(Tracker):
         for owner, like, block in left:
             with _disable_current_modes():  # no operation of the training makes it
                 made.append(fake(like, self.fake))
-            self._follow(made[-1].untyped_storage(), block.category, block.operation)
+            self._add_block(made[-1].untyped_storage(), block.category, block.operation)
             twins[id(block)] = self.log.pop()[0]
             twins[id(block)].bytes = block.bytes
             if owner is not None:
@@ -200,7 +201,7 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Notices when a data loader gathers a batch."""
+        """Set `collates` while a data loader gathers a batch."""
 
         def noticed(plain):
             def gather(*args, **options):
@@ -219,7 +220,7 @@ class FakeTracker(Tracker):
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Told of an operation's tensors, and whether any is fake, before it is carried out."""
+        """Called before an operation runs, with its tensors and whether any is fake."""
 
     def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
@@ -334,7 +335,7 @@ def to_of(tracker: FakeTracker) -> Callable:
         for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        return module if device is None else tracker.sent_module(module)
+        return module if device is None else tracker.send_module(module)
 
     return to
 

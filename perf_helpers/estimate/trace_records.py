@@ -1,7 +1,7 @@
-"""What is kept of a training that was followed: its operations, the bytes that lived at each of them, and on CUDA the
-births and deaths of its blocks in their order, which is what an allocator is asked for.
+"""Hold a traced training: its operations, the live bytes at each, and for CUDA the log of allocations and frees that is
+replayed on the allocator model.
 
-No torch is needed to hold or to read a trace. How one is made stands in `trace`.
+Reading a trace needs no torch. `trace` makes one.
 """
 
 import functools
@@ -151,4 +151,4 @@ class Trace:
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
     log: Log | None = None  # of births and deaths, where a device's memory is followed
-    told: Any = None  # what a witness adds, see `explanation`
+    witnessed: Any = None  # what `explanation.Witness` adds

@@ -40,7 +40,7 @@ PRELOAD = (
     "perf_helpers.lab.time_meter",
     "perf_helpers.estimate.cuda",
     "perf_helpers.estimate.device",
-    "perf_helpers.estimate.prediction",
+    "perf_helpers.estimate.peak_memory",
 )
 # Without it a look at the number of GPUs would initialise CUDA, and no fork could use a GPU any more: neither the
 # server's, nor the ranks that a clean process forks (torch's launcher looks).

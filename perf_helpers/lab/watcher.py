@@ -1,4 +1,4 @@
-"""A training watched: its phases and the module that runs, and nothing that would change an allocation."""
+"""Record the phases of a training and the module that runs, without a change to what the training allocates."""
 
 import bisect
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ MARK = "perf_helpers"  # prefix of our own events among those of torch's profile
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage that lives, or did."""
+    """The memory of one storage, from its allocation to its free."""
 
     bytes: int  # as the allocator rounds them
-    category: str  # of `Category`; may become known after the birth: a temporary turns out to be a gradient
-    operation: str  # that made it
-    stream: int = 0  # of the device, on which it was made; 0: the usual one
+    category: str  # of `Category`; may change after the allocation: a temporary turns out to be a gradient
+    operation: str  # that allocated it
+    stream: int = 0  # of the device, on which it was allocated; 0: the default stream
 
 
 class Modules:
-    """Which module an operation belongs to, by its name in the model: in backward, the one whose forward made the node.
+    """Find the module that an operation belongs to: in backward, the one whose forward made the autograd node.
 
-    Autograd numbers its nodes as they are made, so that a module's nodes are those between two numbers.
+    Autograd numbers its nodes in order, so a module's nodes are those between two numbers.
     """
 
     def __init__(self):
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
-        # By how many backwards were running, for a checkpoint's second forward may be on a thread with its own count.
+        # One entry per nested backward, because a checkpoint's second forward may run on a thread with its own numbers.
         self._entered: list[tuple[list[int], list[str]]] = [([], [])]
 
     def enter(self, module) -> None:
@@ -55,7 +55,7 @@ class Modules:
             self._entered = [([], [])]
 
     def here(self) -> str:
-        """The module whose forward or backward runs now, "" outside of all."""
+        """Return the name of the module whose forward or backward runs now, "" outside of all."""
         if self._inside or len(self._entered) == 1:
             return self._inside[-1] if self._inside else ""
         node = torch._C._current_autograd_node()
@@ -72,11 +72,11 @@ class Modules:
 
 
 class Watcher:
-    """Marks the ends of the phases and follows nothing: watching with it changes no allocation."""
+    """Mark the ends of the phases and track no tensor: it changes no allocation."""
 
     def __init__(self):
         self.phase = Phase.SETUP
-        self.log: list[tuple[Block, int]] = []  # (block, +1 born or -1 dead)
+        self.log: list[tuple[Block, int]] = []  # (block, +1 allocated or -1 freed)
         self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
         self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
         self.modules = Modules()
@@ -84,10 +84,10 @@ class Watcher:
     def mark(self, label: str) -> None:
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
-            pass  # it is among the profiler's events too, so that both are told in one order
+            pass  # torch's profiler records the mark too, which puts it in order with the allocations
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
-        """Say what a tensor (or a nest of them) is for; blocks whose category is in `keep` stay as they are."""
+        """Set the category of a tensor (or of a nest of them); blocks whose category is in `keep` stay as they are."""
 
-    def born(self, tensor: Any, operation: str) -> None:
-        """Follow a tensor that no operation made."""
+    def track_unlisted(self, tensor: Any, operation: str) -> None:
+        """Track a tensor that no operation returned."""

@@ -69,7 +69,7 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Args:
         key: as given to `predict`.
         measured: in the unit given to `predict`; None where nothing could be measured.
-        estimate: the figure of `perf_helpers.estimate.estimates`, in that unit; None or unknown: none is shown.
+        estimate: the figure of `perf_helpers.estimate.estimate`, in that unit; None or unknown: none is shown.
 
     Raises:
         ValueError: no guess was asked for in this lab under that key.

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from perf_helpers.estimate import cuda, prediction
+from perf_helpers.estimate import cuda, peak_memory
 from perf_helpers.estimate.allocator_settings import is_since, release
-from perf_helpers.estimate.device import DeviceTracker
+from perf_helpers.estimate.device import DeviceTracker, Placement
+from perf_helpers.estimate.memory_estimate import Device
 from perf_helpers.lab import Task, processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.outcomes import Invalid
@@ -56,7 +57,7 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
 
 def test_a_tensor_counts_from_when_it_is_sent(tracker):
     with tracker, tracker.emulated():
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         batch, number = torch.arange(16).view(4, 4), torch.tensor(2.0)
         there = torch.zeros(8, device=torch.device("cpu"))
         there * number
@@ -80,11 +81,28 @@ def test_in_a_loop_of_ones_own_what_is_made_is_on_the_device():
         assert sizes(tracker)[1:] == [24, 96, -96]
 
 
+def test_results_are_placed_by_the_weights_then_the_inputs_then_the_request_then_the_phase(tracker):
+    with tracker:
+        host, sent = torch.zeros(3), torch.zeros(4)
+        tracker.send(sent)
+        place = tracker._placement_of_results
+        assert place([sent], True) is Placement.HOST, "the weights are on the host"
+        tracker.weights = Placement.DEVICE
+        assert (place([sent], False), place([host], False)) == (Placement.DEVICE, Placement.HOST)
+        assert place([], False) is Placement.HOST, "before the first forward"
+        tracker.phase = Phase.FORWARD
+        assert place([], False) is Placement.DEVICE
+        tracker._requested = Placement.HOST
+        assert place([], False) is Placement.HOST
+        tracker._forced = Placement.NEITHER
+        assert place([sent], True) is Placement.NEITHER
+
+
 def test_a_tensor_of_tensors_is_followed_by_what_it_is_made_of(tracker):
     from torch.testing._internal.two_tensor import TwoTensor
 
     with tracker, tracker.emulated():
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         two = TwoTensor(*(torch.zeros(8, device=torch.device("cpu")) for _ in range(2)))
         first = len(tracker.log)
         made = two + 1  # noqa: F841
@@ -98,7 +116,7 @@ def paged(tell):
     tracker = DeviceTracker((8, 0))
     optimizer = SimpleNamespace(is_paged=True, _cpu_paged_warned=True)
     with tracker, tracker.emulated(paged=True):
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         large, small = torch.zeros(100_000), torch.zeros(99_999)
         first = len(tracker.log)
         kept = [Optimizer8bit.get_state_buffer(optimizer, each, torch.uint8) for each in (large, small)]
@@ -114,7 +132,7 @@ def of_gradients(function, tell=None):
     """Bytes of the blocks that are made and given back from the forward of a function on, on fake tensors."""
     tracker = DeviceTracker((8, 0))
     with cuda.emulated(), tracker, tracker.emulated():
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         with tracker.fake:
             tensor = torch.empty(8, 4, 64, requires_grad=True)
             weight, bias = torch.empty(32, 64, requires_grad=True), torch.empty(32, requires_grad=True)
@@ -171,7 +189,7 @@ def changes(follows_each, options, tell):
     experiment = Experiment("mine", Task("gpt2", 12, config={"n_embd": 8, "n_layer": 2, "n_head": 2}), arguments)
     plain = patch.object(trace, "_few_micro_batches", lambda *_: contextlib.nullcontext())
     with plain if follows_each else contextlib.nullcontext():
-        log = prediction.trace_of(experiment, prediction.Device("cuda", (8, 0))).log
+        log = peak_memory.trace_of(experiment, Device("cuda", (8, 0))).log
     blocks = [(event >= 0, *log.blocks[event if event >= 0 else ~event]) for event in log.events]
     return blocks, dict(log.marks), log.emptied
 
@@ -214,7 +232,7 @@ def padded(samples):
 def test_what_a_collator_makes_lies_on_the_host_until_it_is_sent():
     tracker = DeviceTracker((8, 0), is_function=True)
     with tracker, tracker.emulated(), tracker.collating():
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         batch = next(iter(torch.utils.data.DataLoader(Numbers(), 2, collate_fn=padded)))
         assert sizes(tracker) == []
         sent = batch.to(torch.device("cpu"))
@@ -224,7 +242,7 @@ def test_what_a_collator_makes_lies_on_the_host_until_it_is_sent():
 def test_the_logarithm_of_a_sigmoid_keeps_its_input_alone():
     tracker = DeviceTracker((8, 0), is_function=True)
     with cuda.emulated((8, 0)), tracker, tracker.emulated():
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         torch.nn.functional.logsigmoid(torch.randn(100, 3).requires_grad_())
     assert sizes(tracker).count(1200) == 2, "its input and its result; on a CPU a buffer too"
 
@@ -270,7 +288,7 @@ def test_a_loss_of_trls_whose_kernels_are_not_emulated_is_refused(trl):
 def test_what_autocast_cast_last_goes_first():
     tracker = DeviceTracker((8, 0), is_function=True)
     with cuda.emulated((8, 0)), tracker, tracker.emulated(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         torch.mm(torch.randn(2, 300), torch.randn(300, 5))
     casts = [size for size in sizes(tracker) if abs(size) in (1200, 3000)]
     assert casts == [3000, 1200, -1200, -3000]
@@ -279,7 +297,7 @@ def test_what_autocast_cast_last_goes_first():
 def test_autocast_casts_arguments_from_the_last_on_and_the_tensors_of_a_list_in_their_order():
     tracker = DeviceTracker((8, 0), is_function=True)
     with cuda.emulated((8, 0)), tracker, tracker.emulated(), torch.autocast("cpu", torch.bfloat16):
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         rows, columns = torch.randn(2, 300, requires_grad=True), torch.randn(300, 5, requires_grad=True)
         torch.einsum("ij,jk->ik", rows, columns)
         torch.mm(rows * 1, columns * 1)

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from perf_helpers import cli, hardware
 from perf_helpers.advise import advise
 from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
-from perf_helpers.estimate import allocator_settings, estimate, estimates, estimates_so_far
-from perf_helpers.estimate.estimates import Knowledge, MemoryEstimate
+from perf_helpers.estimate import allocator_settings, estimate, estimates_so_far, fresh_process
+from perf_helpers.estimate.fresh_process import Knowledge
+from perf_helpers.estimate.memory_estimate import MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Invalid, Outcome
@@ -276,7 +277,7 @@ def test_a_clean_process_begins_with_what_earlier_ones_learnt(calls):
 
 
 def test_beyond_its_bound_the_oldest_is_forgotten(calls, monkeypatch):
-    monkeypatch.setattr(estimates, "_MOST_LEARNED_BYTES", 10)
+    monkeypatch.setattr(fresh_process, "_MOST_LEARNED_BYTES", 10)
     knowledge = Knowledge()
     for question in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11, b""):
         knowledge.ask(None, question, model="m", timeout=1)

@@ -9,7 +9,7 @@ import torch
 
 from perf_helpers.estimate import kernels
 from perf_helpers.estimate.allocator_settings import RELEASES, is_since, release
-from perf_helpers.estimate.device import DeviceTracker
+from perf_helpers.estimate.device import DeviceTracker, Placement
 from perf_helpers.lab import processes
 
 
@@ -18,7 +18,7 @@ def asked(names, capability, torch_version=None, tell=None):
     found = {}
     for name in names:
         tracker = DeviceTracker(capability, rules=release(torch_version))
-        tracker.is_there = True
+        tracker.weights = Placement.DEVICE
         with tracker, torch.no_grad():
             kernel_cases.warmed_up()
             run = (kernel_cases.RUNS | kernel_cases.SINCE_2_14 | kernel_cases.DRAWN)[name]()
@@ -59,7 +59,7 @@ def test_every_case_and_the_newest_release_are_recorded():
 
 def test_before_torch_2_15_the_first_matmul_of_each_thread_takes_a_workspace_and_keeps_it():
     tracker = DeviceTracker((8, 0), rules=release("2.14"))
-    tracker.is_there = True
+    tracker.weights = Placement.DEVICE
     with tracker, torch.no_grad():
         square = torch.zeros(64, 64)
         square @ square
@@ -87,7 +87,7 @@ NOT_LT = {
 @pytest.mark.parametrize("name", LT | NOT_LT)
 def test_cublaslt_has_a_workspace_of_its_own_up_to_torch_2_11(name, torch_version, own):
     tracker = DeviceTracker((7, 5), rules=release(torch_version))
-    tracker.is_there = True
+    tracker.weights = Placement.DEVICE
     with tracker, torch.no_grad():
         rows, bias = torch.zeros(3, 2, 64), torch.zeros(64)
         for phase in ("forward", "forward", "backward"):
@@ -102,7 +102,7 @@ def test_cublaslt_has_a_workspace_of_its_own_up_to_torch_2_11(name, torch_versio
 def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torch_version, held, monkeypatch):
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
     tracker = DeviceTracker((7, 5), rules=release(torch_version))
-    tracker.is_there = True
+    tracker.weights = Placement.DEVICE
     with tracker, torch.no_grad():
         LT["a bias"](torch.zeros(3, 2, 64), torch.zeros(64))
     assert [block.bytes for block, sign in tracker.log if sign > 0 and "workspace" in block.operation] == held
@@ -111,7 +111,7 @@ def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torc
 def held_workspaces(torch_version):
     """Bytes of the workspaces that are never freed, and of those that are, in two matmuls of two kinds."""
     tracker = DeviceTracker((8, 0), rules=release(torch_version))
-    tracker.is_there = True
+    tracker.weights = Placement.DEVICE
     with tracker, torch.no_grad():
         for _ in range(2):
             torch.mm(torch.zeros(8, 8), torch.zeros(8, 8))

@@ -7,7 +7,7 @@ import pytest
 from perf_helpers import Lab, Task
 from perf_helpers.estimate import lengths as module
 from perf_helpers.estimate.lengths import checked, read, worst_batch
-from perf_helpers.estimate.prediction import MemoryEstimate
+from perf_helpers.estimate.memory_estimate import MemoryEstimate
 from perf_helpers.records import Memory
 
 SAMPLES = (*random.Random(2).choices(range(3, 61), k=22),)

@@ -118,3 +118,35 @@ def test_a_storage_that_is_resized_counts_with_its_size():
         return sizes
 
     assert processes.call(live, timeout=120) == [4000, 0, 0, 2000, 0]
+
+
+def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for():
+    def categories(tell):
+        """The category at allocation, and the last one, by the size of the storage in numbers."""
+        import torch
+
+        from perf_helpers.lab.tracker import Tracker, watched
+
+        first = {}
+
+        class Noting(Tracker):
+            def _add_block(self, storage, category, operation):
+                first.setdefault(storage.nbytes() // 4, category)
+                super()._add_block(storage, category, operation)
+
+        tracker = Noting()
+        with watched(tracker) as parameters:
+            layer = torch.nn.Linear(5, 3, bias=False)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+            inputs = torch.ones(7, 5)
+            output = layer(inputs)
+            output.sum().backward()
+            optimizer.step()
+            (states,) = optimizer.state.values()
+            tensors = [*parameters.values(), layer.weight.grad, *states.values(), inputs, output]
+            last = [str(tracker.block(each).category) for each in tensors]
+        return {size: str(category) for size, category in first.items()}, last
+
+    first, last = processes.call(categories, timeout=120)
+    assert first == {15: "inputs", 35: "inputs", 21: "activations", 1: "activations"}
+    assert last == ["weights", "gradients", "optimizer_states", "inputs", "activations"]

@@ -1,13 +1,15 @@
-"""What is predicted in the clean process: several ranks, shards, a GPU; and what one process leaves to the next."""
+"""Peak memory of several ranks, of shards, on a GPU; and the facts that one fresh subprocess leaves to the next."""
 
 import dataclasses
 import pickle
 
 import pytest
 
-from perf_helpers.estimate import estimate, prediction
+from perf_helpers.estimate import estimate, peak_memory
+from perf_helpers.estimate.fresh_process import with_known
+from perf_helpers.estimate.memory_estimate import Device
 from perf_helpers.estimate.operator_workspaces import Probe
-from perf_helpers.estimate.prediction import Device, enough_samples, follow_all, memory_of, with_known
+from perf_helpers.estimate.peak_memory import enough_samples, memory_of, trace_all
 from perf_helpers.lab import processes
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
@@ -89,7 +91,7 @@ def experiment(model=TINY):
 
 def learn_twice(tell):
     """What two generations of knowledge say of one experiment, and whether the second asked for anything again."""
-    told, job = [], (follow_all, ([experiment()], Device("cpu")))
+    told, job = [], (trace_all, ([experiment()], Device("cpu")))
     (first,), news = with_known(*job, [], told.append)
     (second,), later_news = with_known(*job, [news], told.append)
     has_learnt = {type(key[0]) for key in pickle.loads(news)} == {str, int}  # what operations make, what they hide
@@ -104,6 +106,6 @@ def test_a_clean_process_leaves_what_it_learnt_to_the_next_and_nothing_twice():
 
 
 def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
-    monkeypatch.setattr(prediction, "_follow", lambda *_: pytest.fail("something was followed"))
+    monkeypatch.setattr(peak_memory, "_trace_one", lambda *_: pytest.fail("something was followed"))
     with pytest.raises(Invalid, match="'no_such_class': name another with architecture="):
-        follow_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)
+        trace_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)

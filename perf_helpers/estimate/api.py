@@ -1,29 +1,26 @@
-"""Predict the peak memory of a training without running it.
+"""Predict the peak memory of a training without running it: the functions that callers use.
 
-`estimate` calls `prediction.predict` in a fresh subprocess, which traces the training on fake tensors (`trace`) and
-measures what operators allocate internally (`operator_workspaces`). What a subprocess learns of operators is kept for
-the next ones (`Knowledge`).
+`estimate` calls `peak_memory.estimate_experiment` in a fresh subprocess (`fresh_process`), which traces the training on
+fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`).
 """
 
 import dataclasses
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from perf_helpers import cards
-from perf_helpers.estimate import prediction
+from perf_helpers.estimate import peak_memory
 from perf_helpers.estimate.allocator_replay import place, save
 from perf_helpers.estimate.allocator_settings import Settings, release
-from perf_helpers.estimate.prediction import Device, MemoryEstimate, Tell
-from perf_helpers.lab import hardware, processes, progress
+from perf_helpers.estimate.fresh_process import KNOWLEDGE
+from perf_helpers.estimate.memory_estimate import Device, MemoryEstimate
+from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import arguments_of_kind, shown, whole_number
-
-_MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
 
 
 def estimate(
@@ -67,12 +64,12 @@ def estimate(
         processes: ranks of a data-parallel training; the figures are those of one rank.
         snapshot: a file to write a memory snapshot to, for torch's viewer (https://docs.pytorch.org/memory_viz); on
             "cuda" only. It begins before the model is loaded, and ends where memory runs out.
-        timeout: time limit of the prediction in seconds.
+        timeout: time limit of the estimate in seconds.
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
     Raises:
         ValueError: an unknown argument, a value out of range, a model or an operator that cannot be traced, compiled
-            code, or no prediction within `timeout` (or within the limit of `processes.within`).
+            code, or no estimate within `timeout` (or within the limit of `processes.within`).
     """
     import cloudpickle
 
@@ -97,7 +94,7 @@ def estimate(
         if target_device.kind != "cuda":
             raise ValueError("snapshot= needs CUDA's allocator: add device='cuda' or card=")
     if not made or file:
-        began, job = time.perf_counter(), (prediction.predict, experiment, target_device, bool(file))
+        began, job = time.perf_counter(), (peak_memory.estimate_experiment, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
             made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
@@ -127,7 +124,7 @@ def target(
     torch_version: str | None = None,
     card: str | None = None,
 ) -> Device:
-    """Whose memory is to be predicted; arguments and errors are those of `estimate`."""
+    """Return the device whose memory is to be estimated; arguments and errors are those of `estimate`."""
     arguments_of_kind(target, locals())
     if card is not None:
         known = cards.named(card)
@@ -144,40 +141,7 @@ def target(
         return Device(kind)
     here = next((gpu.capability for gpu in machine.gpus if gpu.capability), cards.DEFAULT_CAPABILITY)
     capability, rules = tuple(compute_capability or here), release(torch_version)
-    Settings.parse(allocator_settings, rules.torch)  # says what is wrong with them
+    Settings.parse(allocator_settings, rules.torch)  # raises ValueError if they are wrong
     if device_memory is not None:
         whole_number("device_memory", device_memory, 0, 2**60)
     return Device(kind, capability, allocator_settings, device_memory, rules)
-
-
-class Knowledge:
-    """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
-    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Of too
-    much the oldest is forgotten, and would be learnt again."""
-
-    def __init__(self):
-        self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
-        self._learned: deque[bytes] = deque()  # the news that `prediction.with_known` returns
-
-    def ask(self, function: Callable, *arguments, model: str, timeout: float, on_percent: Tell | None = None) -> Any:
-        """What a function such as `prediction.predict` answers to these arguments in a clean process, within `timeout`
-        seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
-
-        Raises:
-            ValueError: the function raised `Invalid`, or its process failed or took too long.
-        """
-        job = prediction.with_known, function, arguments, [*self._learned]
-        try:
-            answer, learned = processes.call(*job, timeout=timeout, on_percent=on_percent)
-        except processes.Failed as failed:
-            if failed.outcome.status == "timed out":
-                raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None
-            raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
-        if learned:
-            self._learned.append(learned)
-        while sum(map(len, self._learned)) > _MOST_LEARNED_BYTES:
-            self._learned.popleft()
-        return answer
-
-
-KNOWLEDGE = Knowledge()  # of this process, whoever asks: lessons, the advisor, the explorers' threads
