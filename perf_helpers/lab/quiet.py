@@ -209,6 +209,11 @@ _LESSON = _Lesson()
 alone, threads = functools.partial(_LESSON.experiment, alone=True), _LESSON.threads
 
 
+def is_untimed() -> bool:
+    """Whether this process belongs to a lesson at the smallest sizes, where no time means anything."""
+    return UNTIMED in os.environ
+
+
 def experiment(alone: bool) -> contextlib.AbstractContextManager[None]:
     """Return the context of an experiment; see `_Lesson.experiment`."""
-    return _LESSON.experiment(alone and UNTIMED not in os.environ)
+    return _LESSON.experiment(alone and not is_untimed())
