@@ -59,7 +59,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python tests/size.py
-	$(BIN)/python -m pytest -q tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
+	$(BIN)/python -m pytest -q -m "not nightly" tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
 # A test's markers (pyproject.toml) say in which tier and stage it runs. ARGS are arguments for pytest, in place of the stages.
 test: check extras build/ipywidgets7

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import types
+from collections import Counter
 
 import matplotlib
 import pytest
@@ -15,7 +16,8 @@ matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would sho
 
 
 def pytest_collection_modifyitems(items):
-    """Give a test the markers that follow from what it uses."""
+    """Give a test the markers that follow from what it uses, and the cases after its daily ones the nightly tier."""
+    cases = Counter()
     for item in items:
         if "chromium" in item.fixturenames:
             item.add_marker("browser")
@@ -23,6 +25,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker("site")
         if "lab" in item.fixturenames:
             item.add_marker("process")
+        if daily := item.get_closest_marker("daily"):
+            cases[test := (item.parent, item.originalname)] += 1
+            if cases[test] > daily.args[0]:
+                item.add_marker("nightly")
 
 
 @pytest.fixture

@@ -62,10 +62,10 @@ def test_measure_takes_a_configuration_file_and_flags_without_values(tmp_path):
     ("words", "hint"),
     [
         (["--model", "bert-tiny", "--gradient_acumulation_steps", "4"], "gradient_accumulation_steps"),
-        (["--model", "bert-tony"], "bert-tiny"),
-        (["--model", "bert-tiny", "--seq_len", "100000"], "512 tokens"),
+        pytest.param(["--model", "bert-tony"], "bert-tiny", marks=pytest.mark.nightly),
+        pytest.param(["--model", "bert-tiny", "--seq_len", "100000"], "512 tokens", marks=pytest.mark.nightly),
         (["--model", "bert-tiny", "--per_device_train_batch_size", "0"], "at least 1"),
-        (["--model", "no/config.json"], "cannot be read"),
+        pytest.param(["--model", "no/config.json"], "cannot be read", marks=pytest.mark.nightly),
         (["--model", "bert-tiny", "--optim", "adamx"], "Did you mean 'adamw_torch'"),
         (["--model", "bert-tiny", "--per_device_train_batch_size", "1e9"], "'1e9': give a whole number"),
         (["--model", "bert-tiny", "--per_device_train_batch_size=many"], "'many': give a whole number"),
@@ -165,6 +165,7 @@ def test_an_experiment_that_fails_is_exit_code_1():
     assert result["status"] == "refused" and result["peak_bytes"] is None
 
 
+@pytest.mark.nightly
 def test_two_recipes_are_explained_what_follows_then_is_the_second():
     words = [
         "explain",

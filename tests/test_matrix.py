@@ -350,6 +350,7 @@ def test_an_environment_is_made_anew_when_its_list_changes_and_brought_up_to_dat
     assert called == ["venv", "upgrade", "upgrade"]
 
 
+@pytest.mark.nightly
 def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, monkeypatch):
     """The one environment that is really made here: without an index there is nothing to install."""
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():

@@ -185,9 +185,9 @@ def test_every_import_is_a_declared_dependency():
         for module, source in modules().items()
     }
     for folder in ("tests", "notebooks", "website"):
+        near = [path for room in (folder, "benchmarks", "website") for path in (ROOT / room).rglob("*.py")]
+        siblings = {other.stem: ["pytest"] for other in near}
         for path in some(sorted((ROOT / folder).rglob("*.py")), f"sources in {folder}"):
-            near = [path for room in (folder, "benchmarks", "website") for path in (ROOT / room).rglob("*.py")]
-            siblings = {other.stem: ["pytest"] for other in near}
             problems[f"{folder}/{path.name}"] = undeclared(path.read_text(), every, {**owners, **siblings})
     assert {where: names for where, names in problems.items() if names} == {}
 
@@ -231,8 +231,8 @@ PAGES = {"jupyter_client", "nbformat", "nbconvert"}
         ("compare {run} {run}", 0, set()),
         ("history {folder}", 0, set()),
         ("report {folder}", 0, PAGES),
-        (f"estimate {TINY} --device cuda", 0, set()),
-        (f"measure {TINY} --memory-only", 0, set()),
+        pytest.param(f"estimate {TINY} --device cuda", 0, set(), marks=pytest.mark.nightly),
+        pytest.param(f"measure {TINY} --memory-only", 0, set(), marks=pytest.mark.nightly),
     ],
 )
 def test_a_command_imports_nothing_that_it_does_not_use(tmp_path, words, code, needs):

@@ -69,6 +69,7 @@ def test_what_was_stopped_goes_on_and_writes_no_record_before_its_end(runner, sq
     assert squares.asked == [0, 1, 2, 3] * 2, "it had come to its end: this is another one"
 
 
+@pytest.mark.nightly
 def test_rows_of_other_options_are_not_taken_over(runner, squares):
     squares.stops.add(2)
     with pytest.raises(KeyboardInterrupt):
@@ -78,6 +79,7 @@ def test_rows_of_other_options_are_not_taken_over(runner, squares):
     assert squares.asked == [0, 1, 0, 1, 2, 3] and record(runner)["sum"] == 28
 
 
+@pytest.mark.nightly
 def test_some_rows_are_measured_anew_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
     squares().main([])
     squares.asked.clear()
@@ -90,6 +92,7 @@ def test_some_rows_are_measured_anew_and_without_a_name_it_only_concludes(runner
     assert squares.asked == [2, 3] and record(runner) == before, "of the day on which it was measured"
 
 
+@pytest.mark.nightly
 def test_rows_that_are_new_among_the_cases_are_measured_too(runner, squares):
     squares().main(["--count", "2"])
     squares.asked.clear()

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import cloudpickle
 import psutil
 
-from perf_helpers.lab import hardware, optional_packages, outcomes, quiet
+from perf_helpers.lab import arguments, hardware, optional_packages, outcomes, quiet
 
 # What the server imports, and all that these import, so that a clean process has it at no cost.
 PRELOAD = (
@@ -144,6 +144,7 @@ def _import_libraries() -> bool:
         _import_torchao()
     optional_packages.import_peft()
     _preload(PRELOAD)
+    arguments.known()  # it reads transformers' source: once for all forks
     return has_gpus
 
 

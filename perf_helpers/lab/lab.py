@@ -180,26 +180,28 @@ class Lab(Runner):
         players = [each.replace(arguments=given, **changes) for each, given in zip(of_runs, endless, strict=True)]
         if inside_one:
             players, turns = [*players, players[0]], -(-turns // PROCESSES)
-        total = len(players) * (turns + 1) * (PROCESSES if inside_one else 1)
+        told, count = (1, 1) if quiet.is_untimed() else (turns, PROCESSES)  # there one turn shows that they run
+        total = len(players) * (told + 1) * (count if inside_one else 1)
         what = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
         with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
-            told = None if self.executor else lambda number: bar.update(number - bar.n)
-            how = players, turns, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), told
+            on_turn = None if self.executor else lambda number: bar.update(number - bar.n)
+            how = players, told, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), on_turn
             with quiet.experiment(quiet.Need.SHARE if inside_one else quiet.Need.MACHINE):
                 if inside_one:
                     at_once = min(2, self.machine.cpu_cores or 1)
-                    outcome = self._perform(processes.side_by_side, *how, PROCESSES, at_once)
+                    outcome = self._perform(processes.side_by_side, *how, count, at_once)
                 else:
                     outcome = self._perform(processes.alternate, *how)
         if not outcome.ok:
             reason = Run(what, outcome.status, outcome.message).failure
             print(f"Speed not measured: {reason}", file=sys.stderr)
             return [(Ratio.unknown(f"speed not measured: {reason}", self._error),)] * len(others)
+        taken = [[each * (turns // told) for each in process] for process in outcome.value] * (PROCESSES // count)
         found, clock = [], CPU if inside_one else WALL
         for which, (run, experiment) in enumerate(zip(others, of_runs[1:], strict=True), 1):
             samples = [each.samples_per_step for each in (of_runs[0], experiment)]
             per_sample = samples[1] / samples[0] if all(samples) else 1.0
-            three = [[process[0], process[which], process[-1]] for process in outcome.value]
+            three = [[process[0], process[which], process[-1]] for process in taken]
             if inside_one:
                 ratios = [Ratio.of_turns(three, each, LEAST_FLOOR, per_sample) for each in (CPU, WALL)]
             else:

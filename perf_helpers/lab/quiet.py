@@ -243,6 +243,11 @@ _LESSON = _Lesson()
 threads = _LESSON.threads
 
 
+def is_untimed() -> bool:
+    """Return whether this process belongs to a lesson at the smallest sizes, where no time means anything."""
+    return UNTIMED in os.environ
+
+
 def experiment(need: Need, cores: int = 1) -> contextlib.AbstractContextManager[None]:
     """Return the context of an experiment; see `_Lesson.experiment`."""
-    return _LESSON.experiment(Need.SHARE if UNTIMED in os.environ else need, cores)
+    return _LESSON.experiment(Need.SHARE if is_untimed() else need, cores)

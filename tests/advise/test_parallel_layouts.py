@@ -170,6 +170,7 @@ def test_checkpointing_sums_a_fifth_time_in_each_block():
     assert sent(gradient_checkpointing=True)["tensor 4"] == 5 / 4 * sent()["tensor 4"]
 
 
+@pytest.mark.nightly
 def test_tensor_parallelism_stays_in_a_host_and_divides_the_heads(large):
     for answer in large.values():
         for layout in answer.layouts:
@@ -177,6 +178,7 @@ def test_tensor_parallelism_stays_in_a_host_and_divides_the_heads(large):
             assert layout.data * layout.tensor * layout.pipeline == answer.cards
 
 
+@pytest.mark.nightly
 def test_one_host_sends_nothing_to_others(large):
     assert all(layout.bytes_between_hosts == 0 for layout in large["one host"].layouts)
     across = by_name(large["hosts"])
@@ -189,12 +191,14 @@ def test_one_host_sends_nothing_to_others(large):
 # ---- the tree
 
 
+@pytest.mark.nightly
 def test_what_fits_one_card_is_copied(large, small):
     assert small.choice == "DDP", "though stages of so small a model would send less"
     assert large["roomy"].branch == "the model fits one card" and large["roomy"].choice == "DDP"
     assert large["one card"].choice == "one card" and large["one card"].bytes_a_step == 0
 
 
+@pytest.mark.nightly
 def test_a_slow_link_makes_stages(large):
     answer = large["slow link"]
     assert "pipeline" in answer.choice and answer.bytes_a_step < large["one host"].bytes_a_step
@@ -202,12 +206,14 @@ def test_a_slow_link_makes_stages(large):
     assert shared.fits and shared.seconds_a_sample > 1.2 * answer.layouts[0].seconds_a_sample
 
 
+@pytest.mark.nightly
 def test_many_hosts_have_stages_between_them_where_the_link_is_slow(large):
     answer = large["hosts"]
     assert "pipeline" in answer.choice
     assert answer.layouts[0].bytes_between_hosts < 0.2 * by_name(answer)["FSDP"].bytes_between_hosts
 
 
+@pytest.mark.nightly
 def test_where_the_largest_layer_is_too_large_layers_are_cut_through(large):
     answer = large["layer"]
     assert answer.branch == "not even the largest layer fits one card"
@@ -215,12 +221,14 @@ def test_where_the_largest_layer_is_too_large_layers_are_cut_through(large):
     assert not by_name(answer)["FSDP"].fits
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits_the_smallest_is_told(large):
     answer = large["hopeless"]
     assert answer.choice == "nothing fits" and answer.bytes_a_rank == min(x.bytes_a_rank for x in answer.layouts)
     assert "too much" in answer.why
 
 
+@pytest.mark.nightly
 def test_the_fastest_that_fits_comes_first_and_equals_the_simplest(large):
     for answer in large.values():
         fitting = [layout for layout in answer.layouts if layout.fits]
@@ -243,6 +251,7 @@ def test_it_shows_itself(small):
 WHOLE = {"bf16": True, "per_device_train_batch_size": 1, "dtype": "float32"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "task", "question", "choice"),
     [

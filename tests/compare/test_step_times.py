@@ -1,5 +1,7 @@
 """What a step of a few recipes takes: as many processes as it takes to see the fastest step twice."""
 
+import pytest
+
 from perf_helpers.compare import step_times
 from perf_helpers.compare.step_times import PROCESSES, is_settled, keep
 from perf_helpers.lab import Task
@@ -65,6 +67,7 @@ def test_recipes_are_timed_until_they_are_settled(monkeypatch):
     assert len(found["recipes"]["vanilla"]["passed"]) == most and found["threads"] == 1
 
 
+@pytest.mark.nightly
 def test_every_recipe_runs_and_has_its_seconds(monkeypatch):
     monkeypatch.setattr(step_times, "PROCESSES", (1, 1))
     monkeypatch.setattr(step_times, "STEPS", 2)

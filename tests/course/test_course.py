@@ -69,6 +69,7 @@ pathlib.Path(out, "pids").write_text(f"{os.getpid()} {child}")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_nothing_outlives_a_lesson_whose_kernel_is_forked(end, tmp_path, monkeypatch):
     write_lesson(tmp_path / "lessons", "00_forks", FORKS + end)

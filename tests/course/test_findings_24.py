@@ -28,6 +28,7 @@ def test_pips_runtime_has_no_library_of_the_name_that_the_linker_asks_for():
     assert not any((folder / "libcudart.so").exists() for folder in folders)
 
 
+@pytest.mark.nightly
 def test_after_eight_graphs_torch_compiles_that_function_no_more():
     graphs = functions().graphs
     assert graphs(range(2, 12), dynamic=False) == torch._dynamo.config.recompile_limit == 8

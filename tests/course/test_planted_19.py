@@ -57,6 +57,7 @@ def test_a_trainer_that_obeyed_fp16_would_be_seen(trainer, expected):
     assert verdict("cpu-flags-alike", obeyed) is expected
 
 
+@pytest.mark.nightly
 def test_the_type_of_the_weight_would_say_that_bf16_is_dropped_too():
     wrong = lesson(note_type=None)
     wrong.scope["note_type"] = lambda seen, layer, inputs, output: seen.append(str(layer.weight.dtype))

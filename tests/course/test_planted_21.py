@@ -87,10 +87,9 @@ class TestMemory:
     def test_weights_that_are_copied_out_of_the_file_are_there_twice(self, lab, lesson):
         def copied(folder):
             model = lesson.load(folder)
-            with torch.no_grad():
-                copies = [weight.clone() for weight in model.parameters()]
-            for weight, copy in zip(model.parameters(), copies, strict=True):
-                weight.data = copy
+            model.read = [weight.data for weight in model.parameters()]  # stays: a moment may pass with nobody looking
+            for weight in model.parameters():
+                weight.data = weight.data.clone()
             return model
 
         as_it_is = found(lab, lesson, lesson.load)

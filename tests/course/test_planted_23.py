@@ -131,6 +131,7 @@ class TestFaultsOfOtherPlaces:
 
         assert lesson.diagnose(lesson.examine(shrinking)) == ("not known", "KeyError: 'a column'")
 
+    @pytest.mark.nightly
     def test_another_rank_that_is_late_and_another_shape_are_found(self, lesson, tmp_path):
         lesson.scope["lab"] = Lab("cpu", out=tmp_path, timeout=60)
         late = lesson.examine_ranks(partial(lesson.ranks, saves=(0, 1)), "late")

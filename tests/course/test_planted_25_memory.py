@@ -170,6 +170,7 @@ def found(lab, cells, replaced=()):
     return measured(lab, cells, [*replaced, *(pair for cell in cells for pair in SMALL.get(cell, ()))])
 
 
+@pytest.mark.nightly
 def test_without_a_fault_the_verdicts_are_the_expected_ones():
     right = found(Planted(), MEASURES)
     assert {id: verdict(id, value) for id, value in right.items()} == {

@@ -127,6 +127,7 @@ class TestTwoLaws:
         )  # the same for any model
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(slow_link.missing() is not None, reason="no link can be made here")
 class TestTwoHosts:
     def test_what_arrives_later_is_waited_for_as_often_as_there_are_messages(self, lab):

@@ -36,6 +36,7 @@ def test_ranks_of_adalora_learn_where_peft_sends_them_to_a_quantized_base():
     assert learning("cpu", load_in_4bit=True) == learning("cuda")
 
 
+@pytest.mark.nightly
 def test_dora_reads_weights_of_8_bits_after_their_scales_went_to_the_layer():
     memory = estimate(TASK, device="cuda", peft={"use_dora": True} | EVERY, load_in_8bit=True).memory
     assert memory.peak_bytes > memory.breakdown["quantized_weights"] > 0

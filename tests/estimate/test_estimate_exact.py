@@ -192,12 +192,12 @@ NAMED = [
 ]
 INFERENCES = [
     ("bert", {"seq_len": 31, "per_device_eval_batch_size": 3}),
-    ("gpt2", {"seq_len": 24, "bf16": True}),
-    ("t5", {"seq_len": 16, "dtype": "bfloat16"}),
-    ("mixtral", {"seq_len": 24, "attn_implementation": "eager"}),
     ("swin", {"per_device_eval_batch_size": 5}),
     ("gpt2", {"seq_len": 16, "max_new_tokens": 5, "num_beams": 3, "per_device_eval_batch_size": 3}),
     ("llama", {"seq_len": 31, "max_new_tokens": 9, "cache_implementation": "static", "dtype": "bfloat16"}),
+    ("gpt2", {"seq_len": 24, "bf16": True}),
+    ("t5", {"seq_len": 16, "dtype": "bfloat16"}),
+    ("mixtral", {"seq_len": 24, "attn_implementation": "eager"}),
     ("mistral", {"seq_len": 21, "max_new_tokens": 17, "bf16": True}),  # beyond its window
     ("mixtral", {"seq_len": 16, "max_new_tokens": 4}),
     ("mamba", {"seq_len": 16, "max_new_tokens": 5, "num_beams": 2}),
@@ -282,7 +282,8 @@ def test_every_architecture_and_every_two_settings_are_tried():
     assert wanted - tried == set()
 
 
-@pytest.mark.parametrize("pair", TRAININGS + FOUND, ids=_name)
+@pytest.mark.daily(len([*FOUND, *ARCHITECTURES]))  # those that were found, and one of each architecture
+@pytest.mark.parametrize("pair", FOUND + TRAININGS, ids=_name)
 def test_a_training_is_exact(pair, both):
     counted, estimated = both(pair)
     assert (estimated.peak_bytes, estimated.breakdown) == (counted.peak_bytes, counted.breakdown)
@@ -310,6 +311,7 @@ def test_bf16_on_weights_in_fp16_fails_on_a_cpu_and_the_estimate_says_so(configu
         estimate(task, device="cpu", bf16=True)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("pair", INFERENCES, ids=_name)
 def test_an_inference_is_exact(pair, both):
     counted, estimated = both(pair, training=False)

@@ -59,6 +59,7 @@ def test_a_mistake_is_named_before_anything_is_followed(options, message, monkey
         predicted(**options)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [
@@ -191,6 +192,7 @@ def test_a_card_is_its_capability_and_its_memory_less_a_context():
     assert estimate(**options, card="t4", device_memory=2**20).is_too_large
 
 
+@pytest.mark.nightly
 def test_under_a_torch_that_nobody_has_tried_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
     """A pretended torch 2.99: the estimate, its JSON and the advice name the rules, and that they are untested."""
     plain = importlib.metadata.version
@@ -215,6 +217,7 @@ def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():
     assert predicted().torch_rules is None and predicted().untested_torch is None
 
 
+@pytest.mark.nightly
 def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_another(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata,

@@ -25,7 +25,8 @@ def cache_bytes(tokens, answers):
     return 2 * 3 * 2 * 16 * 4 * tokens * answers  # keys and values, layers, heads, head size, bytes
 
 
-@pytest.mark.parametrize(("beams", "batch", "new"), [(1, 5, 30), (4, 2, 12)])
+@pytest.mark.daily(1)
+@pytest.mark.parametrize(("beams", "batch", "new"), [(4, 2, 12), (1, 5, 30)])
 def test_the_cache_takes_what_the_formula_says(lab, beams, batch, new):
     options = {"max_new_tokens": new, "num_beams": beams, "per_device_eval_batch_size": batch}
     run = lab.infer(f"{beams} beams", task=LLAMA, **options)
@@ -64,6 +65,7 @@ def test_a_model_with_lora_writes_as_many_tokens(lab, beams):
     assert estimate(LLAMA, device="cpu", training=False, peft={"r": 4}, **options).peak_bytes == run.peak_bytes
 
 
+@pytest.mark.nightly
 def test_a_static_cache_is_as_large_from_the_start_and_never_copied(lab):
     run = lab.infer("static", task=LLAMA, max_new_tokens=30, cache_implementation="static")
     assert max(run.memory.timeline["key_value_cache"]) == cache_bytes(20 + 30 - 1, answers=8)
@@ -82,6 +84,7 @@ def _plain(task):
         return [*model.generate(batch["input_ids"], **options).shape]
 
 
+@pytest.mark.nightly
 def test_it_counts_what_a_plain_generate_takes(lab):
     plain = lab.run(_plain, "plain", task=LLAMA, measure=("memory",), use_cpu=True)
     assert plain.value == [8, 29]
@@ -119,6 +122,7 @@ def test_a_training_that_is_to_write_is_refused(lab):
     assert "--inference" in str(CliRunner().invoke(cli.app, words).exception)
 
 
+@pytest.mark.nightly
 def test_the_command_line_shows_the_cache():
     words = ["estimate", "--model", "gpt2", "--seq-len", "300", "--inference", "--device", "cpu"]
     result = CliRunner().invoke(cli.app, [*words, "--max_new_tokens", "2", "--num_beams", "2"])

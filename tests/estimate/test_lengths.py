@@ -21,7 +21,8 @@ def measured(task, **arguments):
     return run.memory.peak_bytes
 
 
-@pytest.mark.parametrize("multiple, arguments", [(1, {}), (16, {"gradient_accumulation_steps": 2, "bf16": True})])
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("multiple, arguments", [(16, {"gradient_accumulation_steps": 2, "bf16": True}), (1, {})])
 def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, arguments):
     arguments |= {"per_device_train_batch_size": 4, "data_seed": 5}
     found = worst_batch(BERT, SAMPLES, pad_to_multiple_of=multiple, device="cpu", **arguments)

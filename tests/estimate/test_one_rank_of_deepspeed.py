@@ -82,6 +82,7 @@ def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
         assert any("DeepSpeed" in text for text in told.assumptions)
 
 
+@pytest.mark.daily(1)
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
 def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):

@@ -236,6 +236,7 @@ def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measur
     assert all(hidden.how == "measured" for hidden in found(*operations[:3], deadly, *operations[3:])[4:])
 
 
+@pytest.mark.nightly
 def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
     """Grouped queries, cut so that there are fewer heads of queries than of keys: torch's kernel divides by zero."""
     query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)

@@ -59,6 +59,7 @@ def test_gradients_of_fsdp2_wait_whole_for_the_last_micro_batch():
     assert twice.memory.breakdown["gradients"] > 2 * once.memory.breakdown["gradients"]
 
 
+@pytest.mark.nightly
 def test_sharding_is_for_gpus_and_for_several():
     plain, passed_over = predicted(processes=2), predicted(processes=2, fsdp=True)
     assert passed_over.memory.phase_breakdowns == plain.memory.phase_breakdowns

@@ -144,6 +144,7 @@ def test_a_folder_is_no_place(tmp_path):
     assert place(tmp_path / "file").is_absolute()
 
 
+@pytest.mark.nightly
 def test_the_command_line_writes_one(tmp_path):
     words = ["--model", "bert-tiny", "--seq-len", "16", "--device", "cuda", "--per_device_train_batch_size", "1"]
     done = CliRunner().invoke(cli.app, ["estimate", *words, "--snapshot", str(tmp_path / "file")])

@@ -67,6 +67,7 @@ def test_double_quantization_saves_what_its_paper_says(lab):
     assert saved == 3 * scales - of_small_layers - layers * (256 * 4 + 4), "and each layer has a code book of 256"
 
 
+@pytest.mark.daily(3)
 @needs_peft
 @pytest.mark.parametrize(
     "given",
@@ -88,6 +89,7 @@ def test_the_estimate_is_what_is_counted(lab, given):
     assert found.trainable_parameters == memory.trainable_parameters < memory.parameters
 
 
+@pytest.mark.daily(1)
 @needs_peft
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
 def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):

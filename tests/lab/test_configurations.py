@@ -341,6 +341,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
     assert whole["weights"] - halves["weights"] == 2 * task.parameters(), "of a table of angles nothing changes"
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
 def test_fp16_on_weights_of_16_bits_is_told_as_the_training_s_failure(tmp_path, dtype, why):
     """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
@@ -408,6 +409,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_first_line_names_the_type_of_the_weights(tmp_path, command, printed):
     folder = saved(tmp_path, "bfloat16")
@@ -419,6 +421,7 @@ def test_the_first_line_names_the_type_of_the_weights(tmp_path, command, printed
     assert (found["a"] if command == "explain" else found)["weights"] == text
 
 
+@pytest.mark.nightly
 def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
     folder, lengths = saved(tmp_path, "bfloat16"), tmp_path / "lengths.txt"
     lengths.write_text("8 9 12 16 5 3 7 8")

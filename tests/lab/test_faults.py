@@ -165,16 +165,17 @@ def kill_the_server_of_ranks(task):
     time.sleep(600)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
         (kill_oneself, "killed", "SIGKILL"),
+        (build_lists_within_too_little, "out of memory", "MemoryError"),
+        (kill_a_rank, "killed", "rank 1: the process was killed by SIGKILL"),
+        (kill_the_server, "killed", "parent process"),
         (kill_oneself_beside_workers, "killed", "SIGKILL"),
         (read_address_zero, "killed", "SIGSEGV"),
         (train_within_too_little, "out of memory", "DefaultCPUAllocator: can't allocate memory"),
-        (build_lists_within_too_little, "out of memory", "MemoryError"),
-        (kill_the_server, "killed", "parent process"),
-        (kill_a_rank, "killed", "rank 1: the process was killed by SIGKILL"),
         (kill_the_server_of_ranks, "killed", "parent process"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -184,6 +185,7 @@ def test_an_experiment_that_is_ended_says_by_what(lab, fault, status, message):
     assert (run.status, message in run.message) == (status, True), run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_workers_under_a_folder_whose_name_is_too_long_for_sockets_do_not_hang(lab, tmp_path, monkeypatch, processes):
     folder = tmp_path / ("long" * 30)
@@ -214,6 +216,7 @@ def cgroup():
     folder.rmdir()
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_the_kernel_ends_for_its_memory_is_out_of_memory_and_this_process_lives(lab, cgroup, processes):
     def fill(task):
@@ -252,7 +255,8 @@ def start_children_that_stay(task):
         time.sleep(600)
 
 
-@pytest.mark.parametrize("end", [lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: 1 / 0])
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None, lambda: 1 / 0])
 def test_children_end_with_the_experiment_whatever_session_they_are_in_and_however_it_ends(lab, end):
     def start(task):
         start_children_that_stay(task)

@@ -207,6 +207,7 @@ def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_p
     assert _gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.nightly
 def test_a_killed_server_is_replaced(lab):
     def parent(_):
         import os

@@ -66,6 +66,7 @@ def test_whatever_cuda_visible_devices_says_a_machine_without_gpus_is_a_cpu_with
     assert kind == "cpu" and nvml_reason in reason and len(texts) == 1 and reason in texts[0]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("value", [None, "", "-1", "abc", "0,0", "GPU-00000000", "MIG-00000000"])
 def test_a_driver_that_shows_nothing_is_told_with_what_cuda_visible_devices_says(libraries, value):
     made = libraries(3, nvmlInit_v2=0) | ({} if value is None else {"CUDA_VISIBLE_DEVICES": value})
@@ -75,6 +76,7 @@ def test_a_driver_that_shows_nothing_is_told_with_what_cuda_visible_devices_says
     assert reason in texts[0] and ("unset" in texts[0]) == (value is not None)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [3, 9, 18, 999])
 def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
     """Not supported, driver not loaded, driver and library do not match, unknown; also at its initialisation."""

@@ -7,7 +7,7 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import interleaving, processes
+from perf_helpers.lab import interleaving, processes, quiet
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.training import Experiment, pickled
 from perf_helpers.records import CPU, WALL, Ratio
@@ -53,6 +53,13 @@ def test_each_is_called_once_a_turn_and_once_to_warm_up(clock, count):
     assert called[:count] == [*range(count)], "the turn that warms up"
     turns = [called[at : at + count] for at in range(0, len(called), count)]
     assert len(turns) == 7 and all(sorted(turn) == [*range(count)] for turn in turns)
+
+
+def test_at_the_smallest_sizes_one_turn_stands_for_all(clock, monkeypatch):
+    monkeypatch.setenv(quiet.UNTIMED, "1")
+    called = []
+    (taken,) = interleaving.in_turns([lambda: called.append(1)], turns=5)
+    assert len(called) == 2 and len(taken) == 5, "one call warms up"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
@@ -256,6 +263,7 @@ def test_what_ends_too_early_is_named(second, status, message):
     assert outcome.status == status and message in outcome.message
 
 
+@pytest.mark.nightly
 def test_turns_that_take_too_long_are_given_up():
     outcome = side_by_side(training("a"), function("slow", lambda _: time.sleep(30), 5), timeout=5)
     assert (outcome.status, outcome.message) == ("timed out", "no result within 5 s")

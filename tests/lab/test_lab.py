@@ -6,7 +6,7 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import processes
+from perf_helpers.lab import processes, quiet
 from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
 from perf_helpers.lab.outcomes import Outcome
@@ -112,7 +112,7 @@ def test_old_and_new_names_of_an_argument_mean_the_same(lab):
     assert old.peak_bytes == new.peak_bytes
 
 
-def test_a_comparison_takes_turns(lab):
+def test_a_comparison_takes_turns(lab, monkeypatch):
     a = lab.train("a", task=TINY, steps=2, per_device_train_batch_size=2)
     b = lab.train("b", task=TINY, steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     comparison = lab.compare(a, b, turns=3)
@@ -122,8 +122,12 @@ def test_a_comparison_takes_turns(lab):
         assert ratio.low <= ratio.value / ratio.floor and ratio.value * ratio.floor <= ratio.high
         assert ratio.floor >= 1.05
     assert "ratio (CPU time)" in comparison._repr_html_() and "by the clock" in repr(comparison)
+    monkeypatch.setenv(quiet.UNTIMED, "1")  # at the smallest sizes
+    pairs = lab.compare(a, b, turns=8).speed_ratio.pairs
+    assert len(pairs) == 8 and len({*pairs}) == 1, "one turn stands for all"
 
 
+@pytest.mark.nightly
 def test_several_are_compared_with_one_baseline_in_the_same_turns(lab):
     two, many = (lab.train(f"{n}", task=TINY, measure="memory", per_device_train_batch_size=n) for n in (2, 32))
     gone = lab.run(lambda task: 1 / 0, "gone", measure=("memory",))
@@ -137,6 +141,7 @@ def test_several_are_compared_with_one_baseline_in_the_same_turns(lab):
         lab.compare(two)
 
 
+@pytest.mark.nightly
 def test_inference_is_compared_too(lab):
     small, large = (lab.infer(f"{n}", task=TINY, measure=("time",), per_device_eval_batch_size=n) for n in (2, 64))
     assert small.timing.samples_per_second and len(small.timing.all_cpu_seconds) == small.timing.steps

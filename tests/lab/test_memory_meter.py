@@ -82,22 +82,23 @@ RECIPES = {
     "vanilla": {"per_device_train_batch_size": 8},
     "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "checkpointing": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
+    "bf16 autocast": {"per_device_train_batch_size": 2, "bf16": True},
+    "8-bit Adam": {"per_device_train_batch_size": 8, "optim": "adamw_bnb_8bit"},
     "reentrant checkpointing": {
         "per_device_train_batch_size": 8,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "bf16 autocast": {"per_device_train_batch_size": 2, "bf16": True},
     "fp16 autocast": {"per_device_train_batch_size": 2, "fp16": True},
     "bf16 weights": {"per_device_train_batch_size": 2, "dtype": "bfloat16"},
     "adafactor": {"per_device_train_batch_size": 8, "optim": "adafactor"},
-    "8-bit Adam": {"per_device_train_batch_size": 8, "optim": "adamw_bnb_8bit"},
     "for-loop AdamW": {"per_device_train_batch_size": 8, "optim": "adamw_torch"},
     "SGD with momentum": {"per_device_train_batch_size": 8},
     "eager attention": {"per_device_train_batch_size": 8, "attn_implementation": "eager"},
 }
 
 
+@pytest.mark.daily(5)
 @pytest.mark.filterwarnings("ignore:on a CPU the Trainer ignores fp16")
 @pytest.mark.parametrize("name", RECIPES)
 def test_counted_peak_is_the_allocators_to_the_byte(lab, name):
@@ -119,6 +120,7 @@ def test_counted_peak_is_the_allocators_to_the_byte(lab, name):
     assert run.memory.breakdown["inside_operations"] >= 0
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("model", "architecture", "config"),
     [("gpt2", "GPT2LMHeadModel", GPT2), ("t5-small", "T5ForConditionalGeneration", T5)],
@@ -184,6 +186,7 @@ def test_memory_that_no_operation_made_is_counted_and_stands_inside_operations(l
     assert much.breakdown["inside_operations"] - nothing.breakdown["inside_operations"] == 1_000_000
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("workers", [0, 1])  # with one it is counted by tensors
 def test_an_operation_that_fails_on_the_way_disturbs_no_count(lab, workers):
     def train(fails):

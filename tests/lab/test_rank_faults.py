@@ -77,6 +77,7 @@ def run_out_of_memory():
     torch.empty(10**15)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
@@ -142,6 +143,7 @@ def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
     assert "24 bytes instead of 16" in run.message and "dtype" in run.message
 
 
+@pytest.mark.nightly
 def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, monkeypatch):
     """Of one size and two dtypes: without the check both ranks go on, one of them with other numbers."""
 
@@ -178,6 +180,7 @@ def test_the_labs_own_port_is_free_whatever_the_environment_says(provoke, monkey
         assert provoke(lambda rank: None).ok
 
 
+@pytest.mark.nightly
 def test_a_port_of_ones_own_that_is_taken_is_told(provoke):
     import socket
 

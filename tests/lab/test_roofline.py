@@ -45,6 +45,7 @@ def linear_weights(task):
 
 
 class TestModelFlops:
+    @pytest.mark.daily(1)
     @pytest.mark.parametrize("task", [BERT, LLAMA, GPT2, T5], ids=lambda task: task.model)
     @pytest.mark.parametrize("training", [True, False])
     def test_it_is_what_a_real_model_computes(self, task, training):

@@ -26,6 +26,7 @@ def ending(how):
     return wait
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "how, status, message",
     [

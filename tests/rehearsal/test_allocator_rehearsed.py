@@ -173,6 +173,7 @@ def accepted(text):
     return True
 
 
+@pytest.mark.nightly
 def test_settings_are_refused_where_torch_refuses_them(measure):
     def ours(text):
         try:

@@ -141,6 +141,7 @@ def masks(padded):
     return seen
 
 
+@pytest.mark.nightly
 def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
     assert here(masks, False) == [None, None]
     assert here(masks, True) == [64 * 30 + 64 * 64] * 2
@@ -176,6 +177,7 @@ def test_two_ranks_have_a_device_each():
     assert first == second and first - alone.peak_bytes == pytest.approx(4 * SMALL.parameters(), rel=0.01)  # buckets
 
 
+@pytest.mark.nightly
 def test_two_ranks_on_one_device_are_refused(a100):
     run = Lab("gpu", executor=a100).train("two", task=SMALL, processes=2, measure="memory")
     assert run.status == "refused" and "use_cpu=True" in run.message

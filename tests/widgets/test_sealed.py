@@ -44,6 +44,7 @@ def test_an_error_has_its_line_and_unfolds_nothing():
     )
 
 
+@pytest.mark.nightly
 def test_without_the_extension_it_says_so():
     cell = nbformat.v4.new_code_cell(sealed.seal(SOURCE, "question", "src/05.py"))
     with pytest.raises(CellExecutionError, match=r"%%sealed.* not found"):
