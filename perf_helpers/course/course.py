@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
+from perf_helpers.course import course_server
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import report
 from perf_helpers.course.results import SCHEMA
-from perf_helpers.lab import forkserver, hardware, quiet
+from perf_helpers.lab import hardware, quiet
 from perf_helpers.lab.task import TINY, choose_profile
 from perf_helpers.records import now, write_whole
 from perf_helpers.texts import nearest_text, positive, shown, whole_number
@@ -87,7 +88,7 @@ def run_course(
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
-        server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
+        server = stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
         threads = max(1, (hardware.describe().cpu_cores or 1) // at_once)
@@ -127,7 +128,7 @@ def _at_once() -> int:
     """How many lessons this machine runs at once: on a CPU one more than it has cores, as lessons wait for each other,
     at most three, with 6 GiB for each."""
     machine = hardware.describe()
-    if machine.kind != "cpu" or not forkserver.HAS_FORK or (machine.cpu_cores or 1) < 2:
+    if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:
         return 1
     return max(1, min(3, machine.cpu_cores + 1, psutil.virtual_memory().available // (6 * 2**30)))
 

@@ -108,7 +108,7 @@ def missing() -> str | None:
 
 def bytes_sent() -> int | None:
     """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
-    others: seen from the namespace that the process is in. None where the system does not tell."""
+    others: seen from the namespace that the process is in. None if the system does not report it."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
         return int(next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))[8])
