@@ -1,15 +1,8 @@
-"""The server of a course: it imports the libraries once, and its forks are what the course's lessons run in.
+"""The server of a course: it imports the libraries once, and the processes of lessons are its forks.
 
-The functions are grouped by the process in which they run:
-
-- the course: `shared` starts the server and says by which environment variable it is found;
-- the course, and the papermill of a lesson: `python_module` asks it for papermill and for the kernel;
-- the server: `serve` forks for each process that connects. A process that wants clean processes gets a fork server of
-  its own (`forkserver` asks for it); one that wants a module gets a keeper;
-- the keeper of a module: `_keep` forks the module and ends with it;
-- the module: `_be_module` does what `python -m` does.
-
-Modules are forked on Linux only.
+The sections below are the processes in which their functions run. The course starts the server (`shared`). A process
+that wants clean processes gets a fork of it as its own fork server (`forkserver` asks for it). Papermill and the kernel
+of a lesson are forks too (`python_module`; on Linux only), each with a keeper that waits for its end.
 """
 
 import atexit
@@ -75,12 +68,9 @@ def python_module(
 
 
 class ForkedModule:
-    """A module that runs in a fork of the course's server, with what Jupyter and papermill's caller use of
-    `subprocess.Popen`.
+    """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that are used.
 
-    Args:
-        control: the connection to its keeper, which sends its exit code.
-        pid: its process id.
+    `control` is the connection to its keeper, which sends the exit code.
     """
 
     stdin = stdout = stderr = None

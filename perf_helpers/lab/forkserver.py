@@ -59,10 +59,7 @@ Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with
 class ForkServer:
     """The caller's fork server: started when it is first needed, replaced if it was killed, ended with the caller.
 
-    A fork of the caller has a server of its own.
-
-    Args:
-        preload: modules that a server imports.
+    A fork of the caller has a server of its own. `preload`: modules that a server imports.
     """
 
     def __init__(self, preload: Sequence[str]):
@@ -87,13 +84,8 @@ class ForkServer:
             self.running = _RunningServer(self._preload, with_bitsandbytes)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a clean process; return the server that did it, and the process id.
-
-        Args:
-            descriptors: of the channel, and of the files for what is printed to standard output and errors.
-            folder: for its temporary files.
-            job: by cloudpickle.
-        """
+        """Fork a clean process that holds the descriptors (channel, output, errors) and has a folder, with what a
+        pickled job needs; return the server that did it, and the process id."""
         with self._lock:
             try:
                 return self._fork(descriptors, folder, job)
@@ -130,7 +122,7 @@ class _RunningServer:
         self.forks: set[int] = set()  # ids of the clean processes that it has forked and not yet collected
         self.process: subprocess.Popen | None = None  # None: a fork of the course's server
         self._owner = os.getpid()
-        self._offered = [*optional_packages.OFFERED]  # packages that its libraries may use
+        self._offered = optional_packages.offered()  # packages that its libraries may use
         self._lock = threading.RLock()  # one request at a time
         self._control = None if self._offered else _joined_course()
         if not self._control:
@@ -142,7 +134,7 @@ class _RunningServer:
 
     def is_up_to_date(self) -> bool:
         """Return whether it lives, is this process's own, and has looked at all packages that were offered."""
-        return self._lives() and self._offered == optional_packages.OFFERED
+        return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
         """Return whether it lives and has clean processes."""
@@ -258,15 +250,9 @@ class CleanProcess(contextlib.AbstractContextManager):
             self._descriptor = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
             self._descriptor = None
-        assignment = forked.Assignment(
-            job=job,
-            turn=turn,
-            own_folder=self.folder,
-            working_folder=os.getcwd(),
-            environment=dict(os.environ),
-            path=[*sys.path],
-            threads=quiet.threads() if shares_cores else None,
-        )
+        surroundings = {"working_folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
+        surroundings["threads"] = quiet.threads() if shares_cores else None
+        assignment = forked.Assignment(job, turn, self.folder, **surroundings)
         with contextlib.suppress(BrokenPipeError):
             self.channel.send(assignment)
 

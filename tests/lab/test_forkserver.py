@@ -229,7 +229,7 @@ def test_a_clean_process_has_a_folder_that_ends_with_it_and_no_other_process_has
     assert was_there and not os.path.exists(folder) and forked.own_folder() is None
 
 
-def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, tmp_path, monkeypatch):
+def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, monkeypatch):
     from perf_helpers.lab.forkserver import SERVER, CleanProcess
 
     def wait(on_step):
@@ -239,7 +239,7 @@ def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, tmp_pa
     with CleanProcess(wait) as process:
         assert process.receive(300) == ("step", 1)
         before = SERVER.running
-        monkeypatch.setattr(optional_packages, "OFFERED", [tmp_path])
+        monkeypatch.setattr(sys, "path", [*sys.path, str(optional_packages.FOLDER / "some_extra")])
         SERVER.start()
         assert SERVER.running is not before and psutil.Process(process.pid).is_running()
         os.kill(process.pid, signal.SIGKILL)
