@@ -263,11 +263,6 @@ def words(figure: Figure) -> str:
     return "; ".join(" ".join(part.split()) for part in parts)[:600]
 
 
-def figure_html(figure: Figure) -> str:
-    """Return a figure as an <img>, with its words as alternative text."""
-    return image_html(figure, words(figure))
-
-
 def in_a_notebook() -> bool:
     """Return whether this runs in a Jupyter kernel, whose front end may show pictures."""
     ipython = sys.modules.get("IPython")
@@ -279,7 +274,7 @@ def give_words() -> None:
     if in_a_notebook():
         from matplotlib.figure import Figure
 
-        Figure._repr_html_ = figure_html  # what is registered with the shell, its backend takes away again
+        Figure._repr_html_ = image_html  # what is registered with the shell, its backend takes away again
 
 
 def picture_html(ax: Axes, text: str) -> str:
@@ -291,13 +286,17 @@ def picture_html(ax: Axes, text: str) -> str:
     return shown
 
 
-def image_html(figure: Figure, text: str) -> str:
-    """Return a figure, cropped, as an <img> with alternative text; JupyterLab takes it from nowhere else."""
+def image_html(figure: Figure, text: str = "") -> str:
+    """Return a figure, cropped, as an <img>; JupyterLab takes its alternative text from nowhere else.
+
+    Args:
+        text: the alternative text; empty: the words of the figure.
+    """
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
     png = base64.b64encode(file.getvalue()).decode()
     style = "display:block;max-width:100%;height:auto;background:white"  # a dark page would hide the letters
-    return f'<img style="{style}" alt="{html.escape(text)}" src="data:image/png;base64,{png}">'
+    return f'<img style="{style}" alt="{html.escape(text or words(figure))}" src="data:image/png;base64,{png}">'
 
 
 def _axes(

@@ -265,7 +265,7 @@ class Ratio(Record):
     def __post_init__(self):
         for name in ("value", "low", "high"):
             if getattr(self, name) is None:  # so it was written to a file
-                object.__setattr__(self, name, Unknown())
+                object.__setattr__(self, name, Unknown("it was not known when its file was written"))
 
     @classmethod
     def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":

@@ -1,5 +1,17 @@
-"""Unknown figures: `Unknown`, a number that can be stored, shown and calculated with but never decides anything; and
-`Missing`, in place of a figure or a value of a run that failed.
+"""Figures that are not known: `Unknown`, a number without a value, and `Missing`, whatever a failed run does not have.
+
+Both carry the reason, `why`. Neither can decide a verdict: whatever needs the value raises an error with the reason.
+
+|                                        | `Unknown`                  | `Missing`         |
+|----------------------------------------|----------------------------|-------------------|
+| shown as                               | "unknown"                  | "not measured"    |
+| in a file                              | null                       | null              |
+| to libraries                           | NaN                        | raises            |
+| arithmetic, `round(value, digits)`     | is unknown again           | raises            |
+| `if value`                             | raises                     | is false          |
+| `<`, `==`, `int(value)`                | raises                     | raises            |
+
+`is_measured` asks for a value without an error.
 """
 
 from typing import NoReturn
@@ -15,21 +27,30 @@ class RunFailed(RuntimeError):
 
 def is_measured(value: "float | Missing | None") -> bool:
     """Return whether a value is a number: not None, unknown, or missing because a run failed."""
-    return value is not None and not isinstance(value, Unknown | Missing)
+    return value is not None and not isinstance(value, _WithoutValue)
 
 
-class Unknown(float):
-    """A float whose value is unknown, with the reason in `why`. Arithmetic with it gives an unknown float again.
+class _WithoutValue:
+    """Refuse whatever needs a value, by raising `error`: comparisons, the truth, conversions to whole numbers."""
 
-    It is shown as "unknown". To libraries it is NaN; JSON has null (see `records.Record`).
+    __slots__ = ()
+    why: str
+    error: type[RuntimeError]
+
+    def _refuse(self, *_) -> NoReturn:
+        error = self.error(self.why)
+        error.add_note("A value was needed here, and there is none: ask `perf_helpers.unknown.is_measured` first.")
+        raise error
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+
+
+class Unknown(_WithoutValue, float):
+    """A number whose value is unknown, e.g. a time in a rehearsal; see the table above.
 
     Args:
-        why: the message of the error.
-        error: `RunFailed` if it is unknown because a run failed.
-
-    Raises:
-        NeedsValues: (or `error`) the value would decide something: a comparison, its truth, a conversion to a whole
-            number.
+        why: the message of `error`, which is raised where the value would decide something.
     """
 
     __slots__ = ("error", "why")
@@ -49,37 +70,28 @@ class Unknown(float):
         return "unknown"
 
     __str__ = __repr__
+    __hash__ = object.__hash__
 
-    def _more(self, *_) -> "Unknown":
+    def _unknown_again(self, *_) -> "Unknown":
         return self
 
-    def _refuse(self, *_) -> NoReturn:
-        raise self.error(self.why)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _more
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _more
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
-    __int__ = __trunc__ = __floor__ = __ceil__ = _refuse
-    __hash__ = object.__hash__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown_again
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unknown_again
+    __neg__ = __pos__ = __abs__ = _unknown_again
 
     def __round__(self, digits: int | None = None) -> "Unknown":
         return self._refuse() if digits is None else self
 
 
-class Missing:
-    """Takes the place of a figure or a value of a run that failed.
-
-    It is false, so that `if run.memory` and `run.value or {}` work, and it is shown as "not measured". In files it is
-    null.
+class Missing(_WithoutValue):
+    """In place of a figure or a value of a run that failed; false, so that `if run.memory` and `run.value or {}` work.
 
     Args:
         why: which run failed, how, and what to do about it.
-
-    Raises:
-        RunFailed: on any other use, with `why` as its message.
     """
 
     __slots__ = ("why",)
+    error = RunFailed
 
     def __init__(self, why: str):
         self.why = why
@@ -102,6 +114,8 @@ class Missing:
     def __eq__(self, other) -> bool:
         return self.why == other.why if isinstance(other, Missing) else self._refuse()
 
+    __ne__ = object.__ne__  # the opposite of __eq__
+
     def __hash__(self) -> int:
         return hash(self.why)
 
@@ -110,11 +124,8 @@ class Missing:
             raise AttributeError(name)
         self._refuse()
 
-    def _refuse(self, *_) -> NoReturn:
-        raise RunFailed(self.why)
-
+    _refuse = _WithoutValue._refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
-    __or__ = __ror__ = __and__ = __rand__ = __lt__ = __le__ = __gt__ = __ge__ = __round__ = _refuse
-    __int__ = __float__ = __index__ = __trunc__ = __floor__ = __ceil__ = __array__ = _refuse
+    __or__ = __ror__ = __and__ = __rand__ = __float__ = __index__ = __array__ = _refuse
     __iter__ = __reversed__ = __len__ = __contains__ = __getitem__ = __setitem__ = __call__ = _refuse

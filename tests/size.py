@@ -17,12 +17,12 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # (part, patterns of its files, lines at most, files at most). A lesson imports lab, course, widgets and plots, which
 # import the other modules of that row.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 14_163, 96),
-    ("  lab", ["perf_helpers/lab/*.py"], 4_178, 26),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 14_163, 98),
+    ("  lab", ["perf_helpers/lab/*.py"], 4_090, 27),
     ("  sweep", ["perf_helpers/sweep/*.py"], 536, 3),
     ("  estimate", ["perf_helpers/estimate/*.py"], 3_633, 22),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 606, 5),
-    ("  course", ["perf_helpers/course/*.py"], 959, 8),
+    ("  course", ["perf_helpers/course/*.py"], 1_078, 9),
     ("  compare", ["perf_helpers/compare/*.py"], 457, 4),
     ("  advise", ["perf_helpers/advise/*.py"], 1_385, 8),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_002, 11),
@@ -30,8 +30,8 @@ BUDGETS = (
     (
         "what a lesson imports",
         [f"perf_helpers/{room}" for room in ("lab/*.py", "course/*.py", "widgets/*.py", "[!c]*.py", "cards.py")],
-        7_038,
-        52,
+        7_063,
+        54,
     ),
     ("benchmarks", ["benchmarks/*.py"], 5_251, 41),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_122, 24),

@@ -41,7 +41,7 @@ def test_a_figure_is_shown_with_its_words():
     figure = plots.memory([RUN], title="Peak <memory>").figure
     assert plots.words(figure).startswith("Peak <memory>; counted memory at the peak (MB); weights, frozen weights")
     assert "vanilla" in plots.words(figure) and "24.0 MB" in plots.words(figure)
-    assert 'alt="Peak &lt;memory&gt;; counted' in plots.figure_html(figure)
+    assert 'alt="Peak &lt;memory&gt;; counted' in plots.image_html(figure)
 
 
 def test_in_a_kernel_every_figure_has_its_words(tmp_path):

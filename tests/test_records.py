@@ -37,8 +37,9 @@ def test_an_unknown_ratio_is_carried_along_and_decides_nothing():
     ratio = Ratio.unknown("timed out") / 2
     assert str(ratio) == "not measured" and not ratio.known and ratio.pairs == ()
     assert (ratio.value.why, ratio.low.why, ratio.high.why) == ("timed out",) * 3
-    with pytest.raises(NeedsValues, match="timed out"):
+    with pytest.raises(NeedsValues, match="timed out") as caught:
         assert ratio.low > 1
+    assert "is_measured" in caught.value.__notes__[0], "what to ask first"
     assert not (Ratio(1.0, 0.9, 1.1, (1.0,)) / Unknown("gone")).known
 
 

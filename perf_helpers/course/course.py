@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
+from perf_helpers.course import course_server
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
-from perf_helpers.lab import forkserver, hardware, quiet
+from perf_helpers.lab import hardware, quiet
 from perf_helpers.lab.task import TINY, choose_profile
 from perf_helpers.records import now, write_whole
 from perf_helpers.texts import nearest_text, positive, shown, whole_number
@@ -90,7 +91,7 @@ def run_course(
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
-        server = stack.enter_context(forkserver.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
+        server = stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         server |= {quiet.UNTIMED: "1"} if profile == TINY.name else {}
         threads = max(1, cores // at_once)
@@ -130,7 +131,7 @@ def _at_once() -> int:
     """Return how many lessons this machine runs at once: on a CPU two more than it has cores, as lessons wait for each
     other, at most four, with 4 GiB for each."""
     machine = hardware.describe()
-    if machine.kind != "cpu" or not forkserver.HAS_FORK or (machine.cpu_cores or 1) < 2:
+    if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:
         return 1
     return max(1, min(4, machine.cpu_cores + 2, psutil.virtual_memory().available // (4 * 2**30)))
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
 
+from perf_helpers.course import course_server
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import NEEDED
-from perf_helpers.lab import forkserver
 from perf_helpers.lab.forked import COURSE_SERVER
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
@@ -189,7 +189,7 @@ def _execute(
         # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
         own = {MARKER: marker, "TMPDIR": folder, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
         own = {**os.environ, **environment, **own}
-        process = forkserver.python_module(__name__, command, own, stream.fileno(), os.getcwd())
+        process = course_server.python_module(__name__, command, own, stream.fileno(), os.getcwd())
         try:
             end, next_look = time.monotonic() + timeout, time.monotonic() + WATCH_SECONDS
             while code is None and not stopped.is_set() and (left := end - time.monotonic()) > 0:
@@ -290,7 +290,7 @@ def forking(launch_kernel: Callable) -> Callable:
         if not env or COURSE_SERVER not in env or "-m" not in cmd:
             return launch_kernel(cmd, *args, env=env, cwd=cwd, **options)
         name, *arguments = cmd[cmd.index("-m") + 1 :]
-        return forkserver.python_module(name, arguments, env, sys.stdout.fileno(), cwd or os.getcwd())
+        return course_server.python_module(name, arguments, env, sys.stdout.fileno(), cwd or os.getcwd())
 
     return launch
 

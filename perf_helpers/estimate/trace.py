@@ -61,7 +61,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     import cloudpickle
 
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()))
         stack.enter_context(_fake_parameters())
         stack.enter_context(tracker.collating())
         if not tracker.places_modules:

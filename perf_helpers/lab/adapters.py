@@ -1,7 +1,8 @@
 """What of a model is learned, and how the rest is kept: peft's adapters, and bitsandbytes' weights of 8 and 4 bits.
 
-Both are told by the libraries' own configurations, and built by their own code: `get_peft_model`, and what transformers
-does with a `BitsAndBytesConfig` where it loads a model. Only the weights are random ones that were never in a file.
+Both are described by the libraries' own configurations, and built by their own code: `get_peft_model`, and what
+transformers does with a `BitsAndBytesConfig` when it loads a model. Only the weights are random and were never in a
+file.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ _TASK_TYPES = {
 
 
 def settings_of(name: str, value: Any) -> dict[str, Any]:
-    """What an argument says of a library's configuration: a mapping, the library's own object, JSON, a file that holds
-    it, or a folder with peft's adapter_config.json.
+    """Return the fields of a library's configuration from an argument: a mapping, the library's own object, JSON, a
+    file that holds it, or a folder with peft's adapter_config.json.
 
     Raises:
         ValueError: it is none of these.
@@ -48,7 +49,7 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields of a quantization_config, as a caller or a config.json has it, without the name of its method.
 
     Raises:
-        ValueError: it is of another method than bitsandbytes; `where` names whose it is.
+        ValueError: it is of another method than bitsandbytes; `where` names the place.
     """
     method = settings.get("quant_method", "bitsandbytes")
     method = str(getattr(method, "value", method))
@@ -135,7 +136,7 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     """The model with adapters, frozen but for them: `peft.get_peft_model`.
 
     Args:
-        settings: fields of one of peft's configurations, and which ("peft_type"; LoRA where it is not said).
+        settings: fields of one of peft's configurations, and which ("peft_type"; default: LoRA).
         family: which data the model takes, see `task.Task.family`.
         generates: whether the model will `generate`.
 
@@ -196,10 +197,10 @@ _BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "C
 
 
 def freeze(model, names: str) -> None:
-    """No gradients for the parameters in whose names one of these, with commas between, stands.
+    """Freeze the parameters whose names contain one of these parts, separated by commas.
 
     Raises:
-        ValueError: one of them stands in no name.
+        ValueError: no name contains one of them.
     """
     for part in filter(None, names.split(",")):
         found = [parameter for name, parameter in model.named_parameters() if part.strip() in name]

@@ -81,7 +81,7 @@ _REMOVED = {
     "logging_dir": "leave it out, an experiment writes no logs",
 }
 
-# What an experiment fixes unless told otherwise: nothing is written, printed, sent or evaluated.
+# What an experiment fixes unless these are given: nothing is written, printed, sent or evaluated.
 QUIET = {
     "report_to": "none",
     "disable_tqdm": True,
@@ -142,7 +142,7 @@ class Arguments:
 
     @functools.cached_property
     def training(self) -> dict[str, Any]:
-        """What the Trainer is told, by current names."""
+        """Arguments of the Trainer, by current names."""
         return {name: value for name, value in self.current.items() if name not in OF_EXPERIMENTS}
 
     @functools.cached_property
@@ -152,7 +152,7 @@ class Arguments:
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
-        """What `generate` is told: those of `GENERATION_ARGUMENTS` that were given."""
+        """Arguments of `generate`: those of `GENERATION_ARGUMENTS` that were given."""
         return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
 
     @functools.cached_property
@@ -210,7 +210,7 @@ class Arguments:
         from transformers import TrainingArguments
 
         check_names(self.given)
-        # Without a GPU the library refuses bf16 unless it is told that the CPU is meant.
+        # Without a GPU the library refuses bf16 without use_cpu.
         defaults = QUIET | ({} if torch.cuda.is_available() else {"use_cpu": True})
         return TrainingArguments(output_dir=output_dir, **(defaults | self.training))
 
@@ -255,8 +255,8 @@ def _read() -> type:
     for node in classes["TrainingArguments"].body:
         if isinstance(node, ast.AnnAssign):
             options = {option.arg: option.value for option in node.value.keywords}
-            told = options.get("metadata", ast.Dict([], []))
-            metadata = {key.value: _literal(value) for key, value in zip(told.keys, told.values, strict=True)}
+            written = options.get("metadata", ast.Dict([], []))
+            metadata = {key.value: _literal(value) for key, value in zip(written.keys, written.values, strict=True)}
             metadata = {name: value for name, value in metadata.items() if value is not None}
             kind = eval(ast.unparse(node.annotation), {}, names)
             fields.append((node.target.id, kind, field(default=_literal(options.get("default")), metadata=metadata)))

@@ -21,7 +21,7 @@ LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "
 
 # What to type or do, by words of a reason; the first that fits counts.
 REMEDIES = {
-    "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` (Windows: `set CUDA_VISIBLE_DEVICES=`) and start again.",
+    "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` and start again.",
     "container": "Start the container with `docker run --gpus all ...`; the host needs the NVIDIA Container Toolkit.",
     "mismatch": "Restart the machine: its driver was updated while the old one was loaded.",
     "nvidia-ml-py": "pip install nvidia-ml-py",
@@ -128,15 +128,15 @@ def _about_precision(machine: Machine) -> Iterator[Finding]:
 
 def _about_host(machine: Machine) -> Iterator[Finding]:
     cores, everything, free = machine.cpu_cores, machine.machine_cores, machine.memory_available_bytes
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(told) if told.isdigit() else everything
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() else everything
     if machine.cpu_quota and everything and machine.cpu_quota < min(everything, threads):
         allowed = f"{machine.cpu_quota:g} of {everything} cores"
         text = f"A cgroup allows the time of {allowed}, but torch starts {threads} threads, which are throttled."
         remedy = f"Type `export OMP_NUM_THREADS={cores}` before starting, or allow more (`docker run --cpus=8`)."
         yield Finding("warning", "CPU", text, remedy)
-    elif told and cores and threads < cores:
-        text = f"OMP_NUM_THREADS={told}: torch computes on {told} of {cores} cores."
+    elif given and cores and threads < cores:
+        text = f"OMP_NUM_THREADS={given}: torch computes on {given} of {cores} cores."
         yield Finding("note", "CPU", text, "Type `unset OMP_NUM_THREADS` before starting, unless that is intended.")
     if cores == 1:
         text = "One core: DataLoader workers and parallel processes take turns on it and can show no speedup."

@@ -1,41 +1,49 @@
-"""Clean processes: one for each job, forked from a server that has imported torch and never touched a device.
+"""In the process that has jobs to do, the caller: start a fork server, and have a clean process forked for each job.
 
 A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
 is just as clean. The standard library's fork server does not serve: it imports the caller's `__main__` again and keeps
-the environment that it was started in. Where there is no fork (Windows), a fresh interpreter is spawned.
+the environment that it was started in. Each kind of process has a module:
+
+- the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
+- the server: `server_process`. It has imported torch and never touched a device; it forks, and collects what ended.
+- the clean process: `forked`. It receives the job, performs it, and sends the result.
+- the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
 
 No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the connection to its parent closes, and adopts and ends what a child has left in
-other sessions. Nor does a file: each has a folder of its own, which whoever sees its end removes.
-
-The lessons of a course share one import: the course starts a server (`shared`) that forks a server for each lesson,
-and its kernel (`python_module`).
+the server, and the server ends when the connection to its caller closes, and adopts and ends what a child has left in
+other sessions. Nor does a file: each clean process has a folder of its own, which whoever sees its end removes.
 """
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, reduction
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import psutil
 
-from perf_helpers.lab import forked, optional_packages, outcomes, quiet, stack_dumps
+from perf_helpers.lab import forked, optional_packages, outcomes, quiet, server_process, stack_dumps
 
-HAS_FORK = hasattr(os, "fork") and reduction.HAVE_SEND_HANDLE
-
+# What a server imports, and all that these import, so that a clean process has it at no cost.
+PRELOAD = (
+    "torch.distributed.launcher.api",
+    "datasets",
+    "transformers.trainer",
+    "transformers.models.bert.modeling_bert",
+    "perf_helpers.lab.memory_meter",
+    "perf_helpers.lab.time_meter",
+    "perf_helpers.estimate.cuda",
+    "perf_helpers.estimate.device",
+    "perf_helpers.estimate.peak_memory",
+)
 # It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all
 # these, and touches the device where there is one.
 _BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization|paged|lion|ademamix")
@@ -49,91 +57,141 @@ Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with
 
 
 class ForkServer:
-    """This process's fork server: started when it is first needed, replaced if it was killed, ended with this process.
+    """The caller's fork server: started when it is first needed, replaced if it was killed, ended with the caller.
 
-    A fork of this process has a server of its own.
+    A fork of the caller has a server of its own. `preload`: modules that a server imports.
     """
 
-    def __init__(self):
+    def __init__(self, preload: Sequence[str]):
         self.measuring: set[int] = set()  # clean processes that are under a meter just now
+        self.running: _RunningServer | None = None
+        self._preload = preload
         self._lock = threading.RLock()
-        self._process: subprocess.Popen | _Fork | None = None
-        self._owner = 0  # the process that started it
-        self._offered: list[Path] = []  # what was offered by then
-        self._forked: set[int] = set()  # by the server of now
 
     def start(self, with_bitsandbytes: bool = False) -> None:
-        """Start it, if there is none, without waiting for it; if wanted, its second job has bitsandbytes. One that
-        was started before a package was offered has libraries that lack it: it is replaced, its forks go on."""
+        """Start a server, unless there is one, without waiting for it.
+
+        A server that was started before a package was offered has libraries that lack it: it is replaced, and its
+        clean processes go on.
+
+        Args:
+            with_bitsandbytes: whether the second job will need bitsandbytes.
+        """
         with self._lock:
-            is_ours = self._process is not None and self._owner == os.getpid()
-            lives = is_ours and self._process.poll() is None
-            if not HAS_FORK or (lives and self._offered == optional_packages.OFFERED):
+            if self.running and self.running.is_up_to_date():
                 return
-            if is_ours and not (lives and self._forked):
-                self._end()
-            self._process, self._control = _joined() or _started(with_bitsandbytes)
-            self._owner, self._forked = os.getpid(), set()
-            self._offered = [*optional_packages.OFFERED]
-            self._end = functools.partial(_end, self._process, self._control, self._owner, self._forked)
-            atexit.register(self._end)
+            self._leave()
+            self.running = _RunningServer(self._preload, with_bitsandbytes)
 
-    def fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
-        """Process id of a fresh fork that holds the descriptors (connection, output, errors), has a folder, and what a
-        pickled job needs."""
-        try:
-            return self._asked_to_fork(descriptors, folder, job)
-        except (OSError, EOFError):  # the server was killed: a new one
-            self._process = None
-            return self._asked_to_fork(descriptors, folder, job)
-        except KeyboardInterrupt:  # its answer would be taken for that to the next question
-            if self._process:
-                self._end()
-            self._process = None
-            raise
-
-    def _asked_to_fork(self, descriptors: list[int], folder: str, job: bytes) -> int:
+    def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
+        """Fork a clean process that holds the descriptors (channel, output, errors) and has a folder, with what a
+        pickled job needs; return the server that did it, and the process id."""
         with self._lock:
-            self.start()
-            self._control.send(("fork", folder, bool(_BITSANDBYTES.search(job))))
-            for descriptor in descriptors:
-                reduction.send_handle(self._control, descriptor, self._process.pid)
-            self._forked.add(pid := self._control.recv())
-            return pid
+            try:
+                return self._fork(descriptors, folder, job)
+            except (OSError, EOFError):  # the server was killed: a new one
+                self._leave()
+                return self._fork(descriptors, folder, job)
+            except KeyboardInterrupt:  # its answer would be taken for that to the next request
+                if self.running:
+                    self.running.end()
+                self.running = None
+                raise
 
-    def exit_code(self, pid: int) -> int | None:
-        """Collect an ended fork; None where the server that forked it is gone."""
-        with self._lock, contextlib.suppress(OSError, EOFError, KeyError):
-            self._forked.remove(pid)
-            self._control.send(("wait", pid))
-            return self._control.recv()
-        return None
+    def _fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
+        self.start()
+        return self.running, self.running.fork(descriptors, folder, bool(_BITSANDBYTES.search(job)))
+
+    def _leave(self) -> None:
+        """Have no server; end the present one unless it still has clean processes."""
+        if self.running and not self.running.is_needed():
+            self.running.end()
+        self.running = None
 
     def end_forks(self) -> None:
-        """End every fork that lives just now, and everything it started; whoever waits for one gets its end."""
-        for pid in [*self._forked]:
+        """End every clean process that lives just now, and all it started; whoever waits for one gets its end."""
+        for pid in [*self.running.forks] if self.running else ():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _started(with_bitsandbytes: bool) -> tuple[subprocess.Popen, connection.Connection]:
-    """Start a server of this process's own; return it and the connection to it."""
-    ours, theirs = multiprocessing.Pipe()
-    process = _python(f"serve({theirs.fileno()}, {with_bitsandbytes})", theirs.fileno())
-    theirs.close()
-    return process, ours
+class _RunningServer:
+    """One server that this process has started, or has joined in a course, and the connection to it."""
+
+    def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
+        self.forks: set[int] = set()  # ids of the clean processes that it has forked and not yet collected
+        self.process: subprocess.Popen | None = None  # None: a fork of the course's server
+        self._owner = os.getpid()
+        self._offered = optional_packages.offered()  # packages that its libraries may use
+        self._lock = threading.RLock()  # one request at a time
+        self._control = None if self._offered else _joined_course()
+        if not self._control:
+            self._control, theirs = multiprocessing.Pipe()
+            arguments = theirs.fileno(), [*preload], with_bitsandbytes
+            self.process = start_interpreter(server_process.serve, *arguments, inherited=theirs.fileno())
+            theirs.close()
+        atexit.register(self.end)
+
+    def is_up_to_date(self) -> bool:
+        """Return whether it lives, is this process's own, and has looked at all packages that were offered."""
+        return self._lives() and self._offered == optional_packages.offered()
+
+    def is_needed(self) -> bool:
+        """Return whether it lives and has clean processes."""
+        return bool(self.forks) and self._lives()
+
+    def _lives(self) -> bool:
+        with self._lock:  # without a request under way only the end of the connection can be read
+            return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
+
+    def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
+        """Fork a clean process; return its id. Raises OSError or EOFError if the server was killed."""
+        with self._lock:
+            self._control.send(("fork", folder, needs_bitsandbytes))
+            for descriptor in descriptors:
+                reduction.send_handle(self._control, descriptor, None)
+            self.forks.add(pid := self._control.recv())
+            return pid
+
+    def exit_code(self, pid: int) -> int | None:
+        """Collect a clean process that has ended; None if the server is gone."""
+        with self._lock, contextlib.suppress(OSError, EOFError):
+            self.forks.discard(pid)
+            self._control.send(("collect", pid))
+            return self._control.recv()
+        return None
+
+    def end(self) -> None:
+        """End it and its clean processes, and wait until their folders are removed. A fork of this process does not."""
+        if self._owner != os.getpid() or self._control.closed:
+            return
+        if self.process and not self.forks:  # while it imports it reads no request, and there is nothing to remove
+            self.process.kill()
+        with contextlib.suppress(OSError, EOFError):  # it was killed, or has closed the connection
+            self._control.send("end")
+            while self._control.poll(5):
+                self._control.recv()
+        self._control.close()
+        if self.process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
 
 
-def _python(call: str, descriptor: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen:
-    """Start an interpreter that calls a function of this module and inherits the descriptor."""
+def start_interpreter(
+    function: Callable, *arguments, inherited: int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """Start an interpreter that calls a function of a module, with arguments that are written as Python literals.
+
+    Args:
+        inherited: a descriptor that it may use.
+        environment: variables beside those of this process.
+    """
+    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {function.__module__} import {function.__name__} as function"
+    own = forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\nfrom {forked.__name__} import *; {call}"],
-        pass_fds=[descriptor],
-        env=_DEFAULTS
-        | os.environ
-        | (environment or {})
-        | forked.NO_DEVICE_BEFORE_FORKS
-        | {"TOKENIZERS_PARALLELISM": "false"},
+        [sys.executable, "-c", f"{code}\nfunction(*{arguments!r})"],
+        pass_fds=[inherited],
+        env=_DEFAULTS | os.environ | (environment or {}) | own,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -141,132 +199,24 @@ def _python(call: str, descriptor: int, environment: Mapping[str, str] | None = 
     )
 
 
-def _joined() -> "tuple[_Fork, connection.Connection] | None":
-    """Ask the course's server for a fork. None outside a course, or if a package was offered that its imports lack."""
-    control = None if optional_packages.OFFERED else _connected(os.environ)
-    if control is not None:
-        with contextlib.suppress(OSError):  # it was killed
-            control.send("serve")
-            return _Fork(control), control
-    return None
-
-
-def _connected(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Connect to the course's server. None where there is none, or it was killed."""
+def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
+    """Return a connection to the server of the course that an environment names; None if there is no such server."""
     with contextlib.suppress(OSError):
         if address := environment.get(forked.COURSE_SERVER):
             return connection.Client(address, "AF_UNIX")
     return None
 
 
-class _Fork:
-    """A fork of the course's server, with the methods of `subprocess.Popen` that are used."""
-
-    stdin = stdout = stderr = None
-
-    def __init__(self, control: connection.Connection):
-        self._control = control
-        self._pid: int | None = None
-        self.returncode: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Its process id, its first message: the course's server may still be importing."""
-        if self._pid is None:
-            self._pid = self._control.recv()
-        return self._pid
-
-    def poll(self) -> int | None:
-        if self.returncode is None and self._pid is not None and not psutil.pid_exists(self._pid):
-            self.returncode = -signal.SIGKILL  # that of a server tells nobody
-            with contextlib.suppress(EOFError, OSError):
-                self.returncode = self._control.recv()
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self._pid:
-            with contextlib.suppress(OSError):
-                os.kill(self._pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
-        if self._pid:
-            try:
-                psutil.Process(self._pid).wait(timeout)
-            except psutil.TimeoutExpired:
-                raise subprocess.TimeoutExpired(str(self._pid), timeout) from None
-            except psutil.Error:
-                pass
-        return self.poll()
+def _joined_course() -> connection.Connection | None:
+    """Return a connection to a fork of the course's server that serves this process alone; None outside a course."""
+    if control := connected_course(os.environ):
+        with contextlib.suppress(OSError):  # it was killed
+            control.send("serve")
+            return control
+    return None
 
 
-def python_module(
-    name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
-) -> "subprocess.Popen | _Fork":
-    """Start `python -m name` in a session of its own: a fork of the course's server if the environment names one.
-
-    A fork has imported the libraries, and ends with this process.
-
-    Args:
-        output: the descriptor of the file that gets what it prints.
-    """
-    # Elsewhere than on Linux a kernel that is forked may find its system's libraries broken, and there is no pidfd.
-    if hasattr(os, "pidfd_open") and (control := _connected(environment)):
-        with contextlib.suppress(OSError, EOFError):
-            control.send(("module", name, arguments, dict(environment), folder))
-            reduction.send_handle(control, output, None)
-            if (started := _Fork(control)).pid:
-                return started
-    options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-    return subprocess.Popen([sys.executable, "-m", name, *arguments], env=dict(environment), cwd=folder, **options)
-
-
-@contextlib.contextmanager
-def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Start a server for the processes of a course, which import the libraries once for all of them.
-
-    Args:
-        preload: modules that it imports too.
-        environment: variables that these look at when they are imported.
-
-    Yields:
-        The environment variable by which a process finds it; {} where there is no fork.
-    """
-    if not HAS_FORK:
-        yield {}
-        return
-    with quiet.short_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address := os.path.join(folder, "server"))
-        listener.listen(64)
-        process = _python(f"serve_course({listener.fileno()}, {[*preload]})", listener.fileno(), environment)
-        try:
-            yield {forked.COURSE_SERVER: address}
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _end(process: "subprocess.Popen | _Fork", control: connection.Connection, owner: int, forked: set[int]) -> None:
-    """End a server that this process, its `owner`, started; a fork of this process only closes its own connection."""
-    control.close()  # by which it ends, and removes what is left of its forks
-    if owner == os.getpid():
-        if not forked:  # nothing is left, and while it imports it does not look at the connection
-            process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-
-
-SERVER = ForkServer()
+SERVER = ForkServer(PRELOAD)
 
 
 class CleanProcess(contextlib.AbstractContextManager):
@@ -287,30 +237,24 @@ class CleanProcess(contextlib.AbstractContextManager):
         job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
         self._oom_kills = outcomes.oom_kills()
         self.channel, theirs = multiprocessing.Pipe()
-        if HAS_FORK:
-            descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
-            try:
-                self.pid = SERVER.fork(descriptors, self.folder, job)
-            except BaseException:
-                forked.remove(self.folder)
-                raise
-            theirs.close()
-        else:
-            self._process = multiprocessing.get_context("spawn").Process(
-                target=forked.main, args=(theirs,), daemon=False
-            )
-            self._process.start()
-            self.pid = self._process.pid
+        descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
+        try:
+            self._server, self.pid = SERVER.fork(descriptors, self.folder, job)
+        except BaseException:
+            forked.remove(self.folder)
+            raise
+        theirs.close()
         if measured:
             SERVER.measuring.add(self.pid)
         try:
             self._descriptor = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # not Linux: the end of the channel tells
             self._descriptor = None
-        place = {"folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path], "own": self.folder}
-        place["threads"] = quiet.threads() if shares_cores else None
+        surroundings = {"working_folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
+        surroundings["threads"] = quiet.threads() if shares_cores else None
+        assignment = forked.Assignment(job, turn, self.folder, **surroundings)
         with contextlib.suppress(BrokenPipeError):
-            self.channel.send((place, job, turn))
+            self.channel.send(assignment)
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
         """The next message: ("step", n), ("turn", n), ("quiet", whether it wants a quiet machine: `go` gives it) or
@@ -353,15 +297,10 @@ class CleanProcess(contextlib.AbstractContextManager):
             return
         with _uninterrupted():
             SERVER.measuring.discard(self.pid)
-            if HAS_FORK:
-                for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
-                    with contextlib.suppress(OSError):
-                        kill(self.pid, signal.SIGKILL)
-                self.code = SERVER.exit_code(self.pid)
-            else:
-                self._process.kill()
-                self._process.join()
-                self.code = self._process.exitcode
+            for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
+                with contextlib.suppress(OSError):
+                    kill(self.pid, signal.SIGKILL)
+            self.code = self._server.exit_code(self.pid)
             self.pid = None
             forked.remove(self.folder)
             self.channel.close()
@@ -374,7 +313,7 @@ class CleanProcess(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait: it would leave the server's answer for the next question, and a folder."""
+    """Let Ctrl-C wait: it would leave the server's answer for the next request, and a folder."""
     pressed, is_reached = [], threading.current_thread() is threading.main_thread()
     before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:

@@ -1,6 +1,6 @@
 """What this machine is and can do, found without importing torch and without creating a CUDA context.
 
-Which GPUs there are, the CUDA driver says, asked in a child process: in CUDA's order, and those that
+The CUDA driver lists the GPUs, queried in a child process: in CUDA's order, and only those that
 CUDA_VISIBLE_DEVICES shows. NVML adds by their UUIDs what is free and in use; each of its queries is guarded on its own,
 for MIG, vGPU, WSL and unified memory each refuse some. What cannot be known is None.
 """
@@ -74,7 +74,7 @@ class Gpu(Record):
     memory_bytes: int | None = None
     capability: tuple[int, int] | None = None  # compute capability: (9, 0) for an H100
     driver: str | None = None  # version
-    free_bytes: int | None = None  # when it was asked
+    free_bytes: int | None = None  # at the time of the query
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Machine(Record):
     cpu_cores: int | None = None  # usable: affinity and cgroup quota
     cpu_features: tuple[str, ...] | None = None  # None: unknown
     memory_bytes: int | None = None  # the machine's, or the cgroup's limit if that is less
-    memory_available_bytes: int | None = None  # when it was asked
+    memory_available_bytes: int | None = None  # at the time of the query
     shm_bytes: int | None = None  # free in /dev/shm
     gpus: tuple[Gpu, ...] = ()  # also those that this torch cannot use
     cuda_reason: str | None = None  # why there is no CUDA
@@ -99,8 +99,8 @@ class Machine(Record):
     cpu_quota: float | None = None  # cores' worth of time that a cgroup allows
     machine_cores: int | None = None  # usable or not
     visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
-    rehearsed: bool = False  # the GPU is a stand-in that computes nothing, see perf_helpers.rehearsal
-    held_to: str | None = None  # instructions that libraries are told not to go beyond, e.g. "AVX512_CORE"
+    rehearsed: bool = False  # the GPU is a stub that computes nothing, see perf_helpers.rehearsal
+    held_to: str | None = None  # limit on CPU instructions that the environment sets for libraries, e.g. "AVX512_CORE"
 
     @property
     def slug(self) -> str:
@@ -204,9 +204,9 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 
 
 def device_used_bytes(gpu_index: int = 0) -> int | None:
-    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts included, as NVML and nvidia-smi tell.
+    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts included, as NVML and nvidia-smi report them.
 
-    Where NVML does not, CUDA is asked if this process already uses it (never started for this); else None.
+    If NVML reports nothing, CUDA is queried if this process already uses it (never started for this); else None.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -228,15 +228,15 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     """The GPUs that CUDA shows, why NVML gives nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    told, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
+    listed, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
     with nvml() as (ask, nvml_reason):
         count, version = ask("nvmlDeviceGetCount"), ask("nvmlSystemGetDriverVersion")
         gpus = ()
-        for gpu in told or ():
+        for gpu in listed or ():
             uuid, handle = _in_nvml(gpu, ask)
             memory = handle and ask("nvmlDeviceGetMemoryInfo", handle)
             gpus += (replace(gpu, uuid=uuid, driver=version, free_bytes=memory and memory.free),)
-    visible_reason = hidden(value, len(gpus)) if gpus or (count and told is not None) else None
+    visible_reason = hidden(value, len(gpus)) if gpus or (count and listed is not None) else None
     if gpus:
         return gpus, nvml_reason, visible_reason, None
     if count:
@@ -302,7 +302,7 @@ def nvml():
 @functools.cache
 def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
     """The GPUs in CUDA's own order and why there are none; (None, None) where there is no CUDA driver to ask."""
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    library = "libcuda.so.1"
     try:
         ctypes.CDLL(library)
         command = [sys.executable, "-I", "-S", "-c", DRIVER_SCRIPT, library]
@@ -322,8 +322,8 @@ def torch_build() -> tuple[str | None, bool]:
     file = spec and spec.origin and Path(spec.origin).with_name("version.py")
     if not file or not file.exists():  # a file of the user's that is called torch.py has none beside it
         return None, False
-    said = runpy.run_path(str(file))
-    return said["__version__"], bool(said.get("cuda"))
+    build = runpy.run_path(str(file))
+    return build["__version__"], bool(build.get("cuda"))
 
 
 # The CPU and its limits ----------------------------------------------------------------------------------------------

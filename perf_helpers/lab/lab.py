@@ -6,12 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perf_helpers import plots
 from perf_helpers.lab import doctor, processes, progress, quiet
-from perf_helpers.lab.interleaving import NO_TIME, NOISE_FLOOR
+from perf_helpers.lab.interleaving import NO_TIME, NOISE_FLOOR, Seconds
+from perf_helpers.lab.outcomes import Outcome
 from perf_helpers.lab.runner import Runner
+from perf_helpers.lab.training import Experiment
 from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run
 from perf_helpers.texts import arguments_of_kind, of_kind, positive, whole_number
 from perf_helpers.unknown import NeedsValues, RunFailed, Unknown
@@ -106,10 +109,10 @@ class Lab(Runner):
             else:
                 memory_ratio = Unknown(f"memory not measured: {failed or 'add it to measure='}", error)
             if failed:
-                speed = (Ratio.unknown(f"speed not measured: {failed}", error),)
+                speed = _Speed(Ratio.unknown(f"speed not measured: {failed}", error))
             else:
                 speed = known.get(run.id) or self._speeds(baseline, [run], *how)[0]
-            found.append(Comparison(baseline, run, memory_ratio, *speed))
+            found.append(Comparison(baseline, run, memory_ratio, speed.ratio, speed.wall_ratio, speed.step_seconds))
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
@@ -165,51 +168,79 @@ class Lab(Runner):
 
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
-    ) -> list[tuple]:
-        """What the `Comparison` of each of the others with the baseline says of speed: all take turns at once."""
+    ) -> list["_Speed"]:
+        """Measure how fast each of the others is against the baseline; all of them take turns together."""
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
-            return [(Ratio.unknown(NO_TIME),)] * len(others)
-        runs = [baseline, *others]
-        inside_one = self._is_inside_one(*runs)
-        changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
+            return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
         if self.machine.rehearsed:  # one turn shows that they run, which is all that can be seen
             self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
-            changes["warmup_steps"] = 1
-        of_runs = [self._experiments[run.id] for run in runs]
-        endless = [each.arguments.without("max_steps", "num_train_epochs") for each in of_runs]
-        players = [each.replace(arguments=given, **changes) for each, given in zip(of_runs, endless, strict=True)]
+        name = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
+        timeout = self.timeout * len(others) if timeout is None else timeout
+        outcome = self._interleaved(name, [baseline, *others], turns, steps_per_turn, timeout)
+        if not outcome.ok:
+            reason = Run(name, outcome.status, outcome.message).failure
+            print(f"Speed not measured: {reason}", file=sys.stderr)
+            return [_Speed(Ratio.unknown(f"speed not measured: {reason}", self._error))] * len(others)
+        if self._is_inside_one(baseline, *others):  # the last player is the baseline again
+            triples = [[[own[0], own[i], own[-1]] for own in outcome.value] for i in range(1, len(others) + 1)]
+            return [self._speed_inside_one(baseline, *each) for each in zip(others, triples, strict=True)]
+        (seconds,) = outcome.value
+        return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
+
+    def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
+        """Let runs take turns. The outcome's value has the `Seconds` of each turn, per process and run; inside one
+        process the first run takes part a second time, as the last one."""
+        players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
             players, turns = [*players, players[0]], -(-turns // PROCESSES)
-        told, count = (1, 1) if quiet.is_untimed() else (turns, PROCESSES)  # there one turn shows that they run
-        total = len(players) * (told + 1) * (count if inside_one else 1)
-        what = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
-        with progress.bar(what, total, "turn", quiet=self._is_unwatched) as bar:
+        done, count = (1, 1) if quiet.is_untimed() else (turns, PROCESSES)  # there one turn shows that they run
+        total = len(players) * (done + 1) * (count if inside_one else 1)
+        with (
+            progress.bar(name, total, "turn", quiet=self._is_unwatched) as bar,
+            quiet.experiment(quiet.Need.SHARE if inside_one else quiet.Need.MACHINE),
+        ):
             on_turn = None if self.executor else lambda number: bar.update(number - bar.n)
-            how = players, told, steps_per_turn, timeout if timeout is not None else self.timeout * len(others), on_turn
-            with quiet.experiment(quiet.Need.SHARE if inside_one else quiet.Need.MACHINE):
-                if inside_one:
-                    at_once = min(2, self.machine.cpu_cores or 1)
-                    outcome = self._perform(processes.side_by_side, *how, count, at_once)
-                else:
-                    outcome = self._perform(processes.alternate, *how)
-        if not outcome.ok:
-            reason = Run(what, outcome.status, outcome.message).failure
-            print(f"Speed not measured: {reason}", file=sys.stderr)
-            return [(Ratio.unknown(f"speed not measured: {reason}", self._error),)] * len(others)
-        taken = [[each * (turns // told) for each in process] for process in outcome.value] * (PROCESSES // count)
-        found, clock = [], CPU if inside_one else WALL
-        for which, (run, experiment) in enumerate(zip(others, of_runs[1:], strict=True), 1):
-            samples = [each.samples_per_step for each in (of_runs[0], experiment)]
-            per_sample = samples[1] / samples[0] if all(samples) else 1.0
-            three = [[process[0], process[which], process[-1]] for process in taken]
+            how = players, done, steps_per_turn, timeout, on_turn
             if inside_one:
-                ratios = [Ratio.of_turns(three, each, LEAST_FLOOR, per_sample) for each in (CPU, WALL)]
+                outcome = self._perform(processes.side_by_side, *how, count, min(2, self.machine.cpu_cores or 1))
             else:
-                pairs = zip(*three[0][:2], strict=True)
-                ratios = [self.ratio([a[WALL] / b[WALL] * per_sample for a, b in pairs], baseline, run), None]
-            steps = [min((turn[clock] for each in three for turn in each[player]), key=float) for player in (0, 1)]
-            found.append((*ratios, tuple(steps)))
-        return found
+                outcome = self._perform(processes.alternate, *how)
+        if not outcome.ok:
+            return outcome
+        taken = [[each * (turns // done) for each in process] for process in outcome.value]
+        return outcome.replace(value=taken * (PROCESSES // count) if inside_one else taken)
+
+    def _players(self, runs: list[Run]) -> list[Experiment]:
+        """Return the experiments of runs without an end of their own, on a CPU on one thread."""
+        changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
+        if self.machine.rehearsed:
+            changes["warmup_steps"] = 1
+        experiments = [self._experiments[run.id] for run in runs]
+        endless = [each.arguments.without("max_steps", "num_train_epochs") for each in experiments]
+        return [each.replace(arguments=given, **changes) for each, given in zip(experiments, endless, strict=True)]
+
+    def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
+        """Return the speed of a run that took turns inside one process, several times.
+
+        Args:
+            triples: per process the turns of the baseline, of the run, and of the baseline again.
+        """
+        samples = self._samples_ratio(baseline, run)
+        ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
+        first, second, _ = zip(*triples, strict=True)
+        return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
+
+    def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
+        """Return the speed of a run whose turns, and those of the baseline, were in processes of their own."""
+        samples = self._samples_ratio(baseline, run)
+        pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
+        fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
+        return _Speed(self.ratio(pairs, baseline, run), step_seconds=fastest)
+
+    def _samples_ratio(self, baseline: Run, run: Run) -> float:
+        """Return the samples per step of a run over those of the baseline; 1 if they are not known."""
+        samples = [self._experiments[each.id].samples_per_step for each in (run, baseline)]
+        return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
         """Whether these runs take turns inside one process."""
@@ -221,8 +252,22 @@ class Lab(Runner):
         return NeedsValues if self.machine.rehearsed else RunFailed
 
     def _on_cpu(self, *runs: Run) -> bool:
-        """Whether one of these runs computed on the CPU, which a machine with a GPU has too: it was told to, or there
-        are fewer GPUs than ranks, which then talk by gloo. A function that has a GPU and leaves it idle does not tell.
+        """Return whether one of these runs computed on the CPU, also on a machine with a GPU: by `use_cpu`, or because
+        there are fewer GPUs than ranks, which then communicate by gloo. A function that leaves its GPU idle is missed.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """How fast a run is against the baseline, as a `Comparison` has it."""
+
+    ratio: Ratio
+    wall_ratio: Ratio | None = None
+    step_seconds: tuple[float, float] | None = None
+
+
+def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
+    """Return the seconds of the fastest turn of a run, in any of its processes."""
+    return min((turn[clock] for turns in processes for turn in turns), key=float)  # unknown in a rehearsal

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -122,7 +123,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher see the ends of steps alone, of which those of steps that compile begin the measurement anew."""
+    """Let a watcher see the ends of steps alone, of which those of steps that compile restart the measurement."""
     parameters: dict[int, torch.Tensor] = {}
 
     def stepped(optimizer, *_):
@@ -134,12 +135,12 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
         yield parameters
 
 
-# ---- what an allocator says
+# ---- what an allocator reports
 
 
 @dataclass(slots=True)
 class _Account:
-    """What the allocator says, in bytes."""
+    """What the allocator reports, in bytes."""
 
     peak_bytes: int
     peak_operation: int  # index of the operation it fell in; -1: before the first
@@ -164,7 +165,7 @@ class _Ran(NamedTuple):
 
 
 def profiled() -> torch.profiler.profile:
-    """torch's profiler, told of each change by a CPU's allocator."""
+    """torch's profiler, to which a CPU's allocator reports each change."""
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
@@ -264,8 +265,8 @@ def _wait_for_gloo() -> None:
 def _is_gloo_at_work(thread: Path) -> bool:
     """Whether this is a thread of gloo that does not sleep; one that has just ended does not."""
     with contextlib.suppress(OSError):
-        told = thread.read_text()
-        return "(pt_gloo" in told and ") S" not in told and ") D" not in told
+        stat = thread.read_text()
+        return "(pt_gloo" in stat and ") S" not in stat and ") D" not in stat
     return False
 
 
@@ -368,19 +369,14 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Device-used bytes that the first CUDA tensor of this process brings; None where NVML does not tell."""
+    """Device-used bytes that the first CUDA tensor of this process brings; None if NVML does not report them."""
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
     after = hardware.device_used_bytes(index)
     return None if before is None or after is None else after - before - torch.cuda.memory_reserved()
 
 
-def peak_rss_bytes() -> int | None:
+def peak_rss_bytes() -> int:
     """Peak resident memory of this process: information only, it mixes in what libraries and allocators keep."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,7 +9,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-OFFERED: list[Path] = []  # folders that were, for processes that start anew
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each package and Python, made by the Makefile
 
 
@@ -17,7 +16,7 @@ def offer(package: str) -> str | None:
     """Let this process, and the clean processes of a lab that it makes afterwards, import a package from its folder.
 
     One that is installed as any other is left as it is. The libraries that a lab's processes share look for their
-    extras when they are imported, so these are imported anew.
+    extras when they are imported, so these are imported again.
 
     Args:
         package: as it is imported, e.g. "deepspeed".
@@ -28,9 +27,13 @@ def offer(package: str) -> str | None:
     folder = FOLDER / "{}-{}.{}".format(package, *sys.version_info)
     if importlib.util.find_spec(package) is None and (folder / package).is_dir():
         sys.path.append(str(folder))  # at the end: what is installed comes first
-        OFFERED.append(folder)
         importlib.invalidate_caches()
     return missing(package)
+
+
+def offered() -> list[str]:
+    """Return the folders that were offered to this process, from the paths of its imports."""
+    return [path for path in sys.path if Path(path).parent == FOLDER]
 
 
 def missing(package: str) -> str | None:

@@ -50,7 +50,7 @@ class Ceilings:
 def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
     """Measure both, in this process, with the threads that torch has here. To be called in a clean process (`Lab.run`).
 
-    The fastest of several tries counts: by the seconds computed on one thread of a CPU, which neighbours disturb
+    The fastest of several tries counts: by the seconds computed on one thread of a CPU, which other load disturbs
     least, else by the clock.
 
     Args:
@@ -196,7 +196,7 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
     and 12 x layers x width x length a token for attention.
 
     Raises:
-        ValueError: a model whose products torch's counter does not see (grouped products of experts), or that asks for
+        ValueError: a model whose products torch's counter does not see (grouped products of experts), or that needs
             values.
     """
     import torch

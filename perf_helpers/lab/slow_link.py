@@ -3,8 +3,8 @@ machine.
 
 Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
 of either end; for a delay a thread of ours holds frames back in a third namespace (few kernels have netem). A namespace
-lives as long as a process in it: here a `cat` that reads from this process and so ends with it. It is also the first
-process of a process namespace, with which the kernel ends all others. Nothing has a name outside, nothing is left.
+lives as long as a process in it: here a `cat` that reads from this process and so ends with it. Nothing has a name
+outside, and nothing is left.
 """
 
 import contextlib
@@ -36,16 +36,6 @@ class Link:
     """Two hosts and what joins them."""
 
     holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
-    addresses: tuple[str, str] = _ADDRESSES  # of the hosts, for each other
-    device: str = _DEVICE  # by which a host reaches the other one
-
-    def on(self, host: int, *command: str) -> list[str]:
-        """A command that carries out another one on host 0 or 1, e.g. for `subprocess.Popen`.
-
-        It sees no network but the link. What it starts ends with the link, if not before.
-        """
-        spaces = f"/proc/{self.holders[host]}/ns"
-        return ["nsenter", f"--net={spaces}/net", f"--pid={spaces}/pid_for_children", "--", *command]
 
     def join(self) -> None:
         """Move this rank to its host (even ranks to the first one, odd ranks to the second), to meet the others there.
@@ -108,7 +98,7 @@ def missing() -> str | None:
 
 def bytes_sent() -> int | None:
     """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
-    others: seen from the namespace that the process is in. None where the system does not tell."""
+    others: seen from the namespace that the process is in. None if the system does not report it."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
         return int(next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))[8])
@@ -128,7 +118,7 @@ def _lacking() -> str | None:
 def _namespace() -> Iterator[int]:
     """A process in a network namespace of its own: its id. It ends when its input does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", "echo ready && exec cat"]
+    command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
     with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # leaving it closes the pipes and waits
         if not holder.stdout.readline():
             raise Unavailable(_reason("unshare", holder.communicate()[1]))

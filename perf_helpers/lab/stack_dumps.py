@@ -1,7 +1,7 @@
 """Where ranks are: the line of Python that each one's main thread has come to, asked from outside.
 
 A rank that waits in a collective operation runs no Python, so it cannot be asked in Python: `faulthandler` writes its
-stack down from the handler of a signal, in C. Where there are no such signals (Windows) nobody is told anything.
+stack down from the handler of a signal, in C.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from traceback import FrameSummary
 
-_SIGNAL = getattr(signal, "SIGUSR2", None)
+_SIGNAL = signal.SIGUSR2
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = os.path.join("torch", "distributed") + os.sep
@@ -26,8 +26,6 @@ _LONGEST_LINE = 80  # characters of a line that is quoted
 
 def tell(folder: str, rank: int) -> None:
     """Let this process answer `ask`: on a signal it writes down where its threads are."""
-    if _SIGNAL is None or not hasattr(faulthandler, "register"):
-        return
     file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler's from now on
     file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
     file.flush()

@@ -20,7 +20,7 @@ from perf_helpers.texts import arguments_of_kind, nearest_text, shown, whole_num
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
-# What the data of a task looks like, by the family of its class in transformers' own registry. A class that stands in
+# What the data of a task looks like, by the family of its class in transformers' own registry. A class that is in
 # several families (Bart's is registered as masked too) belongs to the first.
 _FAMILIES = {
     "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -86,7 +86,7 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As records have it: without what is said of unequal lengths where all are equal, as older ones are."""
+        """As records have it: without the fields of unequal lengths if all are equal, as in older records."""
         content = super().to_dict()
         return content if self.lengths else {name: content[name] for name in content if name not in _OF_LENGTHS}
 

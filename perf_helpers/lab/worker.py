@@ -57,7 +57,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         return Outcome("refused", refusal)
     if experiment.arguments.compiles and hardware.is_rehearsal():
         return Outcome("needs values", NO_COMPILER)
-    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()) as folder:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
         if measure in ("memory", "categories"):
             if experiment.arguments.compiles:
@@ -211,7 +211,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads, oom_kills = threads_of(experiment), outcomes.oom_kills()
-    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()) as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -275,7 +275,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     forked.die_with_parent()
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handler, in Python, would wait for a collective
-    stack_dumps.tell(forked.own_folder or folder, rank)
+    stack_dumps.tell(forked.own_folder() or folder, rank)
     _meet_or_fail()
     torch.distributed.set_debug_level_from_env()  # torch looked when it was imported, in another environment
     tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves

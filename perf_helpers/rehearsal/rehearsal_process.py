@@ -97,7 +97,7 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         _warn(doubts)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
         inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
-        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.OFFERED], "PATH": tools}
+        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.offered()], "PATH": tools}
         paths = {
             name: os.pathsep.join(filter(None, [*map(str, folders), os.environ.get(name)]))
             for name, folders in first.items()

@@ -66,8 +66,8 @@ def undisturbed(tmp_path_factory):
     """A lab whose server carries the mark, and what an undisturbed training yields there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))
-        if SERVER._process:  # one of earlier tests is without the mark; and a server may be killed between experiments
-            SERVER._process.kill()
+        if SERVER.running:  # one of earlier tests is without the mark; and a server may be killed between experiments
+            SERVER.running.process.kill()
         lab = Lab("cpu", out=tmp_path_factory.mktemp("a lab, größer"), timeout=300)
         yield lab, numbers(lab)
 
@@ -83,7 +83,7 @@ def lab(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield lab
     assert numbers(lab) == expected
-    servers = {SERVER._process.pid}
+    servers = {SERVER.running.process.pid}
     assert wait_for(lambda: {process.pid for process in started_here()} <= servers, 20), started_here()
     left = {path.name for path in temporary.iterdir()} - {f"torchinductor_{getpass.getuser()}"}  # torch's cache
     assert left == set() and in_shared_memory() <= shared
@@ -263,7 +263,7 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
         end()
 
     lab.run(start, measure=("none",))
-    servers = {SERVER._process.pid}
+    servers = {SERVER.running.process.pid}
     assert {process.pid for process in started_here()} <= servers, "at once, and not when the server ends"
 
 

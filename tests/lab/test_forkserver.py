@@ -11,6 +11,7 @@ import psutil
 import pytest
 from machines import TINY
 
+from perf_helpers.lab import forked, optional_packages
 from perf_helpers.unknown import is_measured
 
 
@@ -219,9 +220,37 @@ def test_a_killed_server_is_replaced(lab):
     assert lab.run(parent, measure=("none",)).value != server
 
 
+def test_a_clean_process_has_a_folder_that_ends_with_it_and_no_other_process_has_one(lab):
+    def look(_):
+        from perf_helpers.lab import forked
+
+        return [forked.own_folder(), os.path.isdir(forked.own_folder())]
+
+    folder, was_there = lab.run(look, measure=("none",)).value
+    assert was_there and not os.path.exists(folder) and forked.own_folder() is None
+
+
+def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, monkeypatch):
+    from perf_helpers.lab.forkserver import SERVER, CleanProcess
+
+    def wait(on_step):
+        on_step(1)
+        time.sleep(600)
+
+    with CleanProcess(wait) as process:
+        assert process.receive(300) == ("step", 1)
+        before = SERVER.running
+        monkeypatch.setattr(sys, "path", [*sys.path, str(optional_packages.FOLDER / "some_extra")])
+        SERVER.start()
+        assert SERVER.running is not before and psutil.Process(process.pid).is_running()
+        os.kill(process.pid, signal.SIGKILL)
+        _, outcome = process.receive(300)
+    assert outcome.status == "killed" and "SIGKILL" in outcome.message
+
+
 def test_a_command_that_is_interrupted_while_the_server_imports_leaves_nothing(tmp_path):
     code = "from perf_helpers.lab.forkserver import SERVER; from perf_helpers import cli; SERVER.start(); "
-    code += "print(SERVER._process.pid, flush=True); cli.main()"
+    code += "print(SERVER.running.process.pid, flush=True); cli.main()"
     words = [sys.executable, "-c", code, "estimate", "--model", "bert-tiny"]
     command = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
     server = int(command.stdout.readline())

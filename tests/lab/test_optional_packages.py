@@ -32,8 +32,7 @@ def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(fo
 
 
 @pytest.mark.nightly
-def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(optional_packages, "OFFERED", [])
+def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path):
     lab = Lab("cpu", out=tmp_path / "out", lesson="tests")
     servers = [lab.run(lambda task: __import__("os").getppid(), "before", measure=("none",)).value for _ in range(2)]
     assert optional_packages.offer("some_extra") is None

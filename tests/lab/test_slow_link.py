@@ -94,42 +94,6 @@ def test_a_killed_program_leaves_nothing_behind():
     assert all(gone(pid) for pid in holders)
 
 
-@needs_link
-def test_a_command_runs_on_its_host_and_reaches_the_other():
-    with slow_link.link() as link:
-        listen = "import socket; s = socket.create_server(('', 4000)); print('up', flush=True); print(s.accept()[1][0])"
-        connect = f"import socket; socket.create_connection(('{link.addresses[0]}', 4000), 10)"
-        pipes = {"stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen(link.on(0, sys.executable, "-c", listen), **pipes) as first:
-            assert first.stdout.readline() == "up\n"
-            subprocess.run(link.on(1, sys.executable, "-c", connect), check=True)
-            assert first.communicate(timeout=60)[0].strip() == link.addresses[1]
-
-
-@needs_link
-@pytest.mark.parametrize("how", ["the end of the link", "a killed program"])
-def test_what_was_started_on_a_host_ends_with_the_link(how, tmp_path):
-    """Also what was started in a session of its own, as torchrun does with its ranks."""
-    code = f"""
-        import subprocess, sys, time
-        from perf_helpers import slow_link
-        rank = "import os, time; print(os.readlink('/proc/self'), flush=True); time.sleep(600)"
-        launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {{rank!r}}], start_new_session=True)"
-        with slow_link.link() as link:
-            started = subprocess.Popen(link.on(1, sys.executable, "-c", launcher))
-            {"time.sleep(600)" if how == "a killed program" else "sys.stdin.readline()"}
-    """
-    command, pipes = [sys.executable, "-c", textwrap.dedent(code)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(command, text=True, **pipes) as program:
-        rank = int(program.stdout.readline())
-        assert os.path.exists(f"/proc/{rank}/ns/net")
-        if how == "a killed program":
-            program.kill()
-        else:
-            program.stdin.close()
-        assert gone(rank)
-
-
 def test_what_is_missing_is_said_in_words(monkeypatch):
     monkeypatch.setattr(slow_link.sys, "platform", "darwin")
     with pytest.raises(slow_link.Unavailable, match="needs Linux"), slow_link.link():

@@ -21,7 +21,6 @@ GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4,
 @pytest.fixture(autouse=True)
 def offered(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(optional_packages, "OFFERED", [])
     assert optional_packages.offer("deepspeed") is None
 
 

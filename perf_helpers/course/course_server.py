@@ -1,0 +1,199 @@
+"""The server of a course: it imports the libraries once, and the processes of lessons are its forks.
+
+The sections below are the processes in which their functions run. The course starts the server (`shared`). A process
+that wants clean processes gets a fork of it as its own fork server (`forkserver` asks for it). Papermill and the kernel
+of a lesson are forks too (`python_module`; on Linux only), each with a keeper that waits for its end.
+"""
+
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import connection, reduction
+from typing import NoReturn
+
+from perf_helpers.lab import forked, forkserver, quiet, server_process
+
+# ---- in the course, and in the papermill of a lesson
+
+
+@contextlib.contextmanager
+def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """Start a server for the processes of a course, which import the libraries once for all of them.
+
+    Args:
+        preload: modules that it imports too.
+        environment: variables that these look at when they are imported.
+
+    Yields:
+        The environment variable by which a process finds the server.
+    """
+    with quiet.short_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := os.path.join(folder, "server"))
+        listener.listen(64)
+        arguments = listener.fileno(), [*forkserver.PRELOAD, *preload]
+        process = forkserver.start_interpreter(serve, *arguments, inherited=listener.fileno(), environment=environment)
+        try:
+            yield {forked.COURSE_SERVER: address}
+        finally:
+            process.kill()
+            process.wait()
+
+
+def python_module(
+    name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
+) -> "subprocess.Popen | ForkedModule":
+    """Start `python -m name` in a session of its own: a fork of the course's server if the environment names one.
+
+    A fork has imported the libraries, and ends with this process.
+
+    Args:
+        output: the descriptor of the file that gets what it prints.
+    """
+    # Elsewhere than on Linux a kernel that is forked may find its system's libraries broken, and there is no pidfd.
+    if hasattr(os, "pidfd_open") and (control := forkserver.connected_course(environment)):
+        with contextlib.suppress(OSError, EOFError):
+            control.send(("module", name, arguments, dict(environment), folder))
+            reduction.send_handle(control, output, None)
+            return ForkedModule(control, pid=control.recv())
+    options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-m", name, *arguments], env=dict(environment), cwd=folder, **options)
+
+
+class ForkedModule:
+    """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that are used.
+
+    `control` is the connection to its keeper, which sends the exit code.
+    """
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, control: connection.Connection, pid: int):
+        self._control, self.pid = control, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not self._control.poll(timeout):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            try:
+                self.returncode = self._control.recv()
+            except (EOFError, OSError):  # its keeper was killed
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+# ---- in the course's server
+
+
+def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
+    """Be the server of a course, as the first function of this process: fork for each that connects to the socket.
+
+    What connects sends "serve", to get a fork server of its own; or ("module", name, arguments, environment, folder)
+    and then a descriptor for what is printed, to get the process id and, at its end, the exit code of `python -m name`.
+    """
+    forked.die_with_parent()
+    has_gpus = server_process.import_libraries(preload)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody collects its forks: no zombies
+    listener = socket.socket(fileno=descriptor)
+    while True:
+        joined = connection.Connection(listener.accept()[0].detach())
+        if os.fork() == 0:
+            listener.close()
+            _serve_one(joined, has_gpus)
+        joined.close()
+
+
+def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
+    """Be a fork server, or the keeper of a module, as the first function of a fork."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        match joined.recv():
+            case "serve":
+                forked.die_with_parent()
+                server_process.serve_caller(joined, has_gpus)
+            case "module", *what:
+                _keep(joined, reduction.recv_handle(joined), *what)
+    finally:
+        os._exit(1)
+
+
+# ---- in the keeper of a module
+
+
+def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
+    """Fork a module, wait for its end, end all that it leaves, and send its exit code. The end of the connection ends
+    the module."""
+    forked.adopt_orphans()
+    if (pid := os.fork()) == 0:
+        joined.close()
+        _be_module(output, *module)
+    os.close(output)
+    joined.send(pid)
+    descriptor = os.pidfd_open(pid)
+    if joined in connection.wait([joined, descriptor]):
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    server_process.end_children()
+    with contextlib.suppress(OSError):
+        joined.send(code)
+    os._exit(0)
+
+
+# ---- in the module
+
+
+def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """Do in this fork what `python -m name` does; does not return."""
+    os.setsid()
+    forked.die_with_parent()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv, tempfile.tempdir = [name, *arguments], None
+    sys.path.insert(0, folder)
+    code = 1
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        forked.flush()
+        os._exit(code)
