@@ -297,11 +297,11 @@ CALLS = {
     "estimate": (estimate, {"task": TINY, "device": "cuda"}, {"name": (1, 12), "training": (0,), "task": (1, 12)}),
     "explain": (explanation.explain, {"task": TINY, "a": {}, "b": {"bf16": True}}, {}),
     "advise": (advise, {"task": TINY, "effective_batch": 4, "memory": "1GB"}, {"avoid": (), "runs": (7, 11)}),
-    "parallelism": (parallelism, {"task": TINY, "cards": 2, "card": "t4"}, {"effective_batch": (11,)}),
+    "parallelism": (parallelism, {"task": TINY, "cards": 2, "card": "t4"}, {"slow_link": (0,)}),
     "rehearse": (rehearse, {"what": TINY, "on": "t4"}, {"inference": (0,), "what": (), "task": (11,)}),
     "card": (cards.card, {"name": "t4"}, {}),
 }
-FREE = {"timeout": (3, 6, 11), "margin": (5,), "card_tflops": (6,), "link_gbits": (6, 11), "device_memory": (5, 11)}
+FREE = {"timeout": (3, 6, 11), "margin": (5,), "device_memory": (5, 11)}
 FREE |= {
     "snapshot": (1, 11),
     "machine": (11,),

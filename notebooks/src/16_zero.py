@@ -37,7 +37,7 @@ no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
 claims = Claims(lab)
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 2000}
-sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+sizes = {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 4}
 task = Task("bert-small", seq_len=32, config=no_dropout | sizes)
 parameters = task.parameters()
 
@@ -600,7 +600,7 @@ def timed(task, stage, samples, turns=3):
 
 
 # %% tags=["claim"]
-fits = task.replace(config={"num_hidden_layers": 4})
+fits = task.replace(config={"hidden_size": 256, "intermediate_size": 1024})
 options = {"task": fits, "processes": 2, "measure": ("time",), "use_cpu": not gpus2}
 for stage in (0, 1, 3):
     each = [(partial(timed, stage=stage, samples=n), f"stage {stage}, {n} samples", 2 * n) for n in (2, 8)]
@@ -629,7 +629,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree has two branches: the model and a small batch fit one device, then no ZeRO; else ZeRO, with offload. Here it is as a function, with the stages in between. It takes the first that fits, for each further one sends more or waits longer. Whatever is cut up, a card needs room for its activations and for the largest layer, whole; and what is moved off the card has to lie somewhere.
 #
-# How fast are the links? And a model may be cut in other ways (lesson 17). `parallelism` asks both. Copies and shards it follows: their bytes are the estimate's. What is cut is arithmetic on one card's. Of what fits it names the quickest, by a plain model of arithmetic and links, and cuts only where that is worth 1.2 times the speed. After the function: one model on the same cards, over a fast and a slow link.
+# `parallelism` walks the same tree for a real model, without the formula: it traces a rank of each layout, so the bytes are the estimate's, and what a rank sends is a ring's. The simplest layout that fits is chosen; over a slow link the one that sends least. Where no shards fit, it names the next branch, and how many bytes no number of cards makes smaller. After the function: an 8B model on eight cards, over a fast and a slow link, and on cards that are too small.
 
 
 # %%
@@ -658,8 +658,8 @@ plots.Table(["parameters", "cards of 80 GiB", "choice", "bytes a card"], rows)
 # %%
 large = Task("llama-3-8b", seq_len=1024)
 recipe = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True, "dtype": "float32"}
-for link in (2400, 64):  # NVLink of an A100; a PCIe slot of version 3 has 128 at best
-    display(lab.foresee(parallelism, large, cards=8, card_bytes="80GB", link_gbits=link, **recipe))
+for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": True}, {"card_bytes": "8GB"}):
+    display(lab.foresee(parallelism, large, cards=8, **question, **recipe))
 
 # %% [markdown]
 # ## Exercise, a challenge: the least memory for a given traffic

@@ -739,7 +739,7 @@ if lab.machine.kind != "cuda" or gpus2:  # it takes a GPU for each rank where th
     print(f"{sizes}: the losses of one device; of the weights {max(mine for _, mine in cut) / weights:.0%} on a rank")
 
 # %% [markdown]
-# The same outputs and losses. A plan of weights alone sends more than we did: query, key and value each ask for the sum of their input's gradient, where one sum of all three would do. Told that the norm's output is one tensor of all ranks, torch sums once. Count a plan. Cut along the tokens, too, a rank keeps less, but not half: what was gathered is kept whole. Megatron gathers it once more in backward instead. (Without sequence parallelism, its authors count, 10 of 34 bytes stay whole. The advisor reckons so.)
+# The same outputs and losses. A plan of weights alone sends more than we did: query, key and value each ask for the sum of their input's gradient, where one sum of all three would do. Told that the norm's output is one tensor of all ranks, torch sums once. Count a plan. Cut along the tokens, too, a rank keeps less, but not half: what was gathered is kept whole. Megatron gathers it once more in backward instead. (Without sequence parallelism, its authors count, 10 of 34 bytes stay whole.)
 #
 # ### transformers, and two ways at once
 #

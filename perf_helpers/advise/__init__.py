@@ -5,6 +5,6 @@ of a model on several cards. Not covered: how the memory of one recipe is predic
 """
 
 from perf_helpers.advise.advice import advise, verify
-from perf_helpers.advise.decision_tree import parallelism
+from perf_helpers.advise.parallel_layouts import parallelism
 
 __all__ = ["advise", "parallelism", "verify"]
