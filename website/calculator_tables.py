@@ -26,7 +26,7 @@ from event_tables import LENGTH_UNIT, Events, Point, Unfit, events_of
 from perf_helpers import cards
 from perf_helpers import recipes as known
 from perf_helpers.estimate import prediction
-from perf_helpers.estimate.estimates import KNOWLEDGE, target
+from perf_helpers.estimate.estimates import ask, target
 from perf_helpers.lab import Task, hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import PRESETS, positions
@@ -99,7 +99,7 @@ class Recipe(NamedTuple):
             at_point = task.replace(seq_len=length * LENGTH_UNIT, dataset_size=samples)
             experiments.append(Experiment(self.key, at_point, arguments))
         job = prediction.follow_all, experiments, device
-        followed = KNOWLEDGE.ask(*job, model=task.model, timeout=_SECONDS)
+        followed = ask(*job, model=task.model, timeout=_SECONDS)
         return {
             point: events_of(each.trace, device.compute_capability)
             for point, each in zip(points, followed, strict=True)

@@ -1,14 +1,13 @@
 """Predict the peak memory of a training without running it.
 
 `estimate` calls `prediction.predict` in a fresh subprocess, which traces the training on fake tensors (`trace`) and
-measures what operators allocate internally (`operator_workspaces`). What a subprocess learns of operators is kept for
-the next ones (`Knowledge`).
+measures what operators allocate internally (`operator_workspaces`). What a subprocess learns of operators is stored for
+the next ones (`knowledge`).
 """
 
 import dataclasses
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,6 @@ from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
 from perf_helpers.lab.training import Experiment
 from perf_helpers.texts import arguments_of_kind, shown, whole_number
-
-_MOST_LEARNED_BYTES = 64 * 2**20  # that are kept of clean processes
 
 
 def estimate(
@@ -91,7 +88,7 @@ def estimate(
     if experiment.arguments.compiles:
         raise ValueError(OF_COMPILED)
     key = (repr(experiment.replace(name="")), task.identity(), target_device)
-    made, file = KNOWLEDGE.estimates.get(key), None
+    made, file = _made.get(key), None
     if snapshot is not None:
         file = place(snapshot)
         if target_device.kind != "cuda":
@@ -100,12 +97,12 @@ def estimate(
         began, job = time.perf_counter(), (prediction.predict, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
-            made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
+            made, log = ask(*job, model=task.model, is_saved=not (function or optimizer), **more)
         made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
             save(file, log, target_device.settings, target_device.memory_bytes, target_device.rules)
-    KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
-    return KNOWLEDGE.estimates[key]
+    _made[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
+    return _made[key]
 
 
 OF_COMPILED = (
@@ -116,7 +113,7 @@ OF_COMPILED = (
 
 def estimates_so_far() -> list[MemoryEstimate]:
     """Return every `MemoryEstimate` that this process has made, in order."""
-    return list(KNOWLEDGE.estimates.values())
+    return list(_made.values())
 
 
 def target(
@@ -150,34 +147,32 @@ def target(
     return Device(kind, capability, allocator_settings, device_memory, rules)
 
 
-class Knowledge:
-    """What is kept in this process of its clean ones: their estimates, and what they learnt of operations and models.
-    Each begins with what earlier ones learnt: so the second question about a model takes a fraction of the time. Of too
-    much the oldest is forgotten, and would be learnt again."""
+def ask(
+    function: Callable,
+    *arguments,
+    model: str,
+    timeout: float,
+    on_percent: Tell | None = None,
+    is_saved: bool = True,
+) -> Any:
+    """Return what a function such as `prediction.predict` answers to these arguments in a clean process.
 
-    def __init__(self):
-        self.estimates: dict[tuple, MemoryEstimate] = {}  # by what was asked, in order
-        self._learned: deque[bytes] = deque()  # the news that `prediction.with_known` returns
+    Args:
+        model: its name in messages.
+        timeout: time limit in seconds.
+        on_percent: called with the progress, from 0 to 100.
+        is_saved: whether to store what is learned of operations, see `prediction.with_known`.
 
-    def ask(self, function: Callable, *arguments, model: str, timeout: float, on_percent: Tell | None = None) -> Any:
-        """What a function such as `prediction.predict` answers to these arguments in a clean process, within `timeout`
-        seconds. `model` is named in messages; `on_percent` is told how far it is, from 0 to 100.
-
-        Raises:
-            ValueError: the function raised `Invalid`, or its process failed or took too long.
-        """
-        job = prediction.with_known, function, arguments, [*self._learned]
-        try:
-            answer, learned = processes.call(*job, timeout=timeout, on_percent=on_percent)
-        except processes.Failed as failed:
-            if failed.outcome.status == "timed out":
-                raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None
-            raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
-        if learned:
-            self._learned.append(learned)
-        while sum(map(len, self._learned)) > _MOST_LEARNED_BYTES:
-            self._learned.popleft()
-        return answer
+    Raises:
+        ValueError: the function raised `Invalid`, or its process failed or took too long.
+    """
+    job = prediction.with_known, function, arguments, is_saved
+    try:
+        return processes.call(*job, timeout=timeout, on_percent=on_percent)
+    except processes.Failed as failed:
+        if failed.outcome.status == "timed out":
+            raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None
+        raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
 
 
-KNOWLEDGE = Knowledge()  # of this process, whoever asks: lessons, the advisor, the explorers' threads
+_made: dict[tuple, MemoryEstimate] = {}  # the estimates of this process, by what was requested, in order

@@ -140,7 +140,7 @@ def explain(
         job = _explained, Experiment(name, task, arguments, processes=processes), whose
         with progress.percent(f"explaining {name}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent, bar=bar: bar.update(percent - bar.n)}
-            found.append(estimates.KNOWLEDGE.ask(*job, model=task.model, **more))
+            found.append(estimates.ask(*job, model=task.model, **more))
     (made_a, live_a, warnings_a), (made_b, live_b, warnings_b) = found
     pairs = {each: (live_a[each], live_b[each]) for each in live_a | live_b}
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))

@@ -12,7 +12,6 @@ import gc
 import importlib
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +32,7 @@ from perf_helpers.texts import bytes_text
 from perf_helpers.unknown import Unknown
 
 if TYPE_CHECKING:
+    from perf_helpers.estimate.knowledge import Fact, Knowledge
     from perf_helpers.estimate.operator_workspaces import Probe
 
 Tell = Callable[[int], Any]  # is told how far the work is, from 0 to 100
@@ -185,25 +185,22 @@ def estimated(experiment: Experiment, followed: "Followed", device: Device) -> M
     )
 
 
-def with_known(function: Callable, arguments: Sequence, learned: Sequence[bytes], tell: Tell) -> tuple[Any, bytes]:
-    """What `function(*arguments, probe, tell)` returns in this clean process, and the news of what was learnt here of
-    operations, b"" where it is nothing. Only clean processes can read it: it holds types of torch. `learned`: the news
-    of earlier ones."""
+def with_known(function: Callable, arguments: Sequence, is_saved: bool, tell: Tell) -> Any:
+    """Return `function(*arguments, probe, tell)` in this clean process, which knows what earlier ones stored.
+
+    Args:
+        is_saved: whether to store what is learned. No: a user's own code may change what operations return.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they stand for: no GPU is touched
+    from perf_helpers.estimate.knowledge import Knowledge
     from perf_helpers.estimate.operator_workspaces import Probe
 
-    facts: dict[tuple, Any] = {}  # what operations make (see `operation_cache`), and what they hide
-    for news in learned:
-        facts.update(pickle.loads(news))
-    before = set(facts)
-    with contextlib.closing(Probe(known=facts)) as probe:
+    known = Knowledge.load()
+    with contextlib.closing(Probe(known=known)) as probe:
         answer = function(*arguments, probe, tell)
-    news = _news(facts, before)
-    return answer, pickle.dumps(news) if news else b""
-
-
-def _news(facts: dict[tuple, Any], before: set[tuple]) -> dict[tuple, Any]:
-    return {key: facts[key] for key in facts.keys() - before}
+    if is_saved:
+        known.save()
+    return answer
 
 
 # ---- an experiment is followed
@@ -221,7 +218,7 @@ class Followed:
 def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[Followed]:
     """Follow experiments on fake tensors, of many as many at once as there are cores. 80 of 100 per cent of the work
     are done when all have their traces. Raises Invalid as `predict` does."""
-    plain, settings = [_plain(each, device) for each in experiments], {"device": device, "facts": probe.known}
+    plain, settings = [_plain(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, follow = [], map
     with contextlib.ExitStack() as stack:
         if len(plain) > _FEW or device.kind == "cpu":  # whose operations run in this process' forks, see `Probe`
@@ -232,7 +229,7 @@ def follow_all(experiments: Sequence[Experiment], device: Device, probe: "Probe"
             _with.update(settings)
         for number, (trace, news) in enumerate(follow(_follow, plain), 1):
             traces.append(trace)
-            probe.known.update(news)
+            probe.known.learn(news)
             tell(80 * number // len(plain))
     return [_followed(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
@@ -268,29 +265,30 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
     return 4 * arguments.samples_per_step(processes)
 
 
-def _follow(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
+def _follow(experiment: Experiment) -> tuple[Trace, "dict[tuple, Fact]"]:
     """The trace of an experiment, and what was learnt of operations."""
     import torch
 
     torch.set_num_threads(1)
     gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # going through all that is kept takes a quarter of the time
-    before = set(_with["facts"])
-    return trace_of(experiment, **_with), _news(_with["facts"], before)
+    learned = _with["known"].learned
+    before = set(learned)
+    trace = trace_of(experiment, **_with)
+    return trace, {key: learned[key] for key in learned.keys() - before}
 
 
-def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
-    """The trace of an experiment. To be called in a clean process: it replaces parts of torch. `facts`: those of
-    `with_known`."""
+def trace_of(experiment: Experiment, device: Device, known: "Knowledge | None" = None) -> Trace:
+    """The trace of an experiment. To be called in a clean process: it replaces parts of torch."""
     from perf_helpers.estimate import trace
     from perf_helpers.estimate.operation_cache import OperationCache
 
     if device.kind == "cpu":
-        return trace.follow(experiment, trace.FakeTracker(OperationCache(facts, "cpu")))
+        return trace.follow(experiment, trace.FakeTracker(OperationCache(known, "cpu")))
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker, NotSent
 
     capability, rules = device.compute_capability, device.rules or release()
-    cache = OperationCache(facts, f"cuda, torch {rules.torch}")
+    cache = OperationCache(known, f"cuda, torch {rules.torch}")
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
     for from_the_start in (False, True):  # again only a loop that sends nothing
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
