@@ -1,15 +1,24 @@
 """How long commands take from the shell to their last line, imports included, and a second estimate in one Python.
 
-    python benchmarks/measure_commands.py [--rounds 5]
+    python benchmarks/measure_commands.py [--rounds 3] [--builds . ../old] [--commands "estimate*" "advise*"]
 
-Seconds of the clock on the wall, the commands in turns, after a round that warms up: for a quiet machine.
+Seconds of the clock on the wall, the builds and commands in turns, after a round that warms up: for a quiet machine.
+A build is a checkout; another environment is written FOLDER=PYTHON. The order of the builds turns round with each
+round. Each build has a cache folder of its own from its first round on; commands that store what they learn of
+operations are also timed with an empty one.
 """
 
+import itertools
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from fnmatch import fnmatch
+from pathlib import Path
 
+from measure_builds import commit
 from runner import Measurement
 
 # What is timed, and the exit code that it has.
@@ -23,6 +32,7 @@ COMMANDS = {
     "advise --model llama-3-8b --card h100 --effective-batch 16": 0,
     "advise --model llama-3-8b --seq-len 2048 --card rtx-4090 --effective-batch 1 --may qlora --largest model": 0,
 }
+EMPTY = ", empty cache"
 # Estimates by one process server, the first one for another model: it waits for the server.
 SECOND = """
 import time
@@ -36,10 +46,12 @@ for model in ("bert-tiny", "bert-large", "llama-3-8b"):
 RUNNING = ("bert-large, the server running", "llama-3-8b, the server running")
 
 
-def seconds_of(words: list[str], code: int = 0) -> tuple[float, str]:
-    """Seconds of a whole process, and what it printed."""
+def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[float, str]:
+    """Seconds of a whole process with this cache folder, and what it printed."""
+    folder, _, python = build.partition("=")
+    environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    done = subprocess.run([python or sys.executable, *words], capture_output=True, text=True, env=environment)
     seconds = time.perf_counter() - began
     if done.returncode != code:
         raise SystemExit(f"{words} ended with {done.returncode}: {done.stderr}")
@@ -47,22 +59,43 @@ def seconds_of(words: list[str], code: int = 0) -> tuple[float, str]:
 
 
 def cases(options) -> dict:
-    return {str(number): number for number in range(options.rounds + 1)}
+    rounds, builds = range(options.rounds + 1), options.builds or ["."]
+    turns = ((number, build) for number in rounds for build in (builds if number % 2 else builds[::-1]))
+    return {f"{number} {commit(build)}": (number, build) for number, build in turns}
 
 
-def measure(rounds, options):
-    for name in rounds:
-        taken = {each: seconds_of(f"-m perf_helpers.cli {each}".split(), code)[0] for each, code in COMMANDS.items()}
-        _, *later = map(float, seconds_of(["-c", SECOND])[1].split())
-        yield name, taken | dict(zip(RUNNING, later, strict=True))
+def measure(turns, options):
+    wanted = options.commands or ["*"]
+    commands = {each: code for each, code in COMMANDS.items() if any(fnmatch(each, word) for word in wanted)}
+    with tempfile.TemporaryDirectory() as homes:
+        for name, (number, build) in turns.items():
+            taken, home = {}, os.path.join(homes, commit(build))
+            for each, code in commands.items():
+                words = f"-m perf_helpers.cli {each}".split()
+                taken[each] = seconds_of(build, words, home, code)[0]
+                if each.startswith(("estimate", "advise")) and not code:
+                    with tempfile.TemporaryDirectory() as empty:
+                        taken[each + EMPTY] = seconds_of(build, words, empty)[0]
+            if not options.commands:
+                _, *later = map(float, seconds_of(build, ["-c", SECOND], home)[1].split())
+                taken |= dict(zip(RUNNING, later, strict=True))
+            yield name, {"number": name, "round": number, "build": commit(build), "seconds": taken}
 
 
-def conclude(rounds: list[dict], options) -> dict:
-    _, *counted = rounds
-    return {"medians": {name: round(statistics.median(each[name] for each in counted), 2) for name in counted[0]}}
+def conclude(rows: list[dict], options) -> dict:
+    """The medians, and how many times as fast the first build is as each of the others."""
+    medians: dict[str, dict[str, float]] = {}
+    for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):
+        counted = [row["seconds"][command] for row in rows if row["build"] == build and row["round"]]
+        medians.setdefault(build, {})[command] = round(statistics.median(counted), 2)
+    first, *others = medians
+    ratios = {each: {name: round(medians[each][name] / s, 2) for name, s in medians[first].items()} for each in others}
+    return {"medians": medians, "ratios": ratios}
 
 
-COMMANDS_OF_THE_SHELL = Measurement(__doc__, "commands.json", cases, measure, conclude, {"rounds": 5}, rows="rounds")
+COMMANDS_OF_THE_SHELL = Measurement(
+    __doc__, "commands.json", cases, measure, conclude, {"rounds": 3, "builds": [], "commands": []}
+)
 
 if __name__ == "__main__":
     sys.exit(COMMANDS_OF_THE_SHELL.main())

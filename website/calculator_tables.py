@@ -27,7 +27,7 @@ from perf_helpers import cards
 from perf_helpers import recipes as known
 from perf_helpers.estimate import peak_memory
 from perf_helpers.estimate.api import target
-from perf_helpers.estimate.fresh_process import KNOWLEDGE
+from perf_helpers.estimate.fresh_process import ask
 from perf_helpers.lab import Task, hardware, optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import PRESETS, positions
@@ -100,7 +100,7 @@ class Recipe(NamedTuple):
             at_point = task.replace(seq_len=length * LENGTH_UNIT, dataset_size=samples)
             experiments.append(Experiment(self.key, at_point, arguments))
         job = peak_memory.trace_all, experiments, device
-        traced = KNOWLEDGE.ask(*job, model=task.model, timeout=_SECONDS)
+        traced = ask(*job, model=task.model, timeout=_SECONDS)
         return {
             point: events_of(each.trace, device.compute_capability) for point, each in zip(points, traced, strict=True)
         }

@@ -17,8 +17,8 @@ from perf_helpers.estimate.depth import STATES
 from perf_helpers.lab import optional_packages
 from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.task import Task
-from perf_helpers.tables import Table
 from perf_helpers.records import CATEGORIES, Category, Phase
+from perf_helpers.tables import Table
 from perf_helpers.texts import arguments_of_kind, bytes_text, whole_number
 
 MOST_CARDS = 1024

@@ -1,7 +1,8 @@
 """Predict the peak memory of a training without running it: the functions that callers use.
 
 `estimate` calls `peak_memory.estimate_experiment` in a fresh subprocess (`fresh_process`), which traces the training on
-fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`).
+fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`). What a subprocess learns
+of operators is stored for the next ones (`knowledge`).
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from perf_helpers import cards
 from perf_helpers.estimate import peak_memory
 from perf_helpers.estimate.allocator_replay import place, save
 from perf_helpers.estimate.allocator_settings import Settings, release
-from perf_helpers.estimate.fresh_process import KNOWLEDGE
+from perf_helpers.estimate.fresh_process import ask
 from perf_helpers.estimate.memory_estimate import Device, MemoryEstimate
 from perf_helpers.lab import hardware, progress
 from perf_helpers.lab.arguments import Arguments
@@ -88,7 +89,7 @@ def estimate(
     if experiment.arguments.compiles:
         raise ValueError(OF_COMPILED)
     key = (repr(experiment.replace(name="")), task.identity(), target_device)
-    made, file = KNOWLEDGE.estimates.get(key), None
+    made, file = _made.get(key), None
     if snapshot is not None:
         file = place(snapshot)
         if target_device.kind != "cuda":
@@ -97,12 +98,12 @@ def estimate(
         began, job = time.perf_counter(), (peak_memory.estimate_experiment, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
-            made, log = KNOWLEDGE.ask(*job, model=task.model, **more)
+            made, log = ask(*job, model=task.model, is_saved=not (function or optimizer), **more)
         made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
             save(file, log, target_device.settings, target_device.memory_bytes, target_device.rules)
-    KNOWLEDGE.estimates[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
-    return KNOWLEDGE.estimates[key]
+    _made[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name
+    return _made[key]
 
 
 OF_COMPILED = (
@@ -113,7 +114,7 @@ OF_COMPILED = (
 
 def estimates_so_far() -> list[MemoryEstimate]:
     """Return every `MemoryEstimate` that this process has made, in order."""
-    return list(KNOWLEDGE.estimates.values())
+    return list(_made.values())
 
 
 def target(
@@ -145,3 +146,6 @@ def target(
     if device_memory is not None:
         whole_number("device_memory", device_memory, 0, 2**60)
     return Device(kind, capability, allocator_settings, device_memory, rules)
+
+
+_made: dict[tuple, MemoryEstimate] = {}  # the estimates of this process, by what was requested, in order

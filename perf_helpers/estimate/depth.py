@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from perf_helpers.estimate import peak_memory
 from perf_helpers.estimate.allocator_replay import replayed
 from perf_helpers.estimate.api import target
-from perf_helpers.estimate.fresh_process import KNOWLEDGE, Tell
+from perf_helpers.estimate.fresh_process import Tell, ask
 from perf_helpers.estimate.memory_estimate import Device
 from perf_helpers.estimate.trace_records import Trace, highest
 from perf_helpers.lab.arguments import Arguments
@@ -45,7 +45,7 @@ def layers_of(task: Task) -> int | None:
 
 def parameters(tasks: Sequence[Task]) -> list[int]:
     """The number of parameters of each, counted where torch is imported. Raises ValueError as `estimate` does."""
-    return KNOWLEDGE.ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
+    return ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
 
 
 def _parameters(tasks: list[Task], probe: "Probe", tell: Tell) -> list[int]:
@@ -92,7 +92,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
     arguments = Arguments.of(asked)
     tasks = [task.replace(config={"num_hidden_layers": count}) for count in _SHALLOW]
     experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]
-    found = KNOWLEDGE.ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
+    found = ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
     return Line(*zip(*found, strict=True))
 
 

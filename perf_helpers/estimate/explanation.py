@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from perf_helpers.estimate import allocator_replay, api, peak_memory
 from perf_helpers.estimate.allocator import rounded
-from perf_helpers.estimate.fresh_process import KNOWLEDGE, Tell
+from perf_helpers.estimate.fresh_process import Tell, ask
 from perf_helpers.estimate.memory_estimate import Device, MemoryEstimate
 from perf_helpers.lab import adapters, optional_packages, progress
 from perf_helpers.lab.arguments import Arguments
@@ -142,7 +142,7 @@ def explain(
         job = _explained, Experiment(name, task, arguments, processes=processes), target_device
         with progress.percent(f"explaining {name}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent, bar=bar: bar.update(percent - bar.n)}
-            found.append(KNOWLEDGE.ask(*job, model=task.model, **more))
+            found.append(ask(*job, model=task.model, **more))
     (made_a, live_a, warnings_a), (made_b, live_b, warnings_b) = found
     pairs = {each: (live_a[each], live_b[each]) for each in live_a | live_b}
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))

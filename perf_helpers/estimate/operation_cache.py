@@ -3,22 +3,14 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from perf_helpers.estimate.knowledge import IN_PLACE, Knowledge, View
 from perf_helpers.estimate.trace_records import Operation, Spec, nested
 from perf_helpers.lab.outcomes import Invalid
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A result that lies on the memory of the operation's first argument."""
-
-    spec: Spec
-    offset: int  # in elements
 
 
 class OperationCache:
@@ -27,25 +19,26 @@ class OperationCache:
     `Spec`s.
 
     Args:
-        known: what is known already, among other facts; it is added to.
+        known: facts, also of other kinds; what torch is asked is added.
         device: whose kernels make it: "cpu", or "cuda, torch 2.15".
     """
 
-    def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
-        self.known = {} if known is None else known
+    def __init__(self, known: Knowledge | None = None, device: str = "cpu"):
+        self.known = known or Knowledge()
         self._device = device
         self.within: torch.dtype | None = None  # autocast's, which bears on products of 4 bits beside their arguments
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
         """What the operation makes of fake tensors, by `ask` where it is not known. `tensors`: those that it has."""
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        key = self._device, *operation.signature, operation.structure, offset, self.within  # what it depends on
-        made = self.known.get(key, self)  # asked once, for its hash takes time
-        if made is self:
+        about = operation.structure, offset, self.within, torch.get_default_dtype()
+        key = self._device, *operation.signature, *about  # what it depends on
+        made = self.known.find(key)
+        if made is None:
             result = ask()
             self._keep(key, function, args, result, tensors)
             return result
-        if made is None:  # it works in place
+        if made is IN_PLACE:
             return args[0] if function._schema.returns else None
         if type(made) in (tuple, list):
             return type(made)(part if part is None else fake(part, mode) for part in made)
@@ -58,15 +51,15 @@ class OperationCache:
         if function._schema.is_mutable:
             on_fake = tensors and isinstance(tensors[0], FakeTensor)
             if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
-                self.known[key] = None
+                self.known.learn({key: IN_PLACE})
         elif type(result) in (tuple, list):
             made = type(result)(None if part is None else _made(part, tensors) for part in result)
             if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
-                self.known[key] = made
+                self.known.learn({key: made})
         else:
             made = _made(result, tensors)
             if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
-                self.known[key] = made
+                self.known.learn({key: made})
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from perf_helpers.estimate.knowledge import Hidden, Knowledge
 from perf_helpers.estimate.trace_records import Operation, Spec, nested
 from perf_helpers.lab import memory_meter
 from perf_helpers.lab.watcher import MARK
@@ -48,14 +49,6 @@ _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_produc
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
-    """What one operation hides at its own size."""
-
-    bytes: int | None  # None where it cannot be run by itself
-    how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """What one operation did when it was run."""
 
@@ -71,12 +64,12 @@ class Probe:
 
     Args:
         threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
-        known: what is known already, among other facts: by (threads, the operation's signature). It is added to.
+        known: facts, also of other kinds; what is found is added, by (threads, *the operation's signature).
     """
 
-    def __init__(self, threads: int | None = None, known: dict[tuple, Any] | None = None):
+    def __init__(self, threads: int | None = None, known: Knowledge | None = None):
         self.threads = threads or torch.get_num_threads()
-        self.known = {} if known is None else known
+        self.known = known or Knowledge()
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
@@ -91,7 +84,12 @@ class Probe:
 
     def __getitem__(self, operation: Operation) -> Hidden:
         """Raises KeyError where it was never asked for."""
-        return self.known[self.threads, operation.signature]
+        if hidden := self.known.find(self._key(operation)):
+            return hidden
+        raise KeyError(operation.name)
+
+    def _key(self, operation: Operation) -> tuple:
+        return self.threads, *operation.signature
 
     def run(self, operations: Sequence[Operation]) -> None:
         """Find out what each of these operations hides, where it is not known yet. Time to run large ones at their own
@@ -99,29 +97,34 @@ class Probe:
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
-            key = self.threads, operation.signature
+            key = self._key(operation)
+            if self.known.find(key):
+                continue
             if operation.name.startswith(_HIDES_NOTHING) or operation.is_view:
-                self.known[key] = Hidden(0, "measured")
-            elif key not in self.known:
+                self.known.learn({key: Hidden(0, "measured")})
+            else:
                 tried[key] = _Tried(operation, _at_first(operation))
         seen = iter(run([cut for each in tried.values() for cut in each.group]))
         for key, each in tried.items():
             each.seen = list(itertools.islice(seen, len(each.group)))
             if hidden := each.conclusion():
-                self.known[key] = hidden
-        unsettled = {key: each for key, each in tried.items() if key not in self.known}
+                self.known.learn({key: hidden})
         # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of
         # how long it takes.
-        again = [each for each in unsettled.values() if each.seen and each.seen[0]]
+        again = [each for key, each in tried.items() if not self.known.find(key) and each.seen and each.seen[0]]
         for each, warm in zip(again, run([each.group[0] for each in again]), strict=True):
             each.warm = warm
         left = OWN_SIZE_SECONDS
-        for key, each in unsettled.items():
-            ran, seconds = None, each.expected_seconds()
-            if each.operation.bytes <= OWN_SIZE_BYTES and seconds <= left:
-                (ran,) = run([each.operation])
+        for operation in operations:
+            key = self._key(operation)
+            if hidden := self.known.find(key):
+                left -= hidden.seconds  # as when it was run, so that what is known changes no other result
+                continue
+            ran, seconds = None, tried[key].expected_seconds()
+            if operation.bytes <= OWN_SIZE_BYTES and seconds <= left:
+                (ran,) = run([operation])
                 left -= ran.seconds if ran else seconds
-            self.known[key] = Hidden(ran.bytes, "measured") if ran else each.assumption()
+            self.known.learn({key: Hidden(ran.bytes, "measured", ran.seconds) if ran else tried[key].assumption()})
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:

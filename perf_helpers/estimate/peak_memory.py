@@ -22,7 +22,7 @@ import numpy as np
 from perf_helpers import cards
 from perf_helpers.estimate import allocator_replay
 from perf_helpers.estimate.allocator_settings import Release, is_tested, newest, release, untested_text
-from perf_helpers.estimate.fresh_process import Tell, added
+from perf_helpers.estimate.fresh_process import Tell
 from perf_helpers.estimate.memory_estimate import Device, MemoryEstimate
 from perf_helpers.estimate.trace_records import Log, Trace, highest
 from perf_helpers.lab import worker
@@ -32,6 +32,7 @@ from perf_helpers.lab.training import Experiment
 from perf_helpers.records import TENSOR_CATEGORIES, Memory, explain
 
 if TYPE_CHECKING:
+    from perf_helpers.estimate.knowledge import Knowledge
     from perf_helpers.estimate.operator_workspaces import Probe
 
 
@@ -90,7 +91,7 @@ class TracedExperiment:
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
     """Trace experiments on fake tensors; if there are many, as many at once as there are cores. With the last trace,
     80 % of the work is done. Raises Invalid as `estimate_experiment` does."""
-    plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "facts": probe.known}
+    plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, run = [], map
     with contextlib.ExitStack() as stack:
         if len(plain) > _FEW or device.kind == "cpu":  # `Probe` runs operations in forks of this process
@@ -101,7 +102,7 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
             _with.update(settings)
         for number, (trace, facts) in enumerate(run(_trace_one, plain), 1):
             traces.append(trace)
-            probe.known.update(facts)
+            probe.known.learn(facts)
             tell(80 * number // len(plain))
     return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
@@ -143,23 +144,24 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 
     torch.set_num_threads(1)
     gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # full collections take a quarter of the time
-    before = set(_with["facts"])
-    return trace_of(experiment, **_with), added(_with["facts"], before)
+    learned = _with["known"].learned
+    before = set(learned)
+    trace = trace_of(experiment, **_with)
+    return trace, {key: learned[key] for key in learned.keys() - before}
 
 
-def trace_of(experiment: Experiment, device: Device, facts: dict[tuple, Any] | None = None) -> Trace:
-    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch. `facts`: those
-    of `with_known`."""
+def trace_of(experiment: Experiment, device: Device, known: "Knowledge | None" = None) -> Trace:
+    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch."""
     from perf_helpers.estimate import trace
     from perf_helpers.estimate.operation_cache import OperationCache
 
     if device.kind == "cpu":
-        return trace.follow(experiment, trace.FakeTracker(OperationCache(facts, "cpu")))
+        return trace.follow(experiment, trace.FakeTracker(OperationCache(known, "cpu")))
     from perf_helpers.estimate import cuda
     from perf_helpers.estimate.device import DeviceTracker, NotSent, Placement
 
     capability, rules = device.compute_capability, device.rules or release()
-    cache = OperationCache(facts, f"cuda, torch {rules.torch}")
+    cache = OperationCache(known, f"cuda, torch {rules.torch}")
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
     for from_the_start in (False, True):  # again only a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)

@@ -140,7 +140,8 @@ class FakeTracker(Tracker):
         if not any_fake and self._is_carried_out(function, args, tensors):
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
-        result = self.cache.result(operation, function, args, tensors, self.fake, ask) if any_fake else ask()
+        is_kept = any_fake or not tensors  # real tensors may be shared, or changed in place
+        result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
                 raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))

@@ -1,5 +1,6 @@
 """The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
 
+import dataclasses
 import importlib.metadata
 import json
 import re
@@ -12,7 +13,6 @@ from perf_helpers import cli, hardware
 from perf_helpers.advise import advise
 from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
 from perf_helpers.estimate import allocator_settings, estimate, estimates_so_far, fresh_process
-from perf_helpers.estimate.fresh_process import Knowledge
 from perf_helpers.estimate.memory_estimate import MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -254,37 +254,42 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
     assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=DEFAULT_CAPABILITY)
 
 
-# ---- what clean processes learn is given to the next ones, within bounds; their failures are told in words
+# ---- what clean processes learn is stored for the next ones; their failures are told in words
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"card": "t4"}], ids=["cpu", "cuda"])
+def test_an_estimate_is_the_same_with_what_earlier_processes_stored(monkeypatch, tmp_path, options):
+    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(estimates, "_made", {})
+        made = estimate(TINY, **options, per_device_train_batch_size=2, weight_decay=0.5)
+        found.append(dataclasses.replace(made, seconds=0.0, own_bytes=None))
+        (file,) = (tmp_path / "operations").iterdir()
+        found.append(file.read_text())
+    assert found[2:] == found[:2], "nothing was learned again"
+    assert len(json.loads(found[1])) > 100
+
+
+def test_what_an_own_function_teaches_is_not_stored(monkeypatch, tmp_path):
+    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
+    estimate(TINY, device="cpu", function=one_product)
+    assert not (tmp_path / "operations").exists()
+
+
+def one_product(task):
+    layer = torch.nn.Linear(3, 5)
+    layer(torch.ones(7, 3)).sum().backward()
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What each clean process was given as learnt; it learns what it is asked."""
-    given = []
+    """A clean process that raises the exception it is given."""
 
-    def call(with_known, function, arguments, learned, timeout, on_percent):
-        given.append(learned)
-        if isinstance(arguments[0], Exception):
-            raise arguments[0]
-        return function, arguments[0]
+    def call(with_known, function, arguments, is_saved, timeout, on_percent):
+        raise arguments[0]
 
     monkeypatch.setattr(processes, "call", call)
-    return given
-
-
-def test_a_clean_process_begins_with_what_earlier_ones_learnt(calls):
-    knowledge = Knowledge()
-    for question in (b"one", b"", b"two", b""):
-        knowledge.ask(None, question, model="m", timeout=1)
-    assert calls == [[], [b"one"], [b"one"], [b"one", b"two"]]
-
-
-def test_beyond_its_bound_the_oldest_is_forgotten(calls, monkeypatch):
-    monkeypatch.setattr(fresh_process, "_MOST_LEARNED_BYTES", 10)
-    knowledge = Knowledge()
-    for question in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11, b""):
-        knowledge.ask(None, question, model="m", timeout=1)
-    assert calls[3] == [b"2222", b"3333"] and calls[4] == []
 
 
 LATE = processes.Failed(Outcome("timed out", "no result within 1 s"))
@@ -302,4 +307,4 @@ KILLED = processes.Failed(Outcome("killed", "SIGKILL"))
 )
 def test_a_failure_is_a_value_error_that_says_what_to_do(calls, failure, message):
     with pytest.raises(ValueError, match=message):
-        Knowledge().ask(None, failure, model="m", timeout=1)
+        fresh_process.ask(None, failure, model="m", timeout=1)
