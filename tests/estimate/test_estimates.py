@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from perf_helpers import cli, hardware
 from perf_helpers.advise import advise
 from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
-from perf_helpers.estimate import allocator_settings, estimate, estimates_so_far, fresh_process
+from perf_helpers.estimate import allocator_settings, api, estimate, estimates_so_far, fresh_process
 from perf_helpers.estimate.memory_estimate import MemoryEstimate
 from perf_helpers.lab import processes
 from perf_helpers.lab.lab import Lab
@@ -262,7 +262,7 @@ def test_an_estimate_is_the_same_with_what_earlier_processes_stored(monkeypatch,
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     found = []
     for _ in range(2):
-        monkeypatch.setattr(estimates, "_made", {})
+        monkeypatch.setattr(api, "_made", {})
         made = estimate(TINY, **options, per_device_train_batch_size=2, weight_decay=0.5)
         found.append(dataclasses.replace(made, seconds=0.0, own_bytes=None))
         (file,) = (tmp_path / "operations").iterdir()
