@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from perf_helpers.lab import Task
+from trainmem.core.task import Task
 
 FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ARCHITECTURES, LARGE = FACTS["small"], FACTS["large"]

@@ -31,16 +31,16 @@ from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
 from perf_helpers import plots
-from perf_helpers.cards import named
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
-from perf_helpers.estimate import estimate
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.task import Task
-from perf_helpers.records import CATEGORIES, Run, write_whole
-from perf_helpers.texts import name_text
+from trainmem.cards import named
+from trainmem.core.hardware import Machine
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.records import CATEGORIES, Run, write_whole
+from trainmem.texts import name_text
 
 ROOT = RESULTS.parent
 PLACES = {  # block between markers: the page that has it

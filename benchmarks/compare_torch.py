@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from perf_helpers.lab import Lab
-from perf_helpers.rehearsal import Rehearsal, card
+from trainmem.rehearsal import Rehearsal, card
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "estimate"))

@@ -9,9 +9,9 @@ from typing import Any
 from gpu_rows import FIRST, NOT_TESTABLE, Kept
 
 from perf_helpers.course.ledger import decide, load
-from perf_helpers.lab import hardware
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.records import Ratio
+from trainmem.core import hardware
+from trainmem.core.hardware import Machine
+from trainmem.records import Ratio
 
 Value = float | Ratio
 PRODUCTS_FLOOR = 1.02  # the lab's noise floor on CUDA

@@ -4,7 +4,7 @@ what JSON can hold, as `Lab.run` asks; torch is imported inside."""
 from collections.abc import Callable
 from typing import Any
 
-from perf_helpers.lab.task import Profile, Task
+from trainmem.core.task import Profile, Task
 
 KERNELS = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 PRECISIONS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -23,8 +23,8 @@ def products(task: Task) -> dict[str, list[float]]:
     """Seconds of one large product in each precision, in turns: {precision: by turn}."""
     import torch
 
-    from perf_helpers.lab.interleaving import in_turns
-    from perf_helpers.records import WALL
+    from trainmem.measure.interleaving import in_turns
+    from trainmem.records import WALL
 
     def product(name: str) -> Callable[[], None]:
         left, right = (torch.randn(SIDE, SIDE, device="cuda").to(getattr(torch, PRECISIONS[name])) for _ in range(2))
@@ -69,8 +69,8 @@ def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable
 
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        from perf_helpers.lab.arguments import Arguments
-        from perf_helpers.lab.training import Experiment, train
+        from trainmem.core.arguments import Arguments
+        from trainmem.core.training import Experiment, train
 
         experiment = Experiment(kernel, task, Arguments.of(arguments))
         with tempfile.TemporaryDirectory() as folder, sdpa_kernel([getattr(SDPBackend, KERNELS[kernel])]):

@@ -16,10 +16,10 @@ from measure_card import SIZES, against
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, table, versions
 
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.task import TINY
-from perf_helpers.records import Ratio, Store
-from perf_helpers.texts import number_text
+from trainmem.core.hardware import Machine
+from trainmem.core.task import TINY
+from trainmem.records import Ratio, Store
+from trainmem.texts import number_text
 
 NONE = "No GPU has run it: not measured."
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}  # argument: the rate that it computes at

@@ -15,11 +15,11 @@ from typing import Any
 import gpu_functions
 import recipes
 
-from perf_helpers.lab import hardware
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.interleaving import NO_TIME
-from perf_helpers.lab.task import TINY, Profile, Task
-from perf_helpers.records import Ratio, Record
+from trainmem.core import hardware
+from trainmem.core.hardware import Machine
+from trainmem.core.task import TINY, Profile, Task
+from trainmem.measure.interleaving import NO_TIME
+from trainmem.records import Ratio, Record
 
 NOT_TESTABLE = "not testable here"
 FAILED = ("crashed", "killed", "timed out")  # one of these is tried once more

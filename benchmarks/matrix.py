@@ -33,7 +33,7 @@ from runner import RESULTS, now, read_record, write_record
 from perf_helpers.compare.compare import compare, keyed
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results
-from perf_helpers.lab import hardware
+from trainmem.core import hardware
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -123,7 +123,7 @@ class Environments:
         command = [self.python(one), "-m", "pip", "list", "--format=json", "--exclude-editable"]
         done = self._run(one, command, check=True)
         found = {canonicalize_name(row["name"]): row["version"] for row in json.loads(done.stdout)}
-        code = "from perf_helpers.lab.hardware import torch_build; print(torch_build()[0])"
+        code = "from trainmem.core.hardware import torch_build; print(torch_build()[0])"
         return found | {"torch": self._run(one, [self.python(one), "-c", code], check=True).stdout.strip()}
 
     def course(self, one: LibrarySet, lesson: str) -> dict:

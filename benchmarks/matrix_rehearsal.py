@@ -13,8 +13,9 @@ from pathlib import Path
 from runner import now, write_record
 
 from perf_helpers.course.results import SCHEMA
-from perf_helpers.lab import Task, hardware
-from perf_helpers.rehearsal import build, rehearse
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.rehearsal import build, rehearse
 
 if why := build.problem():
     sys.exit(why)

@@ -18,9 +18,10 @@ from architectures import ARCHITECTURES, CAPABILITIES, configuration
 from measure_cuda import CHECKPOINTS, PRECISIONS, Training
 from runner import Measurement, rehearsing
 
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import Lab, optional_packages
-from perf_helpers.rehearsal import card
+from perf_helpers.lab import Lab
+from trainmem.core import optional_packages
+from trainmem.estimate import estimate
+from trainmem.rehearsal import card
 
 EVERY = {"target_modules": "all-linear"}
 METHODS = (

@@ -1,5 +1,5 @@
 """Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
-`perf_helpers.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
+`trainmem.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
 
     .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 
@@ -21,16 +21,16 @@ from architectures import ARCHITECTURES, CAPABILITIES, LARGE, configuration, tas
 from measure_cuda import rehearsed
 from runner import Measurement, rehearsing
 
-from perf_helpers.advise import advise
-from perf_helpers.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
-from perf_helpers.cards import CONTEXT_BYTES
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import Task
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Memory, Phase
-from perf_helpers.rehearsal import CARDS, Card, card
-from perf_helpers.unknown import NeedsValues
+from trainmem.advise import advise
+from trainmem.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH
+from trainmem.cards import CONTEXT_BYTES
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.estimate import estimate
+from trainmem.records import Memory, Phase
+from trainmem.rehearsal import CARDS, Card, card
+from trainmem.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
 BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples that an update sees

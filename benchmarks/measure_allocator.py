@@ -18,10 +18,10 @@ from unittest.mock import patch
 import cloudpickle
 from runner import Measurement
 
-from perf_helpers.cards import CONTEXT_BYTES
-from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings, release
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+from trainmem.cards import CONTEXT_BYTES
+from trainmem.estimate.allocator import MIB, CachingAllocator, OutOfMemory
+from trainmem.estimate.allocator_settings import Settings, release
+from trainmem.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]
 FULL = Card("1 GiB", (8, 0), 1024 * MIB + CONTEXT_BYTES)  # what a context takes of it leaves 1 GiB

@@ -20,8 +20,8 @@ import measure_strangers
 from runner import Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab
-from perf_helpers.rehearsal import card
-from perf_helpers.unknown import NeedsValues
+from trainmem.rehearsal import card
+from trainmem.unknown import NeedsValues
 
 KINDS = {
     "ordinary": measure_cuda.training,

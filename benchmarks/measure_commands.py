@@ -36,8 +36,8 @@ EMPTY = ", empty cache"
 # Estimates by one process server, the first one for another model: it waits for the server.
 SECOND = """
 import time
-from perf_helpers import Task
-from perf_helpers.estimate import estimate
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 for model in ("bert-tiny", "bert-large", "llama-3-8b"):
     began = time.perf_counter()
     estimate(Task(model, seq_len=512), device="cuda")

@@ -1,5 +1,5 @@
 """The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
-`perf_helpers.rehearsal`): what both say is allocated, reserved, and for what.
+`trainmem.rehearsal`): what both say is allocated, reserved, and for what.
 
     python benchmarks/measure_cuda.py [--count 190] [--seed 2]
     python benchmarks/measure_cuda.py --difference NUMBER   # where a training's births and deaths differ first
@@ -23,17 +23,19 @@ from pathlib import Path
 from architectures import ARCHITECTURES, CAPABILITIES, configuration, task_of
 from runner import Measurement, rehearsing
 
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.allocator import rounded
-from perf_helpers.estimate.memory_estimate import Device
-from perf_helpers.estimate.peak_memory import trace_of
-from perf_helpers.estimate.trace_records import Log
-from perf_helpers.lab import Lab, Task, processes
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.training import Experiment, train
-from perf_helpers.records import Record
-from perf_helpers.rehearsal import card
-from perf_helpers.unknown import NeedsValues
+from perf_helpers.lab import Lab
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment, train
+from trainmem.estimate import estimate
+from trainmem.estimate.allocator import rounded
+from trainmem.estimate.memory_estimate import Device
+from trainmem.estimate.peak_memory import trace_of
+from trainmem.estimate.trace_records import Log
+from trainmem.measure import processes
+from trainmem.records import Record
+from trainmem.rehearsal import card
+from trainmem.unknown import NeedsValues
 
 MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
 LENGTHS = (64, 128, 200, 256, 333, 512, 768, 1024, 1500, 2048, 4096)

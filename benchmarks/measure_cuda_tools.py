@@ -23,8 +23,9 @@ import tools_pypi
 from measure_cuda import MEMORY, Training
 from runner import RESULTS, Measurement, read_record, rehearsing
 
-from perf_helpers.lab import Lab, hardware
-from perf_helpers.rehearsal import card
+from perf_helpers.lab import Lab
+from trainmem.core import hardware
+from trainmem.rehearsal import card
 
 CARDS = {(7, 5): "T4", (8, 0): "A100", (8, 6): "RTX 3090", (9, 0): "H100"}
 SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}

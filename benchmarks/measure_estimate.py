@@ -13,8 +13,9 @@ import sys
 import tools
 from runner import Measurement
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import estimate
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 _VIT = {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
 _LLAMA = {"vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 688}

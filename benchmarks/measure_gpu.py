@@ -27,12 +27,12 @@ from typing import Any
 from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
 from runner import carry_modules, now
 
-from perf_helpers.lab import processes
-from perf_helpers.lab.hardware import Machine
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.task import TINY
-from perf_helpers.records import Run, Store
-from perf_helpers.unknown import NeedsValues
+from trainmem.core.hardware import Machine
+from trainmem.core.task import TINY
+from trainmem.measure import processes
+from trainmem.records import Run, Store
+from trainmem.unknown import NeedsValues
 
 carry_modules()
 
@@ -233,7 +233,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}
         if options.rehearse:
-            from perf_helpers.rehearsal import Rehearsal, card
+            from trainmem.rehearsal import Rehearsal, card
 
             more["executor"] = stack.enter_context(Rehearsal(card(options.rehearse)))
         lab = Lab(TINY.name if options.tiny else "auto", **more)

@@ -11,8 +11,9 @@ import sys
 
 from runner import Measurement
 
-from perf_helpers import Lab, Task
-from perf_helpers.records import Ratio
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
@@ -23,8 +24,9 @@ def train(task, steps: int, metered: bool) -> list[float]:
     import torch
     from transformers import Trainer, trainer
 
-    from perf_helpers.lab import time_meter, training
-    from perf_helpers.lab.arguments import Arguments
+    from trainmem.core import training
+    from trainmem.core.arguments import Arguments
+    from trainmem.measure import time_meter
 
     torch.set_num_threads(1)
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time

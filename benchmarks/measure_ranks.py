@@ -12,9 +12,10 @@ import sys
 
 from runner import Measurement
 
-from perf_helpers import Task, optional_packages
-from perf_helpers.estimate import estimate
-from perf_helpers.rehearsal import CARDS, rehearse
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.rehearsal import CARDS, rehearse
 
 CARD, COUNTS = "a100", (2, 4)
 GPT2 = Task("gpt2", seq_len=128)

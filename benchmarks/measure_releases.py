@@ -29,11 +29,13 @@ from measure_cuda import MEMORY, Training
 from measure_strangers import stranger
 from runner import Measurement, read_record, rehearsing
 
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import Lab, Task, hardware, optional_packages
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.training import Experiment, infer
-from perf_helpers.rehearsal import card
+from perf_helpers.lab import Lab
+from trainmem.core import hardware, optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment, infer
+from trainmem.estimate import estimate
+from trainmem.rehearsal import card
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
 KINDS = (

@@ -86,7 +86,7 @@ def passes_in_turns(task) -> list:
     """Time the same forward and backward pass three times over in turns, on one thread."""
     import torch
 
-    from perf_helpers.lab.interleaving import in_turns
+    from trainmem.measure.interleaving import in_turns
 
     torch.set_num_threads(1)
     model, batch = task.build_model(), task.batch(4)
@@ -96,7 +96,7 @@ def passes_in_turns(task) -> list:
 def of_passes(task) -> dict:
     """Return a row of the report for passes that take turns in three processes."""
     from perf_helpers import Lab
-    from perf_helpers.records import CPU, WALL, Ratio
+    from trainmem.records import CPU, WALL, Ratio
 
     lab = Lab("cpu")
     taken = [lab.run(passes_in_turns, task=task, measure="value").value for _ in range(3)]

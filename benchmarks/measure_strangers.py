@@ -23,7 +23,7 @@ from measure_cuda import CHECKPOINTS, MEMORY, OPTIMIZERS, PRECISIONS, Training, 
 from runner import Measurement, carry_modules, read_record, rehearsing
 
 from perf_helpers.lab import Lab
-from perf_helpers.rehearsal import card
+from trainmem.rehearsal import card
 
 KINDS = FACTS["strangers"]
 NAMES = "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"

@@ -32,9 +32,10 @@ import torch
 from runner import RESULTS, Measurement, read_record, rehearsing
 from tables import MIB, spread
 
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import Arguments, Task
-from perf_helpers.rehearsal import CARDS, Card
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.rehearsal import CARDS, Card
 
 FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"

@@ -92,6 +92,6 @@ def attention_of_2022(model, arguments) -> None:
 
 def no_workspace(model, arguments) -> None:
     """cuBLAS keeps no workspace of torch's allocator, as up to torch 1.9. Only an estimate can leave it out."""
-    from perf_helpers.estimate import kernels
+    from trainmem.estimate import kernels
 
     kernels.multiplies = lambda function: False

@@ -17,8 +17,8 @@ from pathlib import Path
 from runner import RESULTS, Measurement, read_record
 from tables import MIB, table, versions
 
-from perf_helpers.rehearsal import CARDS
-from perf_helpers.rehearsal.rehearsal_process import command
+from trainmem.rehearsal import CARDS
+from trainmem.rehearsal.rehearsal_process import command
 
 FACTS = Path(__file__).with_suffix(".toml")
 

@@ -29,8 +29,8 @@ from measure_cuda_tools import of_pypi, question
 from runner import Measurement, read_record
 from tables import MIB
 
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import hardware
+from trainmem.core import hardware
+from trainmem.estimate import estimate
 
 PREFLIGHT = tomllib.loads(Path(__file__).with_name("published_preflight.toml").read_text(encoding="utf-8"))
 ABOUT = tools.ABOUT["published"]

@@ -1,6 +1,6 @@
 """The guides' ten recipes, as lesson 14 names them, with the megabytes that the 2023 guide measured."""
 
-from perf_helpers.lab.task import Task
+from trainmem.core.task import Task
 
 FOUR = {"per_device_train_batch_size": 4}
 ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}

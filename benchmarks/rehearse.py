@@ -15,12 +15,12 @@ from pathlib import Path
 import recipes
 from runner import RESULTS, carry_modules, now, rehearsing, write_record
 
-from perf_helpers import hardware
 from perf_helpers.course import ledger
 from perf_helpers.course.results import load_results
-from perf_helpers.lab.task import Task
-from perf_helpers.records import Run
-from perf_helpers.rehearsal import CARDS, Card
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.records import Run
+from trainmem.rehearsal import CARDS, Card
 
 REHEARSED = RESULTS / "rehearsed"
 carry_modules()

@@ -18,9 +18,10 @@ from typing import Any
 
 import cloudpickle
 
-from perf_helpers.lab import Lab, hardware
-from perf_helpers.records import Record, Store, write_whole
-from perf_helpers.rehearsal import CARDS, Card, Rehearsal
+from perf_helpers.lab import Lab
+from trainmem.core import hardware
+from trainmem.records import Record, Store, write_whole
+from trainmem.rehearsal import CARDS, Card, Rehearsal
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"  # records, and the page made of them

@@ -82,7 +82,7 @@ def asked(lab, tool: Callable, *arguments) -> dict:
     """What a tool says, from a clean process: bytes, its seconds and its peak memory; or why it says none."""
 
     def work(_):
-        from perf_helpers.lab import memory_meter
+        from trainmem.measure import memory_meter
 
         began = time.perf_counter()
         try:

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from perf_helpers import commands
-from perf_helpers.commands import Json, answer
 from perf_helpers.course.published_speedups import published
-from perf_helpers.lab import Lab, hardware, optional_packages
-from perf_helpers.lab.forkserver import SERVER
-from perf_helpers.texts import nearest_text
+from perf_helpers.lab import Lab
+from trainmem import commands
+from trainmem.commands import Json, answer
+from trainmem.core import hardware, optional_packages
+from trainmem.measure.forkserver import SERVER
+from trainmem.texts import nearest_text
 
 app = typer.Typer(
     add_completion=False,
@@ -123,7 +124,7 @@ def compare(
     Exit code 0: the same or better. 1: worse. 2: the runs cannot be compared.
     """
     from perf_helpers.compare import compare as module
-    from perf_helpers.records import write_whole
+    from trainmem.records import write_whole
 
     axes = _axes(fail_on)
     found = module.compare(old, new)

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from perf_helpers.records import CATEGORIES, Comparison, Run
-from perf_helpers.tables import Table
-from perf_helpers.tables import table as table  # lessons call plots.table
-from perf_helpers.texts import bytes_text, bytes_unit, name_text, parts_text
-from perf_helpers.unknown import RunFailed, is_measured
+from trainmem.records import CATEGORIES, Comparison, Run
+from trainmem.tables import Table
+from trainmem.tables import table as table  # lessons call plots.table
+from trainmem.texts import bytes_text, bytes_unit, name_text, parts_text
+from trainmem.unknown import RunFailed, is_measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perf_helpers.texts import bytes_text, name_text, number_text
+from trainmem.texts import bytes_text, name_text, number_text
 
 if TYPE_CHECKING:
     import jinja2

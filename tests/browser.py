@@ -19,7 +19,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from perf_helpers.records import Store
+from trainmem.records import Store
 
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -17,8 +17,8 @@ from unittest import mock
 import jupytext
 
 from perf_helpers.lab import Lab
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.unknown import RunFailed
+from trainmem.core.outcomes import Outcome
+from trainmem.unknown import RunFailed
 
 SOURCES = sorted((Path(__file__).resolve().parents[1] / "notebooks" / "src").glob("[0-9][0-9]_*.py"))
 MESSAGE = "no result within 0.5 s"

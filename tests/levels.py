@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from perf_helpers import hardware
+from trainmem.core import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTED = ("operator_workspaces", "estimates", "prediction", "estimate_exact")

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
-from perf_helpers.lab.hardware import PACKAGES, Gpu, Machine
-from perf_helpers.lab.task import Task
-from perf_helpers.records import CATEGORIES, Memory, Run, Timing
+from trainmem.core.hardware import PACKAGES, Gpu, Machine
+from trainmem.core.task import Task
+from trainmem.records import CATEGORIES, Memory, Run, Timing
 
 TINY = Task("bert-tiny", seq_len=16, dataset_size=64)
 RUN = Run(

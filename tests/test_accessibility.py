@@ -19,7 +19,7 @@ from perf_helpers import Lab, exercises, plots, widgets
 from perf_helpers.compare import compare, history
 from perf_helpers.course import claims, report
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run
+from trainmem.records import CATEGORIES, Comparison, Memory, Ratio, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = "a name of words and/of_none_" + "x" * 90

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import Lab, Task, cards, cli
-from perf_helpers.advise import advise, parallelism
+from perf_helpers import Lab, cli
 from perf_helpers.compare import step_times
 from perf_helpers.course import course as lesson_course
-from perf_helpers.estimate import estimate, explanation
-from perf_helpers.lab import arguments, forkserver, processes
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.records import Run
-from perf_helpers.rehearsal import build, rehearse
 from perf_helpers.sweep import Plan, dask_workers
+from trainmem import cards
+from trainmem.advise import advise, parallelism
+from trainmem.core import arguments
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.estimate import estimate, explanation
+from trainmem.measure import forkserver, processes
+from trainmem.records import Run
+from trainmem.rehearsal import build, rehearse
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a message says of what is allowed: by an instruction, or by the names that there are.

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from perf_helpers.course import course, lesson_process
-from perf_helpers.lab.task import TINY
+from trainmem.core.task import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import cards
-from perf_helpers.cards import CARDS, MARGIN, OF_BOARD, card, context_bytes, named
-from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.records import Memory
-from perf_helpers.unknown import NeedsValues, Unknown
+from trainmem import cards
+from trainmem.cards import CARDS, MARGIN, OF_BOARD, card, context_bytes, named
+from trainmem.estimate import MemoryEstimate
+from trainmem.records import Memory
+from trainmem.unknown import NeedsValues, Unknown
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_card_of_which_only_the_board_is_known_keeps_more_free():
 
 
 def test_the_three_lines_need_neither_a_gpu_nor_bitsandbytes():
-    code = "import sys; sys.modules['bitsandbytes'] = None; from perf_helpers.estimate import estimate"
+    code = "import sys; sys.modules['bitsandbytes'] = None; from trainmem.estimate import estimate"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""})
     assert done.stdout == "False\n", done.stderr

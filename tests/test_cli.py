@@ -15,8 +15,9 @@ import psutil
 import pytest
 import typer
 
-from perf_helpers import cli, commands
-from perf_helpers.records import Memory
+from perf_helpers import cli
+from trainmem import commands
+from trainmem.records import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "bert-tiny", "--seq-len", "16", "--steps", "1"]

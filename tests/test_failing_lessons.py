@@ -4,7 +4,7 @@ import failing_lessons
 import pytest
 from failing_lessons import MESSAGE, SOURCES
 
-from perf_helpers.unknown import RunFailed
+from trainmem.unknown import RunFailed
 
 # What these compute in the notebook itself takes a second or two, all of them together some ten.
 QUICK = {"01", "03", "05", "10", "12", "13", "16", "17"}

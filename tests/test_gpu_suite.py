@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from perf_helpers.course.ledger import load
-from perf_helpers.lab.hardware import Gpu, Machine
-from perf_helpers.lab.task import choose_profile
-from perf_helpers.records import Comparison, Memory, Ratio, Run, Store, Timing
+from trainmem.core.hardware import Gpu, Machine
+from trainmem.core.task import choose_profile
+from trainmem.records import Comparison, Memory, Ratio, Run, Store, Timing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

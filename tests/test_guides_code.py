@@ -11,7 +11,8 @@ from pathlib import Path
 import jupytext
 import pytest
 
-from perf_helpers import Lab, hardware
+from perf_helpers import Lab
+from trainmem.core import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))

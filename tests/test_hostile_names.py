@@ -10,13 +10,13 @@ import pytest
 import toys
 
 from perf_helpers import Lab, plots
-from perf_helpers.advise.advice import Shown
 from perf_helpers.compare import compare, history
 from perf_helpers.course import claims, report
 from perf_helpers.plots import Table
-from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run
 from perf_helpers.sweep.sweep import Sweep
 from perf_helpers.widgets import exercises, guesses, svg
+from trainmem.advise.advice import Shown
+from trainmem.records import CATEGORIES, Comparison, Memory, Ratio, Run
 
 EVIL = {
     "tag": "<img src=x onerror=window.hit=1>",

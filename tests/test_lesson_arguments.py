@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from perf_helpers.lab import Lab
-from perf_helpers.lab.arguments import check_names
-from perf_helpers.records import Run
+from trainmem.core.arguments import check_names
+from trainmem.records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "notebooks" / "src").glob("[0-9][0-9]_*.py"))

@@ -13,7 +13,7 @@ import pytest
 from perf_helpers import claims
 from perf_helpers.course import course
 from perf_helpers.course.results import problems
-from perf_helpers.lab.task import TINY
+from trainmem.core.task import TINY
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "build" / "lessons"  # from here, or from build/smallest, test_browser.py opens them

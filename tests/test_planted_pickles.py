@@ -10,12 +10,12 @@ import torch
 
 from perf_helpers.compare import compare, history
 from perf_helpers.course import report, results
-from perf_helpers.estimate.allocator_replay import place
-from perf_helpers.lab.adapters import settings_of
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.task import Task
-from perf_helpers.records import Store
 from perf_helpers.sweep.sweep import Plan
+from trainmem.core.adapters import settings_of
+from trainmem.core.task import Task
+from trainmem.estimate.allocator_replay import place
+from trainmem.records import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where bytes are unpickled: they come from a process that this one started, or go to it, and never from a file.

@@ -4,8 +4,8 @@ import matplotlib
 import pytest
 
 from perf_helpers import plots
-from perf_helpers.records import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
-from perf_helpers.unknown import Unknown
+from trainmem.records import CATEGORIES, Comparison, Memory, Ratio, Run, Timing
+from trainmem.unknown import Unknown
 
 SERIES = {"phase": ["forward", "backward", "step"], "operation": ["mm", "", "add"], "module": ["layer.1", "", ""]}
 SERIES |= {category: [10**6, 3 * 10**6, 10**6] for category in CATEGORIES}

@@ -14,11 +14,11 @@ import pytest
 
 from perf_helpers.course import published_speedups, results
 from perf_helpers.course.ledger import decide, load
-from perf_helpers.estimate import estimate
-from perf_helpers.lab.hardware import Gpu, Machine
-from perf_helpers.lab.task import Task, choose_profile
-from perf_helpers.records import Run
-from perf_helpers.rehearsal import CARDS
+from trainmem.core.hardware import Gpu, Machine
+from trainmem.core.task import Task, choose_profile
+from trainmem.estimate import estimate
+from trainmem.records import Run
+from trainmem.rehearsal import CARDS
 
 TASK = Task("bert-tiny", seq_len=32)
 ROOT = Path(__file__).parents[1]

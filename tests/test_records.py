@@ -14,9 +14,9 @@ import warnings
 import pytest
 from machines import RUN
 
-from perf_helpers import records
-from perf_helpers.records import CATEGORIES, Comparison, Ratio, Run, Store, Timing, explain
-from perf_helpers.unknown import NeedsValues, Unknown
+from trainmem import records
+from trainmem.records import CATEGORIES, Comparison, Ratio, Run, Store, Timing, explain
+from trainmem.unknown import NeedsValues, Unknown
 
 
 def test_a_ratio_comes_back_as_it_was():

@@ -438,7 +438,7 @@ def test_a_wrong_file_tree_is_reported():
     page = (
         "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab/  z\n  cli.py  z\n```\n"
     )
-    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/task.py"]
+    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "trainmem/core/task.py"]
     files = [Path(name) for name in [*names, "perf_helpers/cli.py"]]
     assert tree_problems(page, files) == []
     for missing in ("tests", f"{PACKAGE}/runs.py", f"{PACKAGE}/estimate/"):
@@ -633,8 +633,8 @@ def word_problems(page, wanted):
 
 def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing():
     from perf_helpers.course.ledger import Verdict
-    from perf_helpers.lab.task import PROFILES
-    from perf_helpers.records import CATEGORIES
+    from trainmem.core.task import PROFILES
+    from trainmem.records import CATEGORIES
 
     wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
     assert word_problems((ROOT / "docs" / "words.md").read_text(), wanted) == []

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.estimate import estimate
 from perf_helpers.lab.lab import Lab
-from perf_helpers.rehearsal import build, rehearse
+from trainmem.estimate import estimate
+from trainmem.rehearsal import build, rehearse
 
 COUNT = int(os.environ.get("SOAK", 60))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from perf_helpers import cards, texts
-from perf_helpers.unknown import Unknown
+from trainmem import cards, texts
+from trainmem.unknown import Unknown
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,18 @@ sys.path.append(str(Path(__file__).parent))
 import event_tables
 from event_tables import LENGTH_UNIT, Events, Point, Unfit, events_of
 
-from perf_helpers import cards
-from perf_helpers import recipes as known
-from perf_helpers.estimate import peak_memory
-from perf_helpers.estimate.api import target
-from perf_helpers.estimate.fresh_process import ask
-from perf_helpers.lab import Task, hardware, optional_packages
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.task import PRESETS, positions
-from perf_helpers.lab.training import Experiment
 from perf_helpers.plots import PALETTE
-from perf_helpers.records import CATEGORIES
-from perf_helpers.texts import name_text
+from trainmem import cards
+from trainmem import recipes as known
+from trainmem.core import hardware, optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import PRESETS, Task, positions
+from trainmem.core.training import Experiment
+from trainmem.estimate import peak_memory
+from trainmem.estimate.api import target
+from trainmem.estimate.fresh_process import ask
+from trainmem.records import CATEGORIES
+from trainmem.texts import name_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = Path(__file__).with_name("calculator.toml")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_helpers.cards import named
 from perf_helpers.course.results import course_runs, decided_anew
+from trainmem.cards import named
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes")

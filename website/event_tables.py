@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from perf_helpers.estimate import reduction_scratch
-from perf_helpers.estimate.allocator import BLOCK_BYTES
-from perf_helpers.estimate.trace_records import Label, Operation, Trace, nested
-from perf_helpers.records import CATEGORIES, Category, Phase
+from trainmem.estimate import reduction_scratch
+from trainmem.estimate.allocator import BLOCK_BYTES
+from trainmem.estimate.trace_records import Label, Operation, Trace, nested
+from trainmem.records import CATEGORIES, Category, Phase
 
 LENGTH_UNIT = 128  # lengths are multiples: to these the attention kernels round
 
@@ -172,7 +172,7 @@ def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
         return copies + reduction_scratch.scratch_bytes(*layout, dims, gpu, bytes_each)
     import torch
 
-    from perf_helpers.estimate.kernels import Kernels
+    from trainmem.estimate.kernels import Kernels
 
     (weights, width, is_half, _), count = program.constants, program.numbers[0]
     gradient = torch.empty(count, width, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")

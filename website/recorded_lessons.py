@@ -16,7 +16,7 @@ import nbformat
 import PIL.Image
 
 from perf_helpers.course.results import load_results
-from perf_helpers.lab.hardware import Machine
+from trainmem.core.hardware import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -26,8 +26,8 @@ import torch
 
 from perf_helpers import Claims, Lab, Task, doctor, exercises, hardware, plots, widgets
 from perf_helpers.course.ledger import decide, load
-from perf_helpers.estimate import estimate
 from perf_helpers.lab import PROFILES
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="00_start_here")
 claims = Claims(lab)

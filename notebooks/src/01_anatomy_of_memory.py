@@ -24,7 +24,7 @@ import torch
 from IPython.display import display
 
 from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="01_anatomy_of_memory")
 claims = Claims(lab)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, roofline, widgets
-from perf_helpers.records import CPU, Ratio
+from trainmem.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="02_anatomy_of_a_step")
 claims = Claims(lab)

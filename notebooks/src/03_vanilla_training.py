@@ -30,8 +30,8 @@ from IPython.display import display
 from torch.utils.data import DataLoader, RandomSampler
 
 from perf_helpers import Claims, Lab, Task, exercises, monitor, plots, widgets
-from perf_helpers.estimate import estimate
 from perf_helpers.lab.lab import PROCESSES
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="03_vanilla_training")
 claims = Claims(lab)

@@ -27,8 +27,8 @@ from accelerate.utils.memory import find_executable_batch_size, should_reduce_ba
 from IPython.display import display
 
 from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, roofline, widgets
-from perf_helpers.estimate import estimate
-from perf_helpers.records import CPU, WALL, Ratio
+from trainmem.estimate import estimate
+from trainmem.records import CPU, WALL, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="04_batch_size")
 claims = Claims(lab)

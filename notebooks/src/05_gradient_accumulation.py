@@ -22,7 +22,7 @@ from IPython.display import display
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, widgets
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_gradient_accumulation")
 claims = Claims(lab)

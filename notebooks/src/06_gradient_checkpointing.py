@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="06_gradient_checkpointing")
 claims = Claims(lab)

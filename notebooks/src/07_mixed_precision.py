@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
 from perf_helpers import Claims, Lab, Task, exercises, hardware, plots, roofline, widgets
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="07_mixed_precision")
 claims = Claims(lab)

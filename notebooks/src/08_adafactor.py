@@ -23,8 +23,8 @@ import torch
 from transformers.optimization import Adafactor
 
 from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
-from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="08_adafactor")
 claims = Claims(lab)

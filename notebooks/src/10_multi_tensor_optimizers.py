@@ -26,10 +26,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from perf_helpers import Claims, Lab, exercises, interleaving, plots, widgets
-from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.records import CPU, WALL
+from trainmem.core.arguments import Arguments
+from trainmem.estimate import estimate
+from trainmem.records import CPU, WALL
 
 lab = Lab(profile, strict=strict, out=out, lesson="10_multi_tensor_optimizers")
 claims = Claims(lab)

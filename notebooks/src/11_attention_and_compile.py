@@ -31,9 +31,9 @@ from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from perf_helpers import Claims, Lab, Task, exercises, hardware, interleaving, plots, widgets
-from perf_helpers.estimate import estimate
-from perf_helpers.records import CPU, Ratio
-from perf_helpers.unknown import NeedsValues
+from trainmem.estimate import estimate
+from trainmem.records import CPU, Ratio
+from trainmem.unknown import NeedsValues
 
 lab = Lab(profile, strict=strict, out=out, lesson="11_attention_and_compile")
 claims = Claims(lab)

@@ -28,8 +28,8 @@ from IPython.display import Markdown, display
 
 from perf_helpers import Claims, Lab, Task, exercises, explorers, hardware, learner_log, plots, roofline, widgets
 from perf_helpers.advise import advise, verify
-from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="14_all_together")
 claims = Claims(lab)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from perf_helpers import Claims, Lab, Task, exercises, hardware, optional_packages, plots, slow_link, widgets
 from perf_helpers.advise import parallelism
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")

@@ -33,8 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from perf_helpers import Claims, Lab, Task, exercises, hardware, interleaving, plots, widgets
-from perf_helpers.estimate import estimate
 from perf_helpers.lab import Ratio
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="18_mixture_of_experts")
 claims = Claims(lab)

@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
 from perf_helpers.lab import Ratio
-from perf_helpers.lab.interleaving import in_turns
+from trainmem.measure.interleaving import in_turns
 
 lab = Lab(profile, strict=strict, out=out, lesson="19_cpus")
 claims = Claims(lab)

@@ -31,8 +31,9 @@ from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig, CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from perf_helpers import Claims, Lab, Task, exercises, explorers, plots, widgets
-from perf_helpers.lab import interleaving, roofline
-from perf_helpers.records import CPU, Ratio
+from perf_helpers.lab import roofline
+from trainmem.measure import interleaving
+from trainmem.records import CPU, Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="20_inference")
 claims = Claims(lab)

@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import default_hp_space_optuna
 
 from perf_helpers import Claims, Lab, exercises, optional_packages, plots, widgets
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 lab = Lab(profile, strict=strict, out=out, lesson="22_hyperparameter_search")
 claims = Claims(lab)

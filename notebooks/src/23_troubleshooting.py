@@ -34,7 +34,7 @@ from IPython.display import display
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="23_troubleshooting")
 claims = Claims(lab)
@@ -757,7 +757,7 @@ lines_of_nan = sum(line != line for line in lines)
 widgets.revealed(lab, "nan", lines_of_nan)
 
 # %%
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 WIDE = LlamaConfig(vocab_size=64, use_cache=False, **SIZES | dict(hidden_size=256, intermediate_size=512))
 

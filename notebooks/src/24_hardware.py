@@ -31,7 +31,7 @@ from IPython.display import display
 
 from perf_helpers import Claims, Lab, Task, cards, exercises, hardware, plots, roofline, widgets
 from perf_helpers.advise import advise
-from perf_helpers.estimate import estimate
+from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="24_hardware")
 claims = Claims(lab)

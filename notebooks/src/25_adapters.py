@@ -25,8 +25,9 @@ from itertools import pairwise
 import torch
 
 from perf_helpers import Claims, Lab, Task, exercises, optional_packages, plots, widgets
-from perf_helpers.lab import adapters, interleaving
-from perf_helpers.records import CPU, Ratio
+from trainmem.core import adapters
+from trainmem.measure import interleaving
+from trainmem.records import CPU, Ratio
 
 no_peft = optional_packages.offer("peft")
 lab = Lab(profile, strict=strict, out=out, lesson="25_adapters")  # its processes import libraries while this one does

@@ -22,10 +22,10 @@ from perf_helpers.course import report
 from perf_helpers.course.course import run_course
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import AXES, load_results, measured_text
-from perf_helpers.records import Memory, Run, write_whole
 from perf_helpers.templates import template
-from perf_helpers.texts import bytes_text, name_text, seconds_text
-from perf_helpers.unknown import is_measured
+from trainmem.records import Memory, Run, write_whole
+from trainmem.texts import bytes_text, name_text, seconds_text
+from trainmem.unknown import is_measured
 
 ROUNDING = 0.001  # relative: less is a library's changed rounding, not a change of what is held
 FALSE_ALARMS = 0.01  # of comparisons of the same code, by the intervals' word; what was seen stands in the results

@@ -14,9 +14,9 @@ from typing import Any
 from perf_helpers.compare.compare import differences, keyed
 from perf_helpers.compare.step_times import fastest
 from perf_helpers.course.results import load_results
-from perf_helpers.records import Run, write_whole
 from perf_helpers.templates import template
-from perf_helpers.unknown import is_measured
+from trainmem.records import Run, write_whole
+from trainmem.unknown import is_measured
 
 NIGHTS = 5  # of a median
 

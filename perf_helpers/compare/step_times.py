@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perf_helpers.course.lesson_process import say
-from perf_helpers.lab import hardware, processes
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.forkserver import SERVER
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.task import Task, choose_profile
-from perf_helpers.lab.training import Experiment
+from trainmem.core import hardware
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Outcome
+from trainmem.core.task import Task, choose_profile
+from trainmem.core.training import Experiment
+from trainmem.measure import processes
+from trainmem.measure.forkserver import SERVER
 
 WHOLE = {"per_device_train_batch_size": 4}
 RECIPES = {

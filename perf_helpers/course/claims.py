@@ -17,11 +17,12 @@ from pathlib import Path
 from perf_helpers.course import learner_log
 from perf_helpers.course.ledger import Claim, Verdict, decide, load
 from perf_helpers.course.results import expectation_text, interval_text, unexpected
-from perf_helpers.lab import Lab, hardware
-from perf_helpers.records import Ratio, now, write_whole
+from perf_helpers.lab import Lab
 from perf_helpers.templates import template
-from perf_helpers.texts import nearest_text, number_text
-from perf_helpers.unknown import Missing, Unknown
+from trainmem.core import hardware
+from trainmem.records import Ratio, now, write_whole
+from trainmem.texts import nearest_text, number_text
+from trainmem.unknown import Missing, Unknown
 
 __all__ = ["Claims", "Decision", "NotReproduced", "Scoreboard", "decide", "load"]
 

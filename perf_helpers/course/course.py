@@ -22,10 +22,11 @@ from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
 from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
-from perf_helpers.lab import hardware, quiet
-from perf_helpers.lab.task import TINY, choose_profile
-from perf_helpers.records import now, write_whole
-from perf_helpers.texts import nearest_text, positive, shown, whole_number
+from trainmem.core import hardware
+from trainmem.core.task import TINY, choose_profile
+from trainmem.measure import quiet
+from trainmem.records import now, write_whole
+from trainmem.texts import nearest_text, positive, shown, whole_number
 
 # What a lesson's process and its kernel import beside what an experiment does; matplotlib draws as in any kernel.
 PRELOAD = ("papermill.cli", "ipykernel.kernelapp", "matplotlib.pyplot", "perf_helpers.course.claims")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import connection, reduction
 from typing import NoReturn
 
-from perf_helpers.lab import forked, forkserver, quiet, server_process
+from trainmem.measure import forked, forkserver, quiet, server_process
 
 # ---- in the course, and in the papermill of a lesson
 

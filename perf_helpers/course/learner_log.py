@@ -12,7 +12,7 @@ from os import PathLike
 from typing import Any
 
 from perf_helpers.lab import Lab
-from perf_helpers.records import Record, Store, now
+from trainmem.records import Record, Store, now
 
 STATUSES = ("not attempted", "wrong", "right")  # of an exercise, from the least
 # What a line of each kind holds, at least.

@@ -9,9 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
-from perf_helpers.lab import hardware
-from perf_helpers.lab.task import PROFILES
-from perf_helpers.texts import number_text
+from trainmem.core import hardware
+from trainmem.core.task import PROFILES
+from trainmem.texts import number_text
 
 LEDGER = Path(__file__).with_name("claims.toml")
 WHERE = hardware.FEATURES  # what a claim may need of a machine

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from perf_helpers.course import course_server
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import NEEDED
-from perf_helpers.lab.forked import COURSE_SERVER
+from trainmem.measure.forked import COURSE_SERVER
 
 PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
 LONG_SECONDS = 60  # a cell that runs so long is told

@@ -8,8 +8,8 @@ from typing import Any
 
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import decided_anew, recorded
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.records import Ratio
+from trainmem.core.hardware import Machine
+from trainmem.records import Ratio
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"
 _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor

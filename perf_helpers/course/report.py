@@ -11,8 +11,8 @@ from typing import Any
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import AXES, failures, load_results, measured_text, to_send
-from perf_helpers.records import write_whole
 from perf_helpers.templates import template
+from trainmem.records import write_whole
 
 MOST_BYTES = 5_000_000  # of index.html, which is sent around and archived
 # Of junit.xml: class, name, seconds, "failure", "error", "skipped" or None, and what is to be said of it.

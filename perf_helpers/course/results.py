@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers.course.ledger import Verdict, decide, load
-from perf_helpers.texts import number_text, shown
+from trainmem.texts import number_text, shown
 
 SCHEMA = 1  # of results.json; raise it with a reader for the older ones
 AXES = ("memory", "verdict", "speed")  # in what a night can be worse than its baseline

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf_helpers.lab import hardware
-from perf_helpers.lab.hardware import CPU_FP16, PACKAGES, Machine, cache_folder, version_of, versions
-from perf_helpers.lab.releases import COURSE, DISTRIBUTION, NEWEST_TORCH, is_untested_torch, requirements
-from perf_helpers.texts import bytes_text
+from trainmem.core import hardware
+from trainmem.core.hardware import CPU_FP16, PACKAGES, Machine, cache_folder, version_of, versions
+from trainmem.core.releases import COURSE, DISTRIBUTION, NEWEST_TORCH, is_untested_torch, requirements
+from trainmem.texts import bytes_text
 
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
 LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
@@ -56,7 +56,7 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 def about_rehearsal() -> Finding:
     """Return whether a training can be rehearsed here on a GPU that this machine lacks, and what that needs."""
-    from perf_helpers.rehearsal import build  # imports torch, which may be broken
+    from trainmem.rehearsal import build  # imports torch, which may be broken
 
     if hardware.is_rehearsal():
         return Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")

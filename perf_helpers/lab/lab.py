@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perf_helpers import plots
-from perf_helpers.lab import doctor, processes, progress, quiet
-from perf_helpers.lab.interleaving import NO_TIME, NOISE_FLOOR, Seconds
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.runner import Runner
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import CPU, WALL, Comparison, Ratio, Run
-from perf_helpers.texts import arguments_of_kind, of_kind, positive, whole_number
-from perf_helpers.unknown import NeedsValues, RunFailed, Unknown
+from perf_helpers.lab import doctor
+from trainmem.core import progress
+from trainmem.core.outcomes import Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure import processes, quiet
+from trainmem.measure.interleaving import NO_TIME, NOISE_FLOOR, Seconds
+from trainmem.measure.runner import Runner
+from trainmem.records import CPU, WALL, Comparison, Ratio, Run
+from trainmem.texts import arguments_of_kind, of_kind, positive, whole_number
+from trainmem.unknown import NeedsValues, RunFailed, Unknown
 
 Answer = TypeVar("Answer")
 
@@ -77,7 +79,7 @@ class Lab(Runner):
         from itself, at least a factor of 1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with
         several ranks, each of the two runs has its own process, the wall clock decides, and the floor is the runs'
         `noise_floor`. A failed comparison is not raised: its ratios are unknown and
-        say why; deciding by one raises `perf_helpers.unknown.RunFailed`.
+        say why; deciding by one raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from perf_helpers.lab.interleaving import in_turns
-from perf_helpers.lab.task import Task
-from perf_helpers.records import CPU, WALL, Ratio
-from perf_helpers.unknown import NeedsValues, RunFailed
+from trainmem.core.task import Task
+from trainmem.measure.interleaving import in_turns
+from trainmem.records import CPU, WALL, Ratio
+from trainmem.unknown import NeedsValues, RunFailed
 
 TRIES = {"product": 15, "copy": 6}
 # Large enough that starting costs nothing; small enough for two seconds of one CPU core.

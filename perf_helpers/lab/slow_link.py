@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from perf_helpers.texts import positive
+from trainmem.texts import positive
 
 _DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist in the namespaces only
 _CLONE_NEWNET = 0x40000000

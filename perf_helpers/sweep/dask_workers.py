@@ -24,13 +24,13 @@ from typing import Any
 import cloudpickle
 
 import perf_helpers
-from perf_helpers.lab import hardware
-from perf_helpers.lab.forkserver import SERVER
-from perf_helpers.lab.hardware import Machine
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import now
-from perf_helpers.texts import positive, whole_number
+from trainmem.core import hardware
+from trainmem.core.hardware import Machine
+from trainmem.core.outcomes import Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure.forkserver import SERVER
+from trainmem.records import now
+from trainmem.texts import positive, whole_number
 
 RESOURCE = "device"  # that a worker offers once per experiment that it may run at a time
 INSTALL = "pip install 'perf-helpers[cluster]'"

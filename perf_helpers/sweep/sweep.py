@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from perf_helpers import plots
-from perf_helpers.lab import arguments, executors
-from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Run
 from perf_helpers.sweep.dask_workers import TELLING
-from perf_helpers.texts import check_known, positive, reading, shown, text_of, whole_number
+from trainmem.core import arguments
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Outcome
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.measure import executors
+from trainmem.records import Run
+from trainmem.texts import check_known, positive, reading, shown, text_of, whole_number
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")

@@ -18,11 +18,13 @@ from typing import Any
 
 from perf_helpers import plots
 from perf_helpers.course import learner_log
-from perf_helpers.lab import Arguments, Lab, Task
-from perf_helpers.records import Run
-from perf_helpers.texts import bytes_text
-from perf_helpers.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
+from perf_helpers.lab import Lab
 from perf_helpers.widgets.frame import ROW, place
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.records import Run
+from trainmem.texts import bytes_text
+from trainmem.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 
 # True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
 # for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.

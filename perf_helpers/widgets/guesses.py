@@ -8,11 +8,11 @@ from xml.sax.saxutils import quoteattr
 from perf_helpers import plots
 from perf_helpers.course import learner_log
 from perf_helpers.lab import Lab
-from perf_helpers.texts import number_text
-from perf_helpers.unknown import is_measured
 from perf_helpers.widgets.exercises import Feedback, prose_html
 from perf_helpers.widgets.frame import ROW, place
 from perf_helpers.widgets.svg import round_step
+from trainmem.texts import number_text
+from trainmem.unknown import is_measured
 
 _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "measured": plots.SERIES[0]}
 
@@ -69,7 +69,7 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     Args:
         key: as given to `predict`.
         measured: in the unit given to `predict`; None where nothing could be measured.
-        estimate: the figure of `perf_helpers.estimate.estimate`, in that unit; None or unknown: none is shown.
+        estimate: the figure of `trainmem.estimate.estimate`, in that unit; None or unknown: none is shown.
 
     Raises:
         ValueError: no guess was asked for in this lab under that key.

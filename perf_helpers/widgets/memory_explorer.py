@@ -6,16 +6,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from perf_helpers import plots, recipes
-from perf_helpers.cards import SIZES, context_bytes, named
-from perf_helpers.estimate import MemoryEstimate, estimate
-from perf_helpers.lab import Lab, Task
-from perf_helpers.lab.forkserver import SERVER
-from perf_helpers.lab.task import PRESETS
-from perf_helpers.recipes import ADAMW, BF16_WEIGHTS, CHECKPOINTING, FP16
-from perf_helpers.texts import bytes_text, parts_text, shown
+from perf_helpers import plots
+from perf_helpers.lab import Lab
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
+from trainmem import recipes
+from trainmem.cards import SIZES, context_bytes, named
+from trainmem.core.task import PRESETS, Task
+from trainmem.estimate import MemoryEstimate, estimate
+from trainmem.measure.forkserver import SERVER
+from trainmem.recipes import ADAMW, BF16_WEIGHTS, CHECKPOINTING, FP16
+from trainmem.texts import bytes_text, parts_text, shown
 
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from perf_helpers import plots
-from perf_helpers.lab import hardware
-from perf_helpers.texts import bytes_text, bytes_unit, number_text, seconds_text
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import view
+from trainmem.core import hardware
+from trainmem.texts import bytes_text, bytes_unit, number_text, seconds_text
 
 CLOSE_SECONDS = 20  # a broken driver can hold a query for ever; the block must end
 DRAWN = 240  # samples in the picture, the latest; the summary covers all

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf_helpers import plots
-from perf_helpers.cards import SIZES
-from perf_helpers.estimate import MemoryEstimate, estimates_so_far
-from perf_helpers.lab import Arguments, Lab, Task
-from perf_helpers.records import Run
-from perf_helpers.texts import bytes_text, number_text
+from perf_helpers.lab import Lab
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
+from trainmem.cards import SIZES
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.estimate import MemoryEstimate, estimates_so_far
+from trainmem.records import Run
+from trainmem.texts import bytes_text, number_text
 
 
 def recipes(lab: Lab) -> None:

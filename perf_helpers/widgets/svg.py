@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from perf_helpers.plots import PALETTE, SERIES, Timeline
 from perf_helpers.templates import template
-from perf_helpers.texts import bytes_text, bytes_unit, number_text, parts_text
-from perf_helpers.unknown import is_measured
+from trainmem.texts import bytes_text, bytes_unit, number_text, parts_text
+from trainmem.unknown import is_measured
 
 _SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
 _FAR = 8  # a limit so many times larger than what is shown does not stretch the axis

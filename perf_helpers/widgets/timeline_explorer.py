@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from perf_helpers import plots
-from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.records import Run
-from perf_helpers.texts import bytes_text
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import ROW, WHOLE_WIDTH, html_box, observe, place
+from trainmem.estimate import MemoryEstimate
+from trainmem.records import Run
+from trainmem.texts import bytes_text
 
 
 def timeline(*runs: Run | MemoryEstimate) -> None:

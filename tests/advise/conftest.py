@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import Task, hardware
-from perf_helpers.advise import advise
 from perf_helpers.course import published_speedups
-from perf_helpers.estimate import MemoryEstimate
-from perf_helpers.records import Memory, Run, Timing
+from trainmem.advise import advise
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.estimate import MemoryEstimate
+from trainmem.records import Memory, Run, Timing
 
 MB = 10**6
 
@@ -62,8 +63,8 @@ def followed(monkeypatch):
         asked.append(options)
         return synthetic(task, **options)
 
-    monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
-    monkeypatch.setattr("perf_helpers.advise.advice.hardware.this_machine", lambda: hardware.Machine("", "cpu"))
+    monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
+    monkeypatch.setattr("trainmem.advise.advice.hardware.this_machine", lambda: hardware.Machine("", "cpu"))
     monkeypatch.setattr(published_speedups, "RECORDED", Path("nowhere"))
     return asked
 
@@ -76,7 +77,7 @@ def attending(monkeypatch, followed):
         def estimate(task, **options):
             return dataclasses.replace(synthetic(task, **options), attention=kernels)
 
-        monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
+        monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
 
     return told
 

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf_helpers import Lab, Task, cli, hardware
-from perf_helpers.advise import advise, verify
-from perf_helpers.cards import CARDS, CONTEXT_BYTES, CONTEXT_SOURCE
-from perf_helpers.records import Memory, Run, Store
-from perf_helpers.rehearsal import build
+from perf_helpers import Lab, cli
+from trainmem.advise import advise, verify
+from trainmem.cards import CARDS, CONTEXT_BYTES, CONTEXT_SOURCE
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.records import Memory, Run, Store
+from trainmem.rehearsal import build
 
 MB = 10**6
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +77,7 @@ def test_a_rehearsal_has_the_memory_the_context_and_the_capability_of_the_advice
         memory = Memory(options["per_device_train_batch_size"] * MB, "allocated")
         return Run("r", "ok", memory=memory, machine={"name": f"rehearsed {on.name}", "rehearsed": True})
 
-    monkeypatch.setattr("perf_helpers.advise.advice.rehearse", rehearse)
+    monkeypatch.setattr("trainmem.advise.advice.rehearse", rehearse)
     monkeypatch.setattr(build, "problem", lambda: None)
     options = {"device": "cuda", "compute_capability": (8, 6), "context_memory": "300MiB", "processes": 2}
     advice = ask(memory="4GB", **options)
@@ -224,7 +226,7 @@ def test_nothing_fits_where_the_context_takes_all(ask, followed):
 def test_earlier_runs_are_read_without_making_a_lab(ask, pairs, home, monkeypatch):
     for run in pairs(5.0, gradient_checkpointing=True):
         Store(home / "runs.jsonl").append(run)
-    monkeypatch.setattr("perf_helpers.advise.advice.Lab", None)
+    monkeypatch.setattr("trainmem.advise.advice.Lab", None)
     advice = ask(memory=420 * MB, runs=None)
     assert {recipe.name: recipe.speed for recipe in advice.recipes}["checkpointing, AdamW, 64 x 1"] == 0.5
 

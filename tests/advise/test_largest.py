@@ -7,10 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from perf_helpers import Task, hardware, optional_packages
-from perf_helpers.advise import advice, advise, search
-from perf_helpers.estimate import MemoryEstimate, depth
-from perf_helpers.records import Memory
+from trainmem.advise import advice, advise, search
+from trainmem.core import hardware, optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import MemoryEstimate, depth
+from trainmem.records import Memory
 
 GB = 10**9
 LLAMAS = ["smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "llama-3.2-1b", "deepseek-coder-1.3b", "smollm2-1.7b"]
@@ -62,7 +63,7 @@ def ask(monkeypatch, told):
     def line(task, *, device, compute_capability, processes, **arguments):
         return Line(task, arguments, told)
 
-    monkeypatch.setattr("perf_helpers.advise.advice.estimate", estimate)
+    monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
     monkeypatch.setattr(depth, "line", line)
     monkeypatch.setattr(optional_packages, "offer", lambda package: None)
     machine = hardware.Machine("a CPU", "cpu", cpu_cores=2, cpu_features=("avx2",))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from perf_helpers.course import published_speedups
-from perf_helpers.records import Timing
-from perf_helpers.unknown import Unknown
+from trainmem.records import Timing
+from trainmem.unknown import Unknown
 
 MB = 10**6
 

@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from perf_helpers import Task, optional_packages
-from perf_helpers.advise import parallelism
-from perf_helpers.cards import CONTEXT_BYTES
-from perf_helpers.estimate import estimate
+from trainmem.advise import parallelism
+from trainmem.cards import CONTEXT_BYTES
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000}
 TASK = Task(

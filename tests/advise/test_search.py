@@ -9,10 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from perf_helpers import Task, hardware
-from perf_helpers.advise import advice, search
-from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.trace_records import Label, Log
+from trainmem.advise import advice, search
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.estimate import allocator_replay
+from trainmem.estimate.trace_records import Label, Log
 
 MB = 10**6
 

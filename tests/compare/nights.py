@@ -13,7 +13,8 @@ from perf_helpers.course import course
 
 NAME = "05_night"
 RUNS = """
-from perf_helpers import Claims, Lab, Task
+from perf_helpers import Claims, Lab
+from trainmem.core.task import Task
 
 lab = Lab(profile, strict=strict, out=out, lesson="05_night")
 claims = Claims(lab)

@@ -8,7 +8,7 @@ from toys import decision, results
 
 from perf_helpers.compare.compare import AXES, compare, is_beyond_noise
 from perf_helpers.course.ledger import load
-from perf_helpers.records import CATEGORIES, Memory, Run
+from trainmem.records import CATEGORIES, Memory, Run
 
 MEMORY = Memory(
     peak_bytes=1000,

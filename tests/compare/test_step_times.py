@@ -4,9 +4,9 @@ import pytest
 
 from perf_helpers.compare import step_times
 from perf_helpers.compare.step_times import PROCESSES, is_settled, keep
-from perf_helpers.lab import Task
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.records import Timing
+from trainmem.core.outcomes import Outcome
+from trainmem.core.task import Task
+from trainmem.records import Timing
 
 
 def an_outcome(cpu=(0.1, 0.2), wall=(0.3, 0.4), waited=(0.15, 0.25)):

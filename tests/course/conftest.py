@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import toys
 
-from perf_helpers import Claims, hardware
+from perf_helpers import Claims
 from perf_helpers.course import course
 from perf_helpers.course.ledger import WHERE
+from trainmem.core import hardware
 
 
 class Machine:

@@ -1,7 +1,7 @@
 """What the tests share that plant something wrong in a lesson."""
 
 from perf_helpers.course.ledger import Verdict, decide, load
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 
 def verdict(id: str, value: float | tuple[float, float] | Ratio) -> Verdict:

@@ -8,7 +8,7 @@ that machine, and what the model says of it is held against what was recorded th
 from dataclasses import dataclass
 
 from perf_helpers.lab.roofline import SMALL_PRODUCTS, TRAINER_SECONDS, Products
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 FEW_ROWS = 24  # rows at which a product of AMD reaches half of its rate
 OTHER_WORK = 2500  # bytes at a cache's rate in whose time a layer does what is no product, a token and unit of width

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from machines import GOOD
 
-from perf_helpers import hardware
 from perf_helpers.course import claims as module
 from perf_helpers.course.ledger import WHERE, Verdict
-from perf_helpers.records import Ratio
-from perf_helpers.unknown import Unknown
+from trainmem.core import hardware
+from trainmem.records import Ratio
+from trainmem.unknown import Unknown
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL, NOT_TESTABLE = Verdict
 LEDGER = module.load()

@@ -8,7 +8,7 @@ import pytest
 
 from perf_helpers import learner_log
 from perf_helpers.course.learner_log import Entry
-from perf_helpers.records import Store
+from trainmem.records import Store
 
 LESSON = "05_gradient_accumulation"
 

@@ -25,9 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from perf_helpers import Task, interleaving
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.records import CPU, Ratio
+from trainmem.core.task import Task
+from trainmem.measure import interleaving
+from trainmem.records import CPU, Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
 LEDGER = load()

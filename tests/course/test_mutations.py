@@ -7,7 +7,7 @@ import pytest
 
 from perf_helpers.course import ledger
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED, Verdict.TOO_SMALL
 LEDGER = {id: claim for id, claim in ledger.load().items() if claim.where != "text"}

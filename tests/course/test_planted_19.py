@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "19_cpus.py"

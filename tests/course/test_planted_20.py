@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "20_inference.py"

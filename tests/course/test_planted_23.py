@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "23_troubleshooting.py"

@@ -9,7 +9,7 @@ from lesson_24 import functions
 from planted import verdict
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
 LENGTHS = range(2, 14)

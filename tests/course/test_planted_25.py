@@ -8,7 +8,7 @@ from lesson_25 import functions
 from planted import verdict
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.records import CPU, Ratio
+from trainmem.records import CPU, Ratio
 
 HOLDS, SMALLER, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED, Verdict.TOO_SMALL
 ROWS = torch.arange(1, 33).view(2, 16)

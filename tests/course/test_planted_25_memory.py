@@ -9,9 +9,10 @@ from lesson_25 import MEASURES, SOURCE, measured
 from planted import verdict
 
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.lab import optional_packages, processes
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.training import Experiment, pickled, train
+from trainmem.core import optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.training import Experiment, pickled, train
+from trainmem.measure import processes
 
 HOLDS, SMALLER, REFUTED = Verdict.HOLDS, Verdict.SMALLER, Verdict.REFUTED
 FULL, TABLE, WORDS, CHECKPOINTED = MEASURES

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 from planted import verdict
 
-from perf_helpers import Task, slow_link
+from perf_helpers import slow_link
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.lab.lab import Lab
-from perf_helpers.records import Ratio
+from trainmem.core.task import Task
+from trainmem.records import Ratio
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
 HOLDS, REFUTED = Verdict.HOLDS, Verdict.REFUTED

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.lab import Task
-from perf_helpers.records import CPU, WALL, Ratio
+from trainmem.core.task import Task
+from trainmem.records import CPU, WALL, Ratio
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
 STEP, BATCH = "02_anatomy_of_a_step", "04_batch_size"

@@ -8,7 +8,7 @@ from toys import decision, results
 
 from perf_helpers.course.ledger import load
 from perf_helpers.course.results import decided_anew, load_results, recorded
-from perf_helpers.records import Run
+from trainmem.records import Run
 
 RESULTS = Path(__file__).parents[2] / "results"
 

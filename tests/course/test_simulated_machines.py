@@ -8,7 +8,7 @@ from simulated import AMD, CLAIMS, CPUS, simulated, within
 
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import decided_anew, load_results
-from perf_helpers.records import Ratio
+from trainmem.records import Ratio
 
 LEDGER = load()
 TIMED = {id for id, claim in LEDGER.items() if claim.decided_by == "time"}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from perf_helpers import Task
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import optional_packages
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 SIZES = {
     "dtype": "float32",

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.estimate import allocator, allocator_settings
-from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings, is_tested, newest, release
-from perf_helpers.lab import releases
+from trainmem.core import releases
+from trainmem.estimate import allocator, allocator_settings
+from trainmem.estimate.allocator import MIB, CachingAllocator, OutOfMemory
+from trainmem.estimate.allocator_settings import Settings, is_tested, newest, release
 
 RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from perf_helpers.estimate import allocator_replay
-from perf_helpers.estimate.trace_records import Label, Log, highest
+from trainmem.estimate import allocator_replay
+from trainmem.estimate.trace_records import Label, Log, highest
 
 MIB = 1 << 20
 WEIGHT = Label("aten.empty.memory_format", "weights", "setup", "")

@@ -6,8 +6,8 @@ from pathlib import Path
 import attention_cases
 import pytest
 
-from perf_helpers.estimate.allocator_settings import RELEASES, release
-from perf_helpers.estimate.cuda import attention_kernel
+from trainmem.estimate.allocator_settings import RELEASES, release
+from trainmem.estimate.cuda import attention_kernel
 
 CHOICES = json.loads(Path(__file__).with_name("attention_choices.json").read_text(encoding="utf-8"))
 

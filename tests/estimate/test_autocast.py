@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perf_helpers.estimate import autocast, cuda
+from trainmem.estimate import autocast, cuda
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

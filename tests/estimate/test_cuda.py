@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perf_helpers.estimate import cuda
-from perf_helpers.estimate.allocator_settings import release
+from trainmem.estimate import cuda
+from trainmem.estimate.allocator_settings import release
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from perf_helpers import Task, optional_packages
-from perf_helpers.estimate import depth, estimate
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import depth, estimate
 
 LAYERS = 10
 NARROW = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from perf_helpers.estimate import cuda, peak_memory
-from perf_helpers.estimate.allocator_settings import is_since, release
-from perf_helpers.estimate.device import DeviceTracker, Placement
-from perf_helpers.estimate.memory_estimate import Device
-from perf_helpers.lab import Task, processes
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Category, Phase
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Invalid
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.estimate import cuda, peak_memory
+from trainmem.estimate.allocator_settings import is_since, release
+from trainmem.estimate.device import DeviceTracker, Placement
+from trainmem.estimate.memory_estimate import Device
+from trainmem.measure import processes
+from trainmem.records import Category, Phase
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 def changes(follows_each, options, tell):
     """The births and deaths of two steps of six micro-batches, in bytes, with what they are, the ends of phases, and
     where the cache was emptied."""
-    from perf_helpers.estimate import trace
+    from trainmem.estimate import trace
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments = Arguments({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6} | options)

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import estimate
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 _WORDS = {"vocab_size": 300}
 _TEXT = _WORDS | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

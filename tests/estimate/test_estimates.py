@@ -9,16 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perf_helpers import cli, hardware
-from perf_helpers.advise import advise
-from perf_helpers.cards import CARDS, DEFAULT_CAPABILITY
-from perf_helpers.estimate import allocator_settings, api, estimate, estimates_so_far, fresh_process
-from perf_helpers.estimate.memory_estimate import MemoryEstimate
-from perf_helpers.lab import processes
+from perf_helpers import cli
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Invalid, Outcome
-from perf_helpers.lab.task import Task
-from perf_helpers.records import CATEGORIES, Memory
+from trainmem.advise import advise
+from trainmem.cards import CARDS, DEFAULT_CAPABILITY
+from trainmem.core import hardware
+from trainmem.core.outcomes import Invalid, Outcome
+from trainmem.core.task import Task
+from trainmem.estimate import allocator_settings, api, estimate, estimates_so_far, fresh_process
+from trainmem.estimate.memory_estimate import MemoryEstimate
+from trainmem.measure import processes
+from trainmem.records import CATEGORIES, Memory
 
 TINY = Task("bert-tiny", seq_len=24, config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
 

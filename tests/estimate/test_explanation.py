@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.explanation import _priced, explain
-from perf_helpers.lab import optional_packages
-from perf_helpers.lab.task import Task
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.estimate.explanation import _priced, explain
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 300, "dtype": "float32"}

@@ -6,9 +6,10 @@ import cloudpickle
 import pytest
 from typer.testing import CliRunner
 
-from perf_helpers import Lab, Task, cli
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import optional_packages
+from perf_helpers import Lab, cli
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 needs_peft = pytest.mark.skipif(optional_packages.offer("peft") is not None, reason="needs peft")

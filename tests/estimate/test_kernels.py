@@ -7,10 +7,10 @@ import kernel_cases
 import pytest
 import torch
 
-from perf_helpers.estimate import kernels
-from perf_helpers.estimate.allocator_settings import RELEASES, is_since, release
-from perf_helpers.estimate.device import DeviceTracker, Placement
-from perf_helpers.lab import processes
+from trainmem.estimate import kernels
+from trainmem.estimate.allocator_settings import RELEASES, is_since, release
+from trainmem.estimate.device import DeviceTracker, Placement
+from trainmem.measure import processes
 
 
 def asked(names, capability, torch_version=None, tell=None):

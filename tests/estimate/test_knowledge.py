@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from perf_helpers.estimate import knowledge
-from perf_helpers.estimate.knowledge import IN_PLACE, Hidden, Knowledge, View
-from perf_helpers.estimate.trace_records import Spec
-from perf_helpers.lab import hardware
+from trainmem.core import hardware
+from trainmem.estimate import knowledge
+from trainmem.estimate.knowledge import IN_PLACE, Hidden, Knowledge, View
+from trainmem.estimate.trace_records import Spec
 
 SPEC = Spec((2, 3), (3, 1), torch.bfloat16)
 FACTS = {

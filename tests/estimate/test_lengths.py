@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import lengths as module
-from perf_helpers.estimate.lengths import checked, read, worst_batch
-from perf_helpers.estimate.memory_estimate import MemoryEstimate
-from perf_helpers.records import Memory
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import lengths as module
+from trainmem.estimate.lengths import checked, read, worst_batch
+from trainmem.estimate.memory_estimate import MemoryEstimate
+from trainmem.records import Memory
 
 SAMPLES = (*random.Random(2).choices(range(3, 61), k=22),)
 BERT = Task("bert-tiny", config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})

@@ -14,9 +14,10 @@ import transformers
 from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import estimate
+from perf_helpers import Lab
 from perf_helpers.lab import roofline
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SINCE_5_24 = Version(transformers.__version__) >= Version("5.24")

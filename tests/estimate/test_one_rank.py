@@ -2,8 +2,8 @@
 
 import torch
 
-from perf_helpers.estimate import one_rank
-from perf_helpers.lab import processes
+from trainmem.estimate import one_rank
+from trainmem.measure import processes
 
 
 class Scaled(torch.nn.Module):

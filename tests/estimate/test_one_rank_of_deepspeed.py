@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from perf_helpers import Task
-from perf_helpers.estimate import depth, estimate
-from perf_helpers.lab import Lab, optional_packages
+from perf_helpers.lab import Lab
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import depth, estimate
 
 TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 5})
 no_deepspeed = optional_packages.missing("deepspeed") and not [*optional_packages.FOLDER.glob("deepspeed-*/deepspeed")]
@@ -91,8 +92,8 @@ def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):
 
 WITHOUT = """
 import sys
-from perf_helpers import Task
-from perf_helpers.estimate import estimate
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 from perf_helpers.lab import Lab
 
 recipe = {"processes": 2, "deepspeed": {"zero_optimization": {"stage": 1}}}

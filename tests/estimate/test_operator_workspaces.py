@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from perf_helpers.estimate import operator_workspaces
-from perf_helpers.estimate.operator_workspaces import Hidden, Probe, Seen, line, resized, smaller
-from perf_helpers.estimate.trace_records import Operation, Spec
+from trainmem.estimate import operator_workspaces
+from trainmem.estimate.operator_workspaces import Hidden, Probe, Seen, line, resized, smaller
+from trainmem.estimate.trace_records import Operation, Spec
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -5,18 +5,18 @@ from unittest.mock import patch
 
 import pytest
 
-from perf_helpers.estimate import estimate, peak_memory
-from perf_helpers.estimate.fresh_process import with_known
-from perf_helpers.estimate.knowledge import Knowledge
-from perf_helpers.estimate.memory_estimate import Device
-from perf_helpers.estimate.operator_workspaces import Probe
-from perf_helpers.estimate.peak_memory import enough_samples, memory_of, trace_all
-from perf_helpers.lab import processes
-from perf_helpers.lab.arguments import Arguments
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Invalid
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.estimate import estimate, peak_memory
+from trainmem.estimate.fresh_process import with_known
+from trainmem.estimate.knowledge import Knowledge
+from trainmem.estimate.memory_estimate import Device
+from trainmem.estimate.operator_workspaces import Probe
+from trainmem.estimate.peak_memory import enough_samples, memory_of, trace_all
+from trainmem.measure import processes
 
 TINY = Task("bert-tiny", seq_len=24, config={"hidden_size": 32, "intermediate_size": 64, "vocab_size": 200})
 

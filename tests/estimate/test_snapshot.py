@@ -11,13 +11,14 @@ import pickletools
 import pytest
 from typer.testing import CliRunner
 
-from perf_helpers import Task, cli
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.allocator import MIB, CachingAllocator
-from perf_helpers.estimate.allocator_replay import place, snapshot
-from perf_helpers.estimate.trace_records import Label, Log
-from perf_helpers.lab import processes
-from perf_helpers.records import Category
+from perf_helpers import cli
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.estimate.allocator import MIB, CachingAllocator
+from trainmem.estimate.allocator_replay import place, snapshot
+from trainmem.estimate.trace_records import Label, Log
+from trainmem.measure import processes
+from trainmem.records import Category
 
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 2000, "num_hidden_layers": 6}
 TASK = Task("bert-tiny", seq_len=32, config=SMALL)

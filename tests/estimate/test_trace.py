@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from perf_helpers.estimate.knowledge import Knowledge
-from perf_helpers.estimate.operation_cache import OperationCache, grouped_product
-from perf_helpers.estimate.trace import FakeTracker, follow, recorded
-from perf_helpers.estimate.trace_records import Operation, Spec
-from perf_helpers.lab.outcomes import Invalid
-from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment
-from perf_helpers.lab.watcher import Block
-from perf_helpers.records import TENSOR_CATEGORIES, Phase
+from trainmem.core.outcomes import Invalid
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.estimate.knowledge import Knowledge
+from trainmem.estimate.operation_cache import OperationCache, grouped_product
+from trainmem.estimate.trace import FakeTracker, follow, recorded
+from trainmem.estimate.trace_records import Operation, Spec
+from trainmem.measure.watcher import Block
+from trainmem.records import TENSOR_CATEGORIES, Phase
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import torch
 
-from perf_helpers.estimate.trace_records import Operation, Spec, flat, nested
+from trainmem.estimate.trace_records import Operation, Spec, flat, nested
 
 F32 = torch.float32
 

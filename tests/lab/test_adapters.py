@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from perf_helpers import Lab, Task, cli
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import adapters, arguments, optional_packages
-from perf_helpers.lab.arguments import Arguments
+from perf_helpers import Lab, cli
+from trainmem.core import adapters, arguments, optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 missing = optional_packages.offer("peft")
 needs_peft = pytest.mark.skipif(missing is not None, reason=str(missing))

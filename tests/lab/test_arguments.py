@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from perf_helpers.lab import arguments
-from perf_helpers.lab.arguments import Arguments
+from trainmem.core import arguments
+from trainmem.core.arguments import Arguments
 
 CHECKPOINTING = {"gradient_checkpointing", "activation_checkpointing"}
 

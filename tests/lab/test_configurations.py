@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
-from perf_helpers import Lab, Task, advise, cli
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import adapters, hardware, optional_packages, worker
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.task import PRESETS
-from perf_helpers.lab.training import Experiment
+from perf_helpers import Lab, cli
+from trainmem import advise
+from trainmem.core import adapters, hardware, optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import PRESETS, Task
+from trainmem.core.training import Experiment
+from trainmem.estimate import estimate
+from trainmem.measure import worker
 
 missing = optional_packages.offer("peft")
 needs_peft = pytest.mark.skipif(missing is not None, reason=str(missing))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from machines import GOOD, H200, INSTALLED, PLAIN, T4
 
-from perf_helpers import doctor, hardware
-from perf_helpers.lab import releases
+from perf_helpers import doctor
+from trainmem.core import hardware, releases
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import environments
 import pytest
 
-from perf_helpers.lab import hardware
+from trainmem.core import hardware
 
 ROOT = Path(__file__).parents[2]
 UNSET = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PERF_HELPERS_HOME", "TMPDIR")

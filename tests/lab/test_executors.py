@@ -5,10 +5,11 @@ from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import executors, hardware, processes
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Memory
+from trainmem.core import hardware
+from trainmem.core.outcomes import Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure import executors, processes
+from trainmem.records import Memory
 
 
 def ended(error):

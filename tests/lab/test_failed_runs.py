@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from perf_helpers import plots
-from perf_helpers.records import Comparison, Ratio, Run, Store
-from perf_helpers.texts import bytes_text, seconds_text
-from perf_helpers.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 from perf_helpers.widgets import explorers
+from trainmem.records import Comparison, Ratio, Run, Store
+from trainmem.texts import bytes_text, seconds_text
+from trainmem.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 
 FIGURES = ("memory", "timing", "losses", "value", "peak_bytes", "step_seconds", "samples_per_second")
 

@@ -21,11 +21,11 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import worker
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.forkserver import SERVER
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.training import Experiment
+from trainmem.core.arguments import Arguments
+from trainmem.core.training import Experiment
+from trainmem.measure import worker
+from trainmem.measure.forkserver import SERVER
 
 MARK = f"FAULTS={uuid.uuid4().hex}"  # in the environment of whatever these tests start
 
@@ -269,7 +269,7 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
 
 def test_the_children_of_an_experiment_that_goes_on_are_not_ended_with_another_one(lab):
     """Also where their parents have ended, so that they are the experiment's only by its adopting them."""
-    from perf_helpers.lab.forkserver import CleanProcess
+    from trainmem.measure.forkserver import CleanProcess
 
     def keep(on_step):
         start_children_that_stay(None)
@@ -300,7 +300,7 @@ SMALL_SHM = """
     sys.path[:] = {path!r}
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
     from perf_helpers.lab.lab import Lab
-    from perf_helpers.lab.task import Task
+    from trainmem.core.task import Task
 
     def load(task):
         import torch

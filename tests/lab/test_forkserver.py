@@ -11,8 +11,9 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import forked, optional_packages
-from perf_helpers.unknown import is_measured
+from trainmem.core import optional_packages
+from trainmem.measure import forked
+from trainmem.unknown import is_measured
 
 
 def test_each_experiment_has_a_process_of_its_own(lab):
@@ -46,7 +47,7 @@ def test_the_server_imports_only_what_a_job_names():
     """bitsandbytes takes a quarter of the time, and most jobs need none."""
     code = textwrap.dedent(
         """
-        from perf_helpers.lab import processes
+        from trainmem.measure import processes
         def has(names, optimizer, tell):
             import sys
             return ["".join(names) in sys.modules, "datasets" in sys.modules]
@@ -65,8 +66,8 @@ def test_bitsandbytes_is_imported_beside_the_first_job_where_the_second_will_nee
         pytest.skip("bitsandbytes asks for GPUs when it is imported: no server does")
     code = textwrap.dedent(
         f"""
-        from perf_helpers.lab import processes
-        from perf_helpers.lab.forkserver import SERVER
+        from trainmem.measure import processes
+        from trainmem.measure.forkserver import SERVER
         def look(names, tell):
             import gc, sys
             return ["".join(names) in sys.modules, gc.isenabled()]
@@ -188,7 +189,7 @@ def test_nothing_survives_a_killed_kernel(tmp_path):
 
 
 def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_path, monkeypatch):
-    from perf_helpers.lab.forkserver import CleanProcess
+    from trainmem.measure.forkserver import CleanProcess
 
     def hang(_):
         import time
@@ -222,7 +223,7 @@ def test_a_killed_server_is_replaced(lab):
 
 def test_a_clean_process_has_a_folder_that_ends_with_it_and_no_other_process_has_one(lab):
     def look(_):
-        from perf_helpers.lab import forked
+        from trainmem.measure import forked
 
         return [forked.own_folder(), os.path.isdir(forked.own_folder())]
 
@@ -231,7 +232,7 @@ def test_a_clean_process_has_a_folder_that_ends_with_it_and_no_other_process_has
 
 
 def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, monkeypatch):
-    from perf_helpers.lab.forkserver import SERVER, CleanProcess
+    from trainmem.measure.forkserver import SERVER, CleanProcess
 
     def wait(on_step):
         on_step(1)
@@ -249,7 +250,7 @@ def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, monkey
 
 
 def test_a_command_that_is_interrupted_while_the_server_imports_leaves_nothing(tmp_path):
-    code = "from perf_helpers.lab.forkserver import SERVER; from perf_helpers import cli; SERVER.start(); "
+    code = "from trainmem.measure.forkserver import SERVER; from perf_helpers import cli; SERVER.start(); "
     code += "print(SERVER.running.process.pid, flush=True); cli.main()"
     words = [sys.executable, "-c", code, "estimate", "--model", "bert-tiny"]
     command = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 from machines import GOOD, H200, INSTALLED, PLAIN, T4, fake_nvml
 
-from perf_helpers import doctor, hardware
-from perf_helpers.lab.hardware import Gpu, Machine
+from perf_helpers import doctor
+from trainmem.core import hardware
+from trainmem.core.hardware import Gpu, Machine
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def use(monkeypatch):
 
 def test_importing_and_describing_load_neither_torch_nor_a_cuda_context():
     script = (
-        "import sys, perf_helpers.lab.hardware as h, perf_helpers.lab.doctor as d; early = 'pynvml' in sys.modules;"
+        "import sys, trainmem.core.hardware as h, perf_helpers.lab.doctor as d; early = 'pynvml' in sys.modules;"
         "machine = h.describe(); d.diagnose(machine); h.device_used_bytes();"
         "print(early, 'torch' in sys.modules, 'transformers' in sys.modules, machine.torch_build)"
     )

@@ -13,7 +13,7 @@ import pytest
 CODE = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from perf_helpers import hardware
+from trainmem.core import hardware
 from perf_helpers.lab.doctor import diagnose
 machine = hardware.describe()
 assert hardware.Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.lab.adapters import settings_of
-from perf_helpers.lab.task import Task
+from trainmem.core.adapters import settings_of
+from trainmem.core.task import Task
 
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 32, "num_attention_heads": 2}
 BERT |= {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 100}
@@ -111,7 +111,7 @@ def test_a_name_that_is_no_path_is_refused_in_words(model):
 
 def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
     """Nobody is asked for what cannot be a name there, and a file that is there is looked into."""
-    monkeypatch.setattr("perf_helpers.lab.configurations.hub_answers", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("trainmem.core.configurations.hub_answers", lambda: pytest.fail("the Hub was asked"))
     folder = tmp_path / "mein Modell"
     folder.mkdir()
     (folder / "model.bin").write_bytes(b"\x80\x02")
@@ -124,6 +124,6 @@ def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypat
     ("name", "near"), [("meta-llama/Llama-3.1-8B", "'llama-3-8b'"), ("google/BERT-large", "'bert-large-uncased'")]
 )
 def test_a_name_that_cannot_be_fetched_gets_the_nearest_preset_and_another_way(name, near, monkeypatch):
-    monkeypatch.setattr("perf_helpers.lab.configurations.hub_answers", lambda: False)
+    monkeypatch.setattr("trainmem.core.configurations.hub_answers", lambda: False)
     said = refusal(name)
     assert "does not answer" in said and near in said and said.endswith("config.json.")

@@ -7,11 +7,11 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import interleaving, processes, quiet
-from perf_helpers.lab.arguments import Arguments
-from perf_helpers.lab.training import Experiment, pickled
-from perf_helpers.records import CPU, WALL, Ratio
-from perf_helpers.unknown import NeedsValues, Unknown
+from trainmem.core.arguments import Arguments
+from trainmem.core.training import Experiment, pickled
+from trainmem.measure import interleaving, processes, quiet
+from trainmem.records import CPU, WALL, Ratio
+from trainmem.unknown import NeedsValues, Unknown
 
 # ---- functions
 

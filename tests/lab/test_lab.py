@@ -6,14 +6,14 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import processes, quiet
-from perf_helpers.lab.hardware import Gpu, Machine
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import Memory, Ratio, Store
-from perf_helpers.unknown import Unknown
+from trainmem.core.hardware import Gpu, Machine
+from trainmem.core.outcomes import Outcome
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.measure import processes, quiet
+from trainmem.records import Memory, Ratio, Store
+from trainmem.unknown import Unknown
 
 
 def test_what_is_foreseen_is_the_answer_and_no_answer_is_one_line(lab, capsys):
@@ -27,7 +27,7 @@ def test_what_is_foreseen_is_the_answer_and_no_answer_is_one_line(lab, capsys):
 
 
 def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
-    from perf_helpers.estimate import estimate
+    from trainmem.estimate import estimate
 
     def endless(_):
 
@@ -168,7 +168,7 @@ def test_a_comparison_with_a_run_that_failed_is_unknown_and_says_why(lab):
 def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch, capsys):
     run = lab.train("alone", task=TINY, measure=("memory",), per_device_train_batch_size=2)
     late = Outcome("timed out", "no result within 1 s")
-    monkeypatch.setattr("perf_helpers.lab.processes.side_by_side", lambda *_: late)
+    monkeypatch.setattr("trainmem.measure.processes.side_by_side", lambda *_: late)
     comparison = lab.compare(run, run)
     assert comparison.speed_ratio.value.why.startswith(
         "speed not measured: 'alone and alone in turns' timed out: no result within 1 s."

@@ -6,10 +6,12 @@ import contextlib
 
 import pytest
 
-from perf_helpers.lab import Arguments, Lab, processes
-from perf_helpers.lab.task import Task
-from perf_helpers.lab.training import Experiment, pickled
-from perf_helpers.records import CATEGORIES
+from perf_helpers.lab import Lab
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment, pickled
+from trainmem.measure import processes
+from trainmem.records import CATEGORIES
 
 TINY = Task("bert-tiny", seq_len=48, dataset_size=64)
 
@@ -303,7 +305,7 @@ def test_only_a_meter_that_knows_of_compiled_code_leaves_a_model_whole(lab, comp
     def graphs(task):
         import torch
 
-        from perf_helpers.lab import memory_meter
+        from trainmem.measure import memory_meter
 
         captured = []
 

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from perf_helpers.lab import Lab, optional_packages
+from perf_helpers.lab import Lab
+from trainmem.core import optional_packages
 
 
 @pytest.fixture

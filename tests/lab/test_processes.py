@@ -6,14 +6,14 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import processes
-from perf_helpers.lab.outcomes import Invalid, Outcome
-from perf_helpers.lab.training import Experiment
-from perf_helpers.records import CATEGORIES, Memory
+from trainmem.core.outcomes import Invalid, Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure import processes
+from trainmem.records import CATEGORIES, Memory
 
 
 def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
-    from perf_helpers.lab import processes
+    from trainmem.measure import processes
 
     def endless(_):
         import time

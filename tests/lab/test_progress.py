@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf_helpers import Lab, Task
-from perf_helpers.advise import advise
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import progress
+from perf_helpers import Lab
+from trainmem.advise import advise
+from trainmem.core import progress
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 
 class Terminal(io.StringIO):

@@ -10,9 +10,9 @@ import time
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import quiet
-from perf_helpers.lab.interleaving import in_turns
-from perf_helpers.lab.quiet import Need
+from trainmem.measure import quiet
+from trainmem.measure.interleaving import in_turns
+from trainmem.measure.quiet import Need
 
 SHARE, CORE, MACHINE = Need
 
@@ -107,7 +107,7 @@ def test_who_waits_for_the_machine_is_passed_for_a_while_by_those_that_keep_the_
 
 ROLE = """
 import sys, time
-from perf_helpers.lab import quiet
+from trainmem.measure import quiet
 for need in map(quiet.Need, (0, 2, 0, 2, 1)):
     with quiet.experiment(need):
         began = time.monotonic()
@@ -172,7 +172,7 @@ print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memo
     "clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1); time.perf_counter()"]
 )
 def test_a_function_that_reads_a_clock_is_refused_where_others_may_run_beside_it(lab, clock):
-    code = f"import time; from perf_helpers.lab.interleaving import in_turns; {clock}"
+    code = f"import time; from trainmem.measure.interleaving import in_turns; {clock}"
     function = eval(f"lambda task: exec({code!r}, {{'__name__': '__main__'}})")
     with pytest.raises(ValueError, match="measure='none'"):
         lab.run(function, "reads", task=TINY, measure="value")
@@ -207,7 +207,7 @@ ASKED = {  # what a lesson asks of the lock, in order
 
 @pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
-    code = "from perf_helpers import Lab; from perf_helpers.lab.interleaving import in_turns; lab = Lab('tiny')\n"
+    code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
     code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
     asked = []
 

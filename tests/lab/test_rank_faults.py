@@ -10,7 +10,8 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from perf_helpers.lab import outcomes, stack_dumps, worker
+from trainmem.core import outcomes, stack_dumps
+from trainmem.measure import worker
 
 
 def alive(pid):
@@ -113,7 +114,7 @@ def test_a_rank_that_hangs_and_the_one_that_waits_for_it_are_told_with_their_lin
 
 
 def test_an_interrupted_run_tells_where_its_ranks_were(provoke, lab, tmp_path, monkeypatch):
-    from perf_helpers.lab.forkserver import CleanProcess
+    from trainmem.measure.forkserver import CleanProcess
 
     def hang(rank):
         (tmp_path / f"reached {rank}").touch()

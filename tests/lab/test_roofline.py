@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from machines import RUN
 
-from perf_helpers.lab import Lab, interleaving, roofline
-from perf_helpers.lab.task import Task
-from perf_helpers.records import Ratio
-from perf_helpers.unknown import NeedsValues
+from perf_helpers.lab import Lab, roofline
+from trainmem.core.task import Task
+from trainmem.measure import interleaving
+from trainmem.records import Ratio
+from trainmem.unknown import NeedsValues
 
 SMALL = {
     "hidden_size": 64,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from machines import GOOD, PLAIN, T4
 
-from perf_helpers.lab.task import PRESETS, PROFILES, TINY, Task, choose_profile
+from trainmem.core.task import PRESETS, PROFILES, TINY, Task, choose_profile
 
 STANDARD = {
     "hidden_size": 32,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from machines import TINY
 
-from perf_helpers.lab.time_meter import TimeMeter
+from trainmem.measure.time_meter import TimeMeter
 
 
 def test_steps_are_timed_with_the_warm_up_left_out(lab):

@@ -3,9 +3,10 @@ storages that are resized."""
 
 import pytest
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import processes
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.measure import processes
 
 TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size": 2001})  # an odd number of words
 
@@ -80,7 +81,7 @@ def given_back_by_another_thread(tell, ranks):
 
     import torch
 
-    from perf_helpers.lab.memory_meter import MemoryMeter
+    from trainmem.measure.memory_meter import MemoryMeter
 
     with MemoryMeter(by_tensors=ranks > 1) as meter:
         model = torch.nn.Linear(10, 10)
@@ -104,7 +105,7 @@ def test_a_storage_that_is_resized_counts_with_its_size():
     def live(tell):
         import torch
 
-        from perf_helpers.lab.tracker import Tracker, watched
+        from trainmem.measure.tracker import Tracker, watched
 
         sizes, tracker = [], Tracker()
         with watched(tracker):
@@ -125,7 +126,7 @@ def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for
         """The category at allocation, and the last one, by the size of the storage in numbers."""
         import torch
 
-        from perf_helpers.lab.tracker import Tracker, watched
+        from trainmem.measure.tracker import Tracker, watched
 
         first = {}
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.lab.task import Task
+from trainmem.core.task import Task
 
 
 def ending(how):

@@ -4,7 +4,7 @@ import ast
 import contextlib
 from collections.abc import Iterator
 
-from perf_helpers.unknown import NeedsValues, Unknown
+from trainmem.unknown import NeedsValues, Unknown
 
 SKIPPED = "cannot be rehearsed: needs values"  # how the line that reports a skipped statement begins
 _ADDING = {"append", "extend", "insert", "add", "update", "setdefault"}

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from guarded_cells import SKIPPED
 
-from perf_helpers.cards import Card, card
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.results import load_results, problems
-from perf_helpers.rehearsal import build, command
+from trainmem.cards import Card, card
+from trainmem.rehearsal import build, command
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import sys
 import cloudpickle
 import pytest
 
-from perf_helpers.estimate.allocator_settings import (
+from trainmem.core import hardware
+from trainmem.estimate.allocator_settings import (
     _ELSEWHERE,
     _NOT_FOLLOWED,
     _READERS,
@@ -15,8 +16,7 @@ from perf_helpers.estimate.allocator_settings import (
     Settings,
     release,
 )
-from perf_helpers.lab import hardware
-from perf_helpers.rehearsal import Rehearsal, build
+from trainmem.rehearsal import Rehearsal, build
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

@@ -8,8 +8,8 @@ import cloudpickle
 import pytest
 
 from perf_helpers import Lab
-from perf_helpers.estimate.allocator_settings import release
-from perf_helpers.rehearsal import Rehearsal, build, card
+from trainmem.estimate.allocator_settings import release
+from trainmem.rehearsal import Rehearsal, build, card
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

@@ -9,9 +9,10 @@ import cloudpickle
 import pytest
 import torch
 
-from perf_helpers import Lab, Task
-from perf_helpers.estimate import estimate
-from perf_helpers.rehearsal import Rehearsal, build, card
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.rehearsal import Rehearsal, build, card
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.records import Store
-from perf_helpers.rehearsal import build
+from trainmem.records import Store
+from trainmem.rehearsal import build
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

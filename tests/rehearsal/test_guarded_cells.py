@@ -9,7 +9,7 @@ import pytest
 import rehearse_lessons
 from guarded_cells import SKIPPED, Unassigned, install, needs_values
 
-from perf_helpers.unknown import NeedsValues, Unknown
+from trainmem.unknown import NeedsValues, Unknown
 
 
 class Shell:

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
-from perf_helpers import cli, doctor, hardware, rehearsal
-from perf_helpers.lab import releases
-from perf_helpers.rehearsal import build, rehearsal_process
-from perf_helpers.rehearsal.rehearsal_process import variables_of
+from perf_helpers import cli, doctor
+from trainmem import rehearsal
+from trainmem.core import hardware, releases
+from trainmem.rehearsal import build, rehearsal_process
+from trainmem.rehearsal.rehearsal_process import variables_of
 
 
 def test_a_command_of_the_users_own_has_no_snapshot(monkeypatch, capsys, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from machines import TINY
 
 from perf_helpers import Lab
-from perf_helpers.rehearsal import CARDS, Rehearsal, build, rehearse
+from trainmem.rehearsal import CARDS, Rehearsal, build, rehearse
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
@@ -67,7 +67,7 @@ CALLER = """
 import sys
 from pathlib import Path
 sys.path[:] = {path!r}
-from perf_helpers.rehearsal import rehearse
+from trainmem.rehearsal import rehearse
 from test_rehearsal_faults import hang_in
 rehearse(hang_in(Path({told!r})), on="t4")
 """

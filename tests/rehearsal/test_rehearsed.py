@@ -10,9 +10,11 @@ import nbformat
 import pytest
 import rehearse_lessons
 
-from perf_helpers import Lab, Task, rehearsal
-from perf_helpers.rehearsal import CARDS, Rehearsal, build, rehearse
-from perf_helpers.unknown import NeedsValues, Unknown
+from perf_helpers import Lab
+from trainmem import rehearsal
+from trainmem.core.task import Task
+from trainmem.rehearsal import CARDS, Rehearsal, build, rehearse
+from trainmem.unknown import NeedsValues, Unknown
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
@@ -93,7 +95,7 @@ def test_peaks_published_for_a_real_a100_come_out_to_the_digit(kept, function, s
 
 SCRIPT = """
 import sys, tempfile, torch, transformers
-from perf_helpers import Task
+from trainmem.core.task import Task
 transformers.logging.set_verbosity_error()
 task = Task("bert-small", seq_len=128)
 model, options = task.build_model(), {arguments}

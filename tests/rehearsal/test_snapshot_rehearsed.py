@@ -9,11 +9,11 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from perf_helpers import Task
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.allocator import CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings
-from perf_helpers.rehearsal import CARDS, Rehearsal, build, card, rehearse
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.estimate.allocator import CachingAllocator, OutOfMemory
+from trainmem.estimate.allocator_settings import Settings
+from trainmem.rehearsal import CARDS, Rehearsal, build, card, rehearse
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from perf_helpers import Task
-from perf_helpers.estimate import estimate
-from perf_helpers.estimate.allocator_settings import is_since, release
-from perf_helpers.lab import optional_packages
-from perf_helpers.rehearsal import build, rehearse
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+from trainmem.estimate.allocator_settings import is_since, release
+from trainmem.rehearsal import build, rehearse
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)

@@ -122,8 +122,8 @@ def copied_batches(module):
 
 
 WAYS = {
-    "failed_comparison": ("perf_helpers.lab.processes", failed_comparison),
-    "refused_estimate": ("perf_helpers.estimate.trace", refused_estimate),
+    "failed_comparison": ("trainmem.measure.processes", failed_comparison),
+    "refused_estimate": ("trainmem.estimate.trace", refused_estimate),
     "ignored_checkpointing": ("transformers.modeling_utils", ignored_checkpointing),
     "fp32_states": ("bitsandbytes.optim.optimizer", fp32_states),
     "summed_gradients": ("transformers.trainer", summed_gradients),

@@ -31,14 +31,14 @@ def elsewhere(client):
     def pretend():
         from dataclasses import replace
 
-        from perf_helpers.lab import hardware
+        from trainmem.core import hardware
 
         hardware.real = hardware.describe, hardware.versions
         hardware.describe = lambda: replace(hardware.real[0](), name="another machine")
         hardware.versions = lambda: hardware.real[1]() | {"torch": "1.0"}
 
     def undo():
-        from perf_helpers.lab import hardware
+        from trainmem.core import hardware
 
         hardware.describe, hardware.versions = hardware.real
 

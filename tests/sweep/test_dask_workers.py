@@ -13,11 +13,11 @@ import psutil
 import pytest
 from machines import TINY
 
-from perf_helpers.lab import executors
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.lab.training import Experiment
 from perf_helpers.sweep import Workers, dask_workers
+from trainmem.core.outcomes import Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure import executors
 
 
 def gone(pid):
@@ -135,8 +135,8 @@ def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
     endless = Experiment("endless", TINY, steps=10**6)
 
     def attended():
-        from perf_helpers.lab import forkserver
         from perf_helpers.sweep import dask_workers
+        from trainmem.measure import forkserver
 
         return [*dask_workers._attended], [*forkserver.SERVER.measuring]
 

@@ -16,11 +16,12 @@ from machines import GOOD, H200
 from test_dask_workers import gone, spans
 
 from perf_helpers import sweep
-from perf_helpers.lab import executors, hardware
 from perf_helpers.lab.lab import Lab
-from perf_helpers.lab.outcomes import Outcome
-from perf_helpers.records import Memory, Store
 from perf_helpers.sweep import Plan, Workers, dask_workers
+from trainmem.core import hardware
+from trainmem.core.outcomes import Outcome
+from trainmem.measure import executors
+from trainmem.records import Memory, Store
 
 TASK = {"model": "bert-tiny", "seq_len": 16, "dataset_size": 64}
 FOUR = {
@@ -112,7 +113,7 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
             raise KeyboardInterrupt
 
     def measured():
-        from perf_helpers.lab import forkserver
+        from trainmem.measure import forkserver
 
         return [*dask_workers._attended], [*forkserver.SERVER.measuring]
 

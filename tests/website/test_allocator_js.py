@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from perf_helpers.estimate.allocator_settings import Settings, release
+from trainmem.estimate.allocator import MIB, CachingAllocator, OutOfMemory
+from trainmem.estimate.allocator_settings import Settings, release
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import measure_allocator

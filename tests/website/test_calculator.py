@@ -21,10 +21,10 @@ import pytest
 from test_accessibility import CUT, OVERLAPPING
 from test_tables import INDEX, KEYS, MADE_WITH
 
-from perf_helpers import cards
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import optional_packages
-from perf_helpers.texts import bytes_text
+from trainmem import cards
+from trainmem.core import optional_packages
+from trainmem.estimate import estimate
+from trainmem.texts import bytes_text
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables

@@ -16,12 +16,13 @@ import pytest
 from playwright.sync_api import expect
 from test_accessibility import CUT, OVERLAPPING, UNNAMED
 
-from perf_helpers import hardware, learner_log
+from perf_helpers import learner_log
 from perf_helpers.course import claims, course, ledger, results
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import Judgement
-from perf_helpers.records import Store
-from perf_helpers.texts import number_text
+from trainmem.core import hardware
+from trainmem.records import Store
+from trainmem.texts import number_text
 
 WEBSITE = Path(__file__).resolve().parents[2] / "website"
 LESSON, OTHER = "05_gradient_accumulation", "01_anatomy_of_memory"

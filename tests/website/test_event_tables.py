@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_events_js import answers
 
-from perf_helpers import cards
-from perf_helpers.estimate.allocator_replay import replayed
-from perf_helpers.estimate.trace_records import Label, Log
+from trainmem import cards
+from trainmem.estimate.allocator_replay import replayed
+from trainmem.estimate.trace_records import Label, Log
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 from event_tables import Events, Unfit, fitted, powers, table

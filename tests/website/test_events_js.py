@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_helpers import cards
-from perf_helpers.estimate import reduction_scratch
+from trainmem import cards
+from trainmem.estimate import reduction_scratch
 
 pytestmark = pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 
@@ -55,7 +55,7 @@ def test_a_reduction_takes_the_blocks_that_the_package_says():
 def test_the_gradient_of_an_embedding_takes_the_blocks_that_the_package_says():
     import torch
 
-    from perf_helpers.estimate.kernels import Free, Kernels
+    from trainmem.estimate.kernels import Free, Kernels
 
     chance, questions, expected = random.Random(0), [], []
     for _ in range(2000):

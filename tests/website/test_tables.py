@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from test_events_js import answers
 
-from perf_helpers import cards
-from perf_helpers.estimate import estimate
-from perf_helpers.lab import Task, optional_packages
+from trainmem import cards
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
 
 sys.path.append(str(Path(__file__).parents[2] / "website"))
 import calculator_tables

@@ -11,11 +11,11 @@ from kernel import alive
 from machines import GOOD, PLAIN, fake_nvml
 from watched import FIGURES, GPU, threads
 
-from perf_helpers import hardware
-from perf_helpers.lab.task import PROFILES
-from perf_helpers.records import Store
 from perf_helpers.widgets import monitor
 from perf_helpers.widgets.frame import STANDING
+from trainmem.core import hardware
+from trainmem.core.task import PROFILES
+from trainmem.records import Store
 
 
 def _close_all():

@@ -1,8 +1,8 @@
 """Runs as explorers show them."""
 
-from perf_helpers.lab.task import Task
-from perf_helpers.records import CATEGORIES, Memory, Run, Timing
-from perf_helpers.unknown import Unknown
+from trainmem.core.task import Task
+from trainmem.records import CATEGORIES, Memory, Run, Timing
+from trainmem.unknown import Unknown
 
 TASK = Task("bert-tiny", seq_len=64)
 UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal

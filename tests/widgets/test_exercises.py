@@ -5,9 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from perf_helpers import Lab, Task, exercises, learner_log
-from perf_helpers.records import Comparison, Memory, Ratio, Run, Store
-from perf_helpers.unknown import Unknown
+from perf_helpers import Lab, exercises, learner_log
+from trainmem.core.task import Task
+from trainmem.records import Comparison, Memory, Ratio, Run, Store
+from trainmem.unknown import Unknown
 
 LESSON = "14_all_together"
 VANILLA = {"per_device_train_batch_size": 4}

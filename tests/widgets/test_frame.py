@@ -64,7 +64,7 @@ LESSON_CELL = """
 from pathlib import Path
 from types import SimpleNamespace
 from perf_helpers import exercises, widgets
-from perf_helpers.records import Store
+from trainmem.records import Store
 lab = SimpleNamespace(lesson="05_callbacks", store=Store(Path(out, "runs.jsonl")), guess_units={})
 widgets.predict(lab, "peak", "how much?", "MB", 0, 100)
 exercises.question(lab, "why", "why?", {"x": "no", "y": "yes"}, right="y")

@@ -8,8 +8,8 @@ import pytest
 from kernel import alive, commit, latest, state
 
 from perf_helpers import learner_log, widgets
-from perf_helpers.unknown import Unknown
 from perf_helpers.widgets.frame import STANDING
+from trainmem.unknown import Unknown
 
 LESSON = "05_gradient_accumulation"
 

@@ -13,13 +13,14 @@ import pytest
 from explored import TASK
 from kernel import alive, box, control, inside, text
 
-from perf_helpers import Task, explorers
-from perf_helpers.cards import SIZES
-from perf_helpers.estimate import MemoryEstimate, estimate
-from perf_helpers.lab.forkserver import SERVER
-from perf_helpers.records import Memory
-from perf_helpers.texts import bytes_text
+from perf_helpers import explorers
 from perf_helpers.widgets import memory_explorer, svg
+from trainmem.cards import SIZES
+from trainmem.core.task import Task
+from trainmem.estimate import MemoryEstimate, estimate
+from trainmem.measure.forkserver import SERVER
+from trainmem.records import Memory
+from trainmem.texts import bytes_text
 
 PLAIN = {"gradient_accumulation_steps": 1, "dtype": "float32", "optim": "adamw_torch_fused"}
 PLAIN |= {"attn_implementation": "sdpa"}

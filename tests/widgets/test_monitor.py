@@ -14,7 +14,8 @@ import pytest
 from machines import GOOD, fake_nvml
 from watched import FIGURES, GPU, threads
 
-from perf_helpers import hardware, monitor
+from perf_helpers import monitor
+from trainmem.core import hardware
 
 pytestmark = pytest.mark.usefixtures("bare")
 

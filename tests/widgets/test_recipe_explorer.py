@@ -5,8 +5,8 @@ from explored import TASK, UNKNOWN, run
 from kernel import control, text
 
 from perf_helpers import explorers
-from perf_helpers.estimate import estimate
 from perf_helpers.widgets import recipe_explorer
+from trainmem.estimate import estimate
 
 
 @pytest.fixture

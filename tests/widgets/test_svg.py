@@ -7,8 +7,8 @@ import pytest
 from explored import series
 
 from perf_helpers.plots import Timeline
-from perf_helpers.unknown import Unknown
 from perf_helpers.widgets import svg
+from trainmem.unknown import Unknown
 
 TIMED = svg.Point("timed", "counted", 10, 2.0)
 UNTIMED = svg.Point("not timed", "estimated", 20, Unknown())

@@ -5,7 +5,7 @@ from explored import run, series
 from kernel import control, text
 
 from perf_helpers import explorers
-from perf_helpers.records import Memory, Run
+from trainmem.records import Memory, Run
 
 
 def test_the_slider_moves_the_line_and_the_words(shown):

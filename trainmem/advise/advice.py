@@ -1,0 +1,450 @@
+"""Advice: the training arguments with which a model fits a memory, for an effective batch, the fastest first.
+
+Memory comes from the estimate (see `search`), speed from measured ratios only (see `measured_speedups`); a speed that
+was never measured is reported as such.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainmem.advise.changes import Change, helpful_changes
+from trainmem.advise.largest import LARGEST
+from trainmem.advise.largest import largest as largest_of
+from trainmem.advise.measured_speedups import Evidence, Published
+from trainmem.advise.search import Candidate, Choices, Once, Ranking, RecipeSearch, native_precisions
+from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
+from trainmem.cards import card as card_like
+from trainmem.core import hardware, progress
+from trainmem.core.arguments import Arguments
+from trainmem.core.configurations import Weights
+from trainmem.core.task import PRESETS, Task
+from trainmem.estimate import depth, estimate
+from trainmem.measure.processes import within
+from trainmem.measure.runner import Runner
+from trainmem.recipes import LORA
+from trainmem.records import Run, Store
+from trainmem.rehearsal import build, rehearse
+from trainmem.tables import Table
+from trainmem.texts import arguments_of_kind, bytes_text, parse_bytes, shown, whole_number
+
+_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
+_FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Training arguments that fit."""
+
+    name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
+    arguments: dict[str, Any]  # of the training
+    peak_bytes: int  # of live tensors, as the estimate says
+    needed_bytes: int  # what is compared with the memory
+    headroom_bytes: int  # memory less `needed_bytes`; where it does not fit less than the margin, or negative
+    speed: float | None  # relative to the fastest recipe that fits; None: a factor of it was never measured
+    speed_source: tuple[str, ...]  # where each factor of the speed comes from
+    costs: tuple[str, ...]  # of its techniques in time, precision or convergence; empty: a plain recipe
+    why_not_next: str  # the next recipe that is expected to be faster, and by how much it does not fit
+
+    @property
+    def text(self) -> str:
+        """The recipe as Python, to paste."""
+        return Arguments(self.arguments).to_python()
+
+
+class Shown:
+    """What shows itself as a headline, a table, Python to paste if there is any, and lines: `_parts` tells them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        head, table, paste, lines = self._parts()
+        return "\n".join(filter(None, [head, repr(table), paste, *lines]))
+
+    def _repr_html_(self) -> str:
+        head, table, paste, lines = self._parts()
+        shown = f"<strong>{html.escape(head)}</strong>{table._repr_html_()}"
+        shown += f"<pre style='font-family: monospace'>{html.escape(paste)}</pre>" if paste else ""
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+        return f'<div style="overflow-x:auto">{shown}<ul>{items}</ul></div>'
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Advice(Shown):
+    """The recipes that fit, the fastest first, or what would help where none does. Shows itself as a table."""
+
+    task: Task
+    weights: str  # the type in which the model is loaded unless a recipe says another, and who chose it
+    memory_bytes: int  # of one device
+    effective_batch: int  # samples that an update sees
+    processes: int  # ranks, one device each
+    device: str  # "cpu" or "cuda"
+    compute_capability: tuple[int, int] | None  # of the GPU; None: a CPU
+    context_bytes: int  # of the memory, kept for the CUDA context; 0 on a CPU
+    margin_bytes: int  # of the memory, that are to be left free
+    recipes: tuple[Recipe, ...]  # empty where nothing fits
+    smallest: Recipe | None  # where nothing fits: the recipe that needs least
+    changes: tuple[Change, ...]  # where nothing fits: what would make the smallest fit
+    notes: tuple[str, ...]  # what the figures stand for, and what was not looked at
+    assumptions: tuple[str, ...]  # of the estimates
+    estimates: int  # how many were made
+
+    @property
+    def status(self) -> str:
+        """ "ok" or "nothing fits"."""
+        return "ok" if self.recipes else "nothing fits"
+
+    @property
+    def _says_dtype(self) -> bool:
+        return any("dtype" in recipe.arguments for recipe in (*self.recipes, self.smallest) if recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, sizes in bytes."""
+        recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
+        return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
+
+    def _parts(self) -> tuple[str, Table, str, list[str]]:
+        """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
+        size = functools.partial(bytes_text, binary=self.device == "cuda")
+        length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
+        head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
+        head += f"on {self.device}" + (f", {self.processes} processes" if self.processes > 1 else "")
+        head += f", {self.weights}" + " unless a recipe sets dtype" * self._says_dtype
+        notes = list(self.notes)
+        if self.assumptions:
+            notes.append(f"The estimates make {len(self.assumptions)} assumptions: see `assumptions` in --json.")
+        if not self.recipes:
+            needed, over = self.smallest.needed_bytes, self.margin_bytes - self.smallest.headroom_bytes
+            head += f": nothing fits. The smallest ({self.smallest.name}) needs {size(needed)}, "
+            head += f"{size(over)} over"
+            rows = [
+                [change.name, "fits" if change.fits else "does not fit", size(change.needed_bytes), change.text]
+                for change in self.changes
+            ]
+            assumed = [change.assumption for change in self.changes if change.assumption]
+            return head, Table(["change", "", "needs", "how"], rows), "", assumed + notes
+        rows = [
+            [
+                recipe.name,
+                size(recipe.needed_bytes),
+                size(recipe.headroom_bytes),
+                "not measured" if recipe.speed is None else f"{recipe.speed:.2f} x",
+                "; ".join(dict.fromkeys(cost.partition(":")[0] for cost in recipe.costs)) or "nothing",
+            ]
+            for recipe in self.recipes
+        ]
+        first = self.recipes[0]
+        lines = [*(f"Its cost: {cost}" for cost in first.costs), f"Faster recipes: {first.why_not_next}"]
+        sources = dict.fromkeys(f"Speed, {source}" for recipe in self.recipes for source in recipe.speed_source)
+        return head, Table(["recipe", "needs", "free", "speed", "costs"], rows), first.text, [*lines, *sources, *notes]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The peak of an advice's first recipe, predicted and found; its run says what kind of bytes both are."""
+
+    recipe: Recipe
+    run: Run  # measured, or rehearsed on a card as the advice has it
+    predicted_bytes: int
+    found_bytes: int | None  # None where the run failed
+    difference_bytes: int | None  # predicted less found
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return bool(self.run.machine.get("rehearsed"))
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = {name: getattr(self, name) for name in ("predicted_bytes", "found_bytes", "difference_bytes")}
+        about = {"status": self.run.status, "message": self.run.message, "rehearsed": self.is_rehearsed}
+        return about | {"kind": self.run.memory and self.run.memory.kind} | figures
+
+    def __repr__(self) -> str:
+        where = f"on a {self.run.machine['name']}" if self.is_rehearsed else "measured"
+        if self.found_bytes is None:
+            return f"{self.recipe.name}, {where}: {self.run.status}, {self.run.message}"
+        share = self.difference_bytes / self.found_bytes
+        return (
+            f"{self.recipe.name}, {where}: predicted {self.predicted_bytes:,} bytes, {self.run.memory.kind} "
+            f"{self.found_bytes:,}, difference {self.difference_bytes:+,} ({share:+.2%})"
+        )
+
+
+def advise(
+    task: Task,
+    *,
+    effective_batch: int,
+    memory: int | float | str | None = None,
+    card: str | None = None,
+    margin: float = MARGIN,
+    must: Mapping[str, Any] | None = None,
+    avoid: Iterable[str] = (),
+    may: Iterable[str] = (),
+    largest: str | None = None,
+    device: str | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    context_memory: int | float | str | None = None,
+    processes: int = 1,
+    runs: Sequence[Run] | None = None,
+    published: Published | None = None,
+    most: int = 5,
+    machine: hardware.Machine | None = None,
+    timeout: float = 300,
+) -> Advice:
+    """Return the recipes that fit a memory, ranked by the speed to expect from measurements.
+
+    A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
+    attention kernel is the library's choice, unless `must` sets it. `notes` reports the kernel, compiled code, and
+    sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch.
+    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
+    training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
+    and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+    `results/advice.json` records how often such advice was right.
+
+    Args:
+        task: the model and its data.
+        effective_batch: samples per update: micro-batch x accumulation steps x processes.
+        memory: bytes of one device, or a text such as "16GB"; None: the card's.
+        card: a GPU model of `cards.CARDS`, e.g. "h100"; sets memory and compute capability.
+        margin: fraction of the memory that a recipe leaves free.
+        must: training arguments to keep, e.g. {"optim": "sgd"}.
+        avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
+        may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
+        largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
+            recipe that needs least. The advice's `task` is the one found.
+        device: "cpu" or "cuda"; None: a GPU if one is named or here, or if `memory` is a size that GPUs are sold with
+            (a note says so); otherwise this machine's CPU.
+        compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
+        context_memory: bytes of `memory` kept for the CUDA context, or a text such as "450MiB"; 0 if `memory` excludes
+            the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
+        processes: ranks of a data-parallel training, one device each.
+        runs: measured runs to take speed ratios from; None: those kept in the user's cache.
+        published: speed ratios measured elsewhere, e.g. those of the course (`trainmem.advise`); None: none.
+        most: largest number of recipes.
+        machine: the machine whose precisions and measured speeds count; None: this one.
+        timeout: time limit of all estimates together, in seconds; a note lists what was skipped.
+
+    Raises:
+        ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
+            `timeout`.
+    """
+    limit, named_capability = memory_of_card(card, memory, compute_capability)  # which says best how to write a memory
+    arguments_of_kind(advise, locals())
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
+    for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
+        whole_number(name, value)
+    if largest not in (None, *LARGEST):
+        raise ValueError(f"largest={shown(largest)}: choose one of {', '.join(map(repr, LARGEST))}")
+    if effective_batch % processes:
+        raise ValueError(
+            f"effective_batch={effective_batch} is not a multiple of processes={processes}: change one of the two"
+        )
+    machine = machine or hardware.describe()
+    kind, assumed = machine.kind if device is None else device, ()
+    if device is None and machine.kind == "cpu" and (named_capability or limit in _AS_SOLD):
+        kind = "cuda"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
+    here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
+    capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
+    if kind == "cuda" and not (named_capability or here):
+        sold = (
+            ""
+            if device
+            else f", because GPUs are sold with {bytes_text(limit, binary=True)} (device='cpu' means this CPU)"
+        )
+        assumed = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
+    context, kept = _kept(context_memory, kind, processes)
+    must, fixed = dict(must or {}), Arguments.of(must or {})
+    weights = task.weights(fixed.get("dtype"), fixed.quantization)
+    if weights.bits and not fixed.quantization and "peft" not in must:
+        must |= LORA.arguments
+        assumed += (f"{task.model} was saved in {weights.bits} bits, so only adapters can be trained: LoRA, rank 16.",)
+    native, base = native_precisions(machine, kind, capability), _base(task, weights, largest)
+    choices = Choices(effective_batch // processes, must, avoid, native, may, base)
+    if runs is None:
+        runs = Store(hardware.cache_folder() / "runs.jsonl").read()
+    evidence = Evidence(machine, kind, capability, task, runs, published)
+    ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
+    whose = {"device": kind, "processes": processes, "compute_capability": capability if kind == "cuda" else None}
+    predict = functools.partial(estimate, device_memory=max(room - context, 0) if kind == "cuda" else None, **whose)
+    line = functools.partial(depth.line, **whose)
+    with progress.bar("advising", bar_format="{desc}: look {n}, {elapsed}{postfix}") as bar, within(timeout):
+        task_to_fit = _with_enough_data(task, effective_batch)
+        search = RecipeSearch(
+            task_to_fit, predict, room, context, choices, ranking, Once(bar), line, on_gpu=kind == "cuda"
+        )
+        if largest is None:
+            fitting = search.find(most)
+            smallest = None if fitting else search.smallest()
+        else:
+            search, leanest, does_fit, told = largest_of(search, largest)
+            task, assumed = search.task.replace(dataset_size=task.dataset_size), (*assumed, told)
+            search.needed(leanest)  # what is said of it below is from this estimate
+            fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
+        changes = helpful_changes(search, smallest) if smallest else ()
+        beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
+    free = bytes_text(limit - room, binary=kind == "cuda")
+    free = f"{margin:.0%} of the memory, {free}, is kept free for what an estimate cannot predict."
+    measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
+    return Advice(
+        task=task,
+        weights=str(weights),
+        memory_bytes=limit,
+        effective_batch=effective_batch,
+        processes=processes,
+        device=kind,
+        compute_capability=capability if kind == "cuda" else None,
+        context_bytes=context,
+        margin_bytes=limit - room,
+        recipes=tuple(_recipe(candidate, search, limit, max(measured, default=None)) for candidate in fitting),
+        smallest=smallest and _recipe(smallest, search, limit, None),
+        changes=changes,
+        notes=(*assumed, kept, free, *search.notes, *beside),
+        assumptions=tuple(search.assumptions),
+        estimates=search.count,
+    )
+
+
+def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
+    """What every recipe says of the type of the weights unless one of its techniques does. Techniques are described and
+    ranked by what they change of a model in float32, so a model that loads in another type is asked for in float32. A
+    model that was saved quantized stays as it is."""
+    kind = task.build_config().model_type
+    of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
+    loads_in_float32 = weights.dtype == "float32" and not (largest == "model" and of_presets != {None})
+    return {} if loads_in_float32 or weights.bits else {"dtype": "float32"}
+
+
+def verify(advice: Advice, runner: Runner | None = None) -> Verification:
+    """Train with the first recipe of an advice for a few steps, and compare its peak with the predicted one, in bytes.
+
+    If this machine (or the runner's) has no such GPU, the training is rehearsed on a card of that memory, with the same
+    context (see `trainmem.rehearsal`; its first use may take minutes).
+
+    Raises:
+        ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.
+        RuntimeError: a rehearsal cannot be set up; the message has the reason.
+    """
+    if not advice.recipes:
+        raise ValueError("no recipe fits, so there is none to verify: apply one of `advice.changes` first")
+    recipe, machine = advice.recipes[0], runner.machine if runner else hardware.describe()
+    task = _with_enough_data(advice.task, advice.effective_batch)
+    options = {"processes": advice.processes, **recipe.arguments}
+    if _has_device(machine, advice):
+        run = (runner or Runner()).train(recipe.name, task=task, measure="memory", **options)
+    elif advice.device == "cpu" or (why := build.problem()):
+        also = "" if advice.device == "cpu" else f"; {why}"
+        raise ValueError(
+            f"the advice is for {advice.device}, but this machine is {machine.name}: verify it where it will run{also}"
+        )
+    else:
+        like = card_like(None, advice.compute_capability, advice.memory_bytes, advice.processes)
+        run = rehearse(task, on=dataclasses.replace(like, context_bytes=advice.context_bytes), **options)
+    predicted, found = recipe.peak_bytes, run.peak_bytes
+    return Verification(recipe, run, predicted, found, None if found is None else predicted - found)
+
+
+def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
+    """Whether a machine has the device that an advice is for."""
+    if advice.device != "cuda" or machine.kind != "cuda":
+        return machine.kind == advice.device
+    return any(gpu.capability in (None, advice.compute_capability) for gpu in machine.gpus)
+
+
+def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
+    """Bytes that are kept for the CUDA context, and what is said of them."""
+    if kind == "cpu":
+        if given is not None:
+            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
+        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
+    context, source = CONTEXT_BYTES, CONTEXT_SOURCE
+    if given is not None:
+        context, source = parse_bytes(given, "context_memory", 0), "as given"
+    note = (
+        f"'needs' is what the allocator reserves, fragmentation included, plus {context / 2**20:,.0f} MiB for the CUDA "
+    )
+    note += f"context ({source})."
+    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
+
+
+def _with_enough_data(task: Task, effective_batch: int) -> Task:
+    """Two whole updates need as much data: the last micro-batches of an epoch would be smaller."""
+    return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
+
+
+def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
+    """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
+    choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
+    needed, passes = search.needed(candidate), choices.samples // size
+    costs = candidate.costs
+    if passes > 1:
+        costs.append(f"accumulation: {passes} passes of {size} per update, on smaller kernels")
+    sources = tuple(map(str, ranking.factors(candidate)))
+    why_not_next = "no recipe that is expected to be faster was left out"
+    if search.of_the_leanest:
+        why_not_next = "only the recipe that needs least was tried; without largest= other recipes are tried too"
+    if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
+        following = max(faster, key=ranking.key)
+        its_needs = search.too_large[following]
+        why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs, search.on_gpu)}, "
+        why_not_next += f"{bytes_text(its_needs - search.limit, search.on_gpu)} too much"
+    return Recipe(
+        name=choices.name(candidate),
+        arguments=choices.arguments(candidate),
+        peak_bytes=search.estimates[candidate].peak_bytes,
+        needed_bytes=needed,
+        headroom_bytes=memory - needed,
+        speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate) else None,
+        speed_source=sources or ("the plain recipe: the one that others are compared with",),
+        costs=tuple(costs),
+        why_not_next=why_not_next,
+    )
+
+
+# ---- what is said beside the recipes: techniques that are no choice of theirs
+
+
+def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability: tuple[int, int] | None) -> list[str]:
+    """One line each about attention's kernel, compiled code and padding, of the best recipe that fits.
+
+    Args:
+        capability: of the GPU; None: a CPU, whose products have no tiles to fill.
+    """
+    lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
+    return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]
+
+
+def _attention(kernels: tuple[str, ...]) -> str:
+    if kernels:
+        return f"Attention uses the {' and '.join(kernels)} kernel, which stores no matrix of length x length."
+    return "Attention uses no fused kernel: its matrix of length x length is among the activations."
+
+
+def _compiling(evidence: Evidence) -> str:
+    if (measured := evidence.of_compiling()) is None:
+        how = "Measure it with lab.train(..., torch_compile=True); later advice uses the result"
+        return f"The recipes leave torch.compile out, because the memory of compiled code cannot be estimated. {how}."
+    speed, memory = measured
+    return f"{speed}: at most {memory:.2f} x the peak. The recipes leave it out, because its memory is not estimated."
+
+
+def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
+    """What is no multiple of the sizes that a GPU's matrix units want, and what a padded vocabulary would take."""
+    task, lines = search.task, []
+    if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
+        line = (
+            f"The vocabulary is not a multiple of {multiple}: resize_token_embeddings(pad_to_multiple_of={multiple}) "
+        )
+        line += f"makes it {padded.config['vocab_size']}"
+        with contextlib.suppress(ValueError):  # no time is left
+            there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
+            line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
+        lines.append(f"{line}.")
+    if task.family() != "vision" and task.length() % 8:
+        lines.append(f"{task.length()} tokens are not a multiple of 8: pad to {-(-task.length() // 8) * 8}.")
+    return lines

@@ -1,0 +1,78 @@
+"""Where nothing fits: what would make the smallest recipe fit, worked out from its estimate."""
+
+import math
+from dataclasses import dataclass
+
+from trainmem.advise.search import Candidate, RecipeSearch
+from trainmem.estimate.depth import STATES
+from trainmem.texts import bytes_text
+
+_STEP = 8  # tokens: lengths are tried in multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change to the smallest recipe, and whether it would fit then."""
+
+    name: str  # "fewer tokens", "sharding" or "offload"
+    text: str  # what exactly to change
+    fits: bool
+    needed_bytes: int  # on one device after the change; where no size of it would do, after the largest
+    assumption: str = ""  # behind `needed_bytes`, where that is not estimated but calculated
+
+
+def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
+    """What would make the smallest recipe fit, what does first. Worked out from its estimate: nothing is trained."""
+    estimated = search.estimates[smallest]
+    # Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive.
+    breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
+    on_top = search.needed(smallest) - estimated.peak_bytes
+    changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
+    changes.append(_offloaded(search.limit, breakdowns, on_top, search.on_gpu))
+    return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
+
+
+def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
+    """The longest sequence that fits; None where a task has no length to shorten."""
+    task = search.task
+    if task.family() == "vision" or task.length() <= _STEP:
+        return None
+    lengths = range(_STEP, task.length(), _STEP)
+    length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
+    text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
+    if not length:
+        text = f"no length fits: this is for {_STEP} tokens"
+    return Change("fewer tokens", text, bool(length), needed)
+
+
+def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
+    """Weights, gradients and optimizer states divided by the number of devices, wherever they are known."""
+    assumption = (
+        "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
+        "that is gathered at a time is not counted."
+    )
+    limit, samples = search.limit, search.choices.samples
+    shared = [sum(parts.get(name, 0) for name in STATES) for parts in breakdowns]
+    both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
+    undivided = max(rest for _, rest in both)
+    if undivided >= limit:
+        text = "no number of devices suffices: this is for the part that cannot be sharded"
+        return Change("sharding", text, False, undivided, assumption)
+    least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
+    devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)
+    needed = max(round(part / (devices or least)) + rest for part, rest in both)
+    text = f"over {devices or least} devices, at most {size} {'sample' if size == 1 else 'samples'} each at a time"
+    if devices is None:
+        text += f": {samples} samples per update are too few for so many devices, raise the effective batch"
+    return Change("sharding", text, devices is not None, needed, assumption)
+
+
+def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
+    """The optimizer states on the host; None where there are none."""
+    states = max(parts["optimizer_states"] for parts in breakdowns)
+    if not states:
+        return None
+    needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
+    assumption = "Offload: only the optimizer states and their update move to the host."
+    text = f"optimizer states off the device: {bytes_text(states, binary=on_gpu)} on the host"
+    return Change("offload", text, needed <= limit, needed, assumption)

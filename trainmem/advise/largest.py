@@ -1,0 +1,98 @@
+"""The largest model of a kind, and the longest sequence, that fit: by the recipe that needs least of those allowed."""
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from trainmem import recipes as known
+from trainmem.advise.search import Candidate, RecipeSearch, ahead, largest_that_fits
+from trainmem.core.task import PRESETS, Task, positions
+from trainmem.estimate.depth import layers_of, parameters
+from trainmem.texts import bytes_text
+
+_STEP = 64  # tokens: lengths are tried in multiples of it
+_MOST_TOKENS = 1 << 20
+LARGEST = ("model", "sequence")  # what may be asked for
+
+Found = tuple[RecipeSearch, Candidate, bool, str]  # with the task that was found; whether it fits; what is said of it
+
+
+def largest(search: RecipeSearch, what: str) -> Found:
+    """The largest model like that of a search's task, or the longest sequence for it: `what` is one of `LARGEST`.
+
+    Raises:
+        ValueError: no preset is like it, or it takes no sequence.
+    """
+    return _model(search) if what == "model" else _sequence(search)
+
+
+def _model(search: RecipeSearch) -> Found:
+    alike = _alike(search.task)
+    with ThreadPoolExecutor(1) as pool:
+        counted = ahead(pool, parameters, [search.task, *alike])
+        candidate = _leanest(search)
+        (size, *sizes), needed = counted.result(), search.told(candidate)
+    sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
+    # What the task needs for each of its parameters says where to look first.
+    first = sum(needed / size * each <= search.limit for each in sizes)
+    search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
+    found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
+    note = f"Tried: {', '.join(rung.model for rung in rungs)}."
+    if found and found < len(rungs):
+        note += _of_the_next(search, candidate, rungs[found])
+    return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), note
+
+
+def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
+    """What is said of the first model that is too large."""
+    if not (layers := layers_of(task)):
+        return f" {task.model} does not fit."
+    line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
+    fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
+    note = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
+    if not fewer:
+        return f"{note}."
+    (size,) = parameters([task.replace(config={"num_hidden_layers": fewer})])
+    return f"{note}; with {fewer} of its {layers} layers ({size / 1e9:.1f} billion parameters) it would just fit."
+
+
+def _sequence(search: RecipeSearch) -> Found:
+    task, candidate = search.task, _leanest(search)
+    if task.family() == "vision":
+        raise ValueError(f"largest='sequence': {task.model} takes images, not sequences. Use largest='model'")
+    most = min(positions(task.build_config()) or _MOST_TOKENS, _MOST_TOKENS)
+    lengths = range(min(_STEP, most), most + 1, _STEP)
+    found, _ = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
+    note = f"Tried lengths in steps of {_STEP} tokens"
+    note += f"; {task.model} has no more positions." if found == lengths[-1] else "."
+    return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), note
+
+
+def _alike(task: Task) -> Sequence[Task]:
+    """The presets of its kind with positions for its tokens."""
+    kind = task.build_config().model_type
+    named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
+    length = task.length()
+    named = [each for each in named if (positions(each.build_config()) or length) >= length]
+    if not named:
+        raise ValueError(
+            f"largest='model': no preset is similar to {task.model} with {length} tokens. Use another model"
+        )
+    return named
+
+
+def _leanest(search: RecipeSearch) -> Candidate:
+    """The recipe that needs least, with the smallest micro-batch: adapters and checkpointing as far as allowed."""
+    left = search.choices.candidates
+    for technique in (*known.ADAPTERS, known.CHECKPOINTING):
+        left = [each for each in left if technique in each.techniques] or left
+    if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
+        left = [each for each in left if known.ADAMW in each.techniques] or left
+    left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
+    search.looks_at((search.task, each) for each in left)
+    return min(left, key=search.told) if len(left) > 1 else left[0]
+
+
+def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
+    """The same search for another task."""
+    return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

@@ -1,0 +1,175 @@
+"""Speed ratios for advice: those of runs on this machine, and those that somebody published (`Published`)."""
+
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainmem.core.arguments import COMPILING, Arguments
+from trainmem.core.hardware import Machine
+from trainmem.core.task import Task
+from trainmem.measure.interleaving import NOISE_FLOOR
+from trainmem.recipes import QUESTIONS, Technique
+from trainmem.records import Ratio, Run
+from trainmem.unknown import is_measured
+
+MICRO_BATCH, ACCUMULATION_STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
+_PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
+_SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """How much faster something makes a training than the plain choice does."""
+
+    name: str  # of the technique, or what was done else
+    ratio: Ratio | None  # of samples per second; None: nobody measured it
+    source: str  # who says so
+
+    @property
+    def told(self) -> float:
+        """The ratio to reckon with: 1 where it is unknown, or too small to tell because its interval holds 1."""
+        return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"{self.name}: {self.source}"
+        small = "" if self.told != 1 else ", too small to tell"
+        return f"{self.name}: {self.ratio}{small}, {self.source}"
+
+
+# Returns speed ratios of claims of the course by the claim's id, each with its source in words. Called with the machine
+# (None: the device is elsewhere), "cpu" or "cuda", and the GPU's compute capability.
+Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[Ratio, str]]]
+
+
+class Evidence:
+    """The factors of techniques and of smaller micro-batches, for a task on a machine's CPU or GPU, or on a GPU of some
+    compute capability elsewhere. Of the runs those of this machine count, first those of the task's model."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        kind: str,
+        capability: tuple[int, int],
+        task: Task,
+        runs: Sequence[Run],
+        published: Published | None = None,
+    ):
+        self._kind, self._task, self._name = kind, task, machine.name
+        here = machine.kind == kind
+        counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
+        self._runs = [(run, _telling(run)) for run in counted]
+        self._of_claims = published(machine if here else None, kind, capability) if published else {}
+
+    def of_technique(self, technique: Technique) -> Factor:
+        """A technique against the plain choice."""
+
+        def has_it(given: dict[str, Any]) -> bool | None:
+            values = {name: given[name] for name in technique.arguments if name in given}
+            return values == technique.arguments if values in ({}, technique.arguments) else None
+
+        measured = self._of_pairs(technique.name, self._pairs(technique.arguments, has_it))
+        return measured or self._published(technique.name, technique.claims.get(self._kind))
+
+    def of_micro_batch(self, size: int, largest: int) -> Factor:
+        """A micro-batch against larger ones at the same effective batch: known for sizes that were measured only."""
+
+        def has_it(given: dict[str, Any]) -> bool | None:
+            batch = given.get(MICRO_BATCH, 8)
+            return batch == size if batch >= size else None
+
+        name = f"micro-batch of {size} against more"
+        if factor := self._of_pairs(name, self._pairs((MICRO_BATCH, ACCUMULATION_STEPS), has_it)):
+            return factor
+        if size == 1 and largest >= 4:
+            return self._published(name, "accumulation-cost")
+        return Factor("a smaller micro-batch, with accumulation", None, "not measured")
+
+    def of_compiling(self) -> tuple[Factor, float] | None:
+        """How torch.compile changed the speed of runs on this machine, and the most that it changed a peak (a ratio);
+        None where no runs with and without it have both figures."""
+
+        def has_it(given: dict[str, Any]) -> bool:
+            return Arguments(given).compiles
+
+        pairs = self._pairs(COMPILING, has_it)
+        # With a breakdown it was measured under hooks, by an older version: uncompiled.
+        true = [pair for pair in pairs if all(run.memory for run in pair) and pair[0].memory.breakdown is None]
+        peaks = [run.peak_bytes / partner.peak_bytes for run, partner in true]
+        if not peaks:
+            return None
+        name = "torch.compile"
+        return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
+
+    def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
+        """The median ratio of pairs of runs; None where there are too few to tell it from noise."""
+        if len(pairs) < _PAIRS[self._kind]:
+            return None
+        # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
+        ratios = [run.samples_per_second / partner.samples_per_second for run, partner in pairs]
+        value, floor = statistics.median(ratios), NOISE_FLOOR[self._kind]
+        ratio = Ratio(value, min(*ratios, value / floor), max(*ratios, value * floor), tuple(ratios))
+        return Factor(name, ratio, f"{len(ratios)} pairs of runs on this machine, {self._name}")
+
+    def _pairs(
+        self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
+    ) -> list[tuple[Run, Run]]:
+        """Pairs of runs, with it and without, that differ in nothing but these arguments; of the task's model if there
+        are any.
+
+        The partner of a run with it is the run without it that is nearest in time. `has_it` says which a run is, by its
+        arguments: with it, without it, or neither.
+        """
+        groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # of runs that agree in all else: without it, with it
+        for run, given in self._runs:
+            if (with_it := has_it(given)) is not None:
+                rest = repr(sorted(item for item in given.items() if item[0] not in arguments))
+                sizes = (run.task.get(name) for name in ("model", "seq_len", "architecture"))
+                groups.setdefault((*sizes, run.processes, rest), ([], []))[with_it].append(run)
+        pairs: dict[str, list[tuple[Run, Run]]] = {}  # by model
+        for (model, *_), (without, having) in groups.items():
+            for run in having if without else ():
+                partner = min(without, key=lambda other: _apart(run, other))
+                if _apart(run, partner) < _TOGETHER_SECONDS:
+                    pairs.setdefault(model, []).append((run, partner))
+        return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
+
+    def _published(self, name: str, claim: str | None) -> Factor:
+        """Return the factor that was published for a claim, if any was."""
+        return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
+
+
+def respelt(arguments: Arguments) -> dict[str, Any]:
+    """The same arguments under the names by which techniques call theirs, whichever the installed library knows."""
+    ours = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
+    return {ours.get(name, name): value for name, value in arguments.current.items()}
+
+
+def _counts(run: Run) -> bool:
+    """Whether a run's speed says something: of the Trainer, timed over some steps. A function's speed is its own."""
+    return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
+
+
+def _apart(run: Run, other: Run) -> float:
+    """Seconds between two runs."""
+    one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
+    return abs(one - another)
+
+
+def _telling(run: Run) -> dict[str, Any]:
+    """The arguments of a run that bear on its speed, defaults left out, and its effective batch. The type of the
+    weights is among them unless it is float32, whether it was requested or came with the model."""
+    given = respelt(Arguments(run.arguments))
+    if (dtype := given.pop("dtype", None)) != "float32":
+        loaded = run.weights or f"in {dtype} "  # an older record does not name its weights
+        given |= next(({"dtype": each} for each in ("bfloat16", "float16") if f"in {each} " in loaded), {})
+    telling = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
+    if str(telling.get("optim", "")).startswith("adamw_torch"):
+        del telling["optim"]
+    if telling.get(ACCUMULATION_STEPS) == 1:
+        del telling[ACCUMULATION_STEPS]
+    return telling | {"effective batch": Arguments(run.arguments).samples_per_step()}

@@ -1,0 +1,127 @@
+"""GPU models: their memory, compute capability and CUDA context, whether or not this machine has one."""
+
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainmem.texts import arguments_of_kind, nearest_text, of_kind, parse_bytes, shown, whole_number
+
+# What is taken for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
+# out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
+# (benchmarks/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
+CONTEXT_BYTES = 530 << 20
+CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
+# Of a card's memory, that is kept free for what no estimate follows: longer samples, a communicator's buffers, a larger
+# context. From 16 GiB on it covers, with CONTEXT_BYTES, the largest of those 19 contexts.
+MARGIN = 0.05
+DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU model, and how many of them the machine has."""
+
+    name: str  # as people call it
+    capability: tuple[int, int]  # compute capability: (9, 0) for an H100
+    memory_bytes: int  # what torch can have of it: `total_memory` of its properties
+    devices: int = 1
+    context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
+    is_board: bool = False  # whether its memory is the whole board's, of which torch may have `OF_BOARD` only
+
+    @property
+    def limit_bytes(self) -> int:
+        """Return the usable bytes: without the margin, and of a board without the part that torch cannot have."""
+        return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
+
+
+OF_BOARD = 0.94  # the least share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
+# What names of one card differ in: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
+_NO_NAME = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gi?b|[^a-z0-9]"
+)
+
+
+def _plain(name: str) -> str:
+    """A card's name without what does not tell it apart from others."""
+    return _NO_NAME.sub("", re.sub(r"[-_]+", " ", name.lower()))
+
+
+_KNOWN = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+CARDS = {
+    key: Card(it["name"], (*it["capability"],), parse_bytes(it["memory"]), is_board=it.get("board", False))
+    for key, it in _KNOWN.items()
+}
+# By what is left of their names: "4090", "RTX 4090 24 GiB" and "RTX 4090 24 GB".
+_BY_NAME = {_plain(word): key for key, entry in _KNOWN.items() for word in (key, entry["name"], *entry.get("also", ()))}
+SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # sold as "8 GB": 8 * 2^30 bytes
+
+
+def context_bytes(compute_capability: tuple[int, int]) -> int | None:
+    """Return the bytes of the CUDA context, which lies outside the allocator; None if they are not known.
+
+    They depend on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100, in "Model training anatomy" of
+    transformers' documentation (with one segment of 2 MiB), and 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
+    suite measured on an H100 (driver 580, CUDA 13.0)."""
+    return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
+
+
+def card(
+    name: str | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    device_memory: int | float | str | None = None,
+    devices: int = 1,
+) -> Card:
+    """Return the card of a name, or one described by a compute capability and a memory; these overrule the name's.
+
+    Args:
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it.
+        compute_capability: e.g. (9, 0) for an H100.
+        device_memory: bytes, or a text such as "16GB".
+        devices: number of such GPUs, at most 16.
+
+    Raises:
+        ValueError: an unknown name, an unsupported compute capability, or an invalid memory.
+    """
+    arguments_of_kind(card, locals())
+    if name is None and (compute_capability is None or device_memory is None):
+        raise ValueError("no GPU is named: give a card, e.g. t4 or h100, or a compute capability and a memory")
+    memory_bytes, capability = memory_of_card(name, device_memory, compute_capability)
+    check_capability(capability := tuple(capability))
+    whole_number("devices", devices, most=16)
+    if name is not None and device_memory is None:
+        return replace(named(name), capability=capability, devices=devices)
+    described = "GPU of compute capability {}.{}, {:.3g} GiB".format(*capability, memory_bytes / 2**30)
+    return Card(described if name is None else named(name).name, capability, memory_bytes, devices)
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raise ValueError if no supported GPU has this compute capability."""
+    if not (7, 0) <= capability < (13, 0):
+        raise ValueError("compute capability {}.{} is not supported: give one from 7.0 to 12.x".format(*capability))
+
+
+def named(name: str) -> Card:
+    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown one."""
+    of_kind("card", name, str)
+    key = _BY_NAME.get(_plain(name))
+    if key is None:
+        raise ValueError(f"card={shown(name)} is unknown. {nearest_text(_plain(name) or name, CARDS)}")
+    return CARDS[key]
+
+
+def memory_of_card(
+    name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
+) -> tuple[int, tuple[int, int] | None]:
+    """Return bytes and compute capability of a named card; `memory` and `capability` overrule its own.
+
+    `argument` is the name of `memory` in error messages.
+
+    Raises:
+        ValueError: an unknown name, an invalid memory, or neither of them.
+    """
+    if name is None and memory is None:
+        raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or a card, e.g. t4, a100 or h100")
+    known = named(name) if name is not None else None
+    size = known.memory_bytes if memory is None else parse_bytes(memory, argument)
+    return size, capability or (known.capability if known else None)

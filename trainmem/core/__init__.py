@@ -1,0 +1,1 @@
+"""What is trained, and where: tasks, training arguments, adapters, experiments, and the machine with its packages."""

@@ -1,0 +1,224 @@
+"""What of a model is learned, and how the rest is kept: peft's adapters, and bitsandbytes' weights of 8 and 4 bits.
+
+Both are described by the libraries' own configurations, and built by their own code: `get_peft_model`, and what
+transformers does with a `BitsAndBytesConfig` when it loads a model. Only the weights are random and were never in a
+file.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trainmem.texts import check_known, from_json, nearest_text, reading, shown, text_of
+
+# How peft calls a task (peft.TaskType), by the family of `task.Task`.
+_TASK_TYPES = {
+    "causal": "CAUSAL_LM",
+    "sequence to sequence": "SEQ_2_SEQ_LM",
+    "sequence classification": "SEQ_CLS",
+    "token classification": "TOKEN_CLS",
+    "question answering": "QUESTION_ANS",
+}
+
+
+def settings_of(name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of a library's configuration from an argument: a mapping, the library's own object, JSON, a
+    file that holds it, or a folder with peft's adapter_config.json.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, str | Path):
+        text, path = str(value), Path(value)
+        with reading(f"{name}={shown(value)}", "JSON", "a JSON file or JSON"):
+            if not text.lstrip().startswith("{"):
+                text = text_of(path / "adapter_config.json" if path.is_dir() else path)
+            value = from_json(text)
+    if not isinstance(value, Mapping):
+        raise ValueError(f'{name}={shown(value)}: give a mapping, JSON such as {{"r": 8}}, or a file that holds it')
+    return dict(value)
+
+
+def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of a quantization_config, as a caller or a config.json has it, without the name of its method.
+
+    Raises:
+        ValueError: it is of another method than bitsandbytes; `where` names the place.
+    """
+    method = settings.get("quant_method", "bitsandbytes")
+    method = str(getattr(method, "value", method))
+    if method != "bitsandbytes":
+        raise ValueError(
+            f"{where}: quant_method={shown(method)} is not supported. Give a quantization_config of bitsandbytes, with "
+            "load_in_4bit or load_in_8bit, or a model that is not quantized"
+        )
+    return {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
+
+
+def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same of a config.json, which another release may have written: fields that this one does not know are left
+    out, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
+    from transformers import BitsAndBytesConfig
+
+    known = inspect.signature(BitsAndBytesConfig).parameters
+    return {name: value for name, value in of_bitsandbytes(settings, where).items() if name in known}
+
+
+def quantized(model, settings: Mapping[str, Any], device: Any):
+    """The model with its linear layers in 8 or 4 bits, on `device`, as `from_pretrained(quantization_config=)` has it.
+
+    Each weight goes to the device as it is, and is quantized there; what is left in full precision goes last.
+
+    Args:
+        settings: fields of `transformers.BitsAndBytesConfig`.
+
+    Raises:
+        ValueError: a field that there is not, or a value that it does not take.
+    """
+    import bitsandbytes
+    import torch
+    from transformers import BitsAndBytesConfig
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import AutoHfQuantizer
+
+    settings = of_bitsandbytes(settings, "quantization_config")
+    check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
+    try:
+        config = BitsAndBytesConfig(**settings)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
+    if not (config.load_in_4bit or config.load_in_8bit):
+        raise ValueError("quantization_config has neither load_in_4bit nor load_in_8bit: set one of them to true")
+    if config.load_in_4bit and torch.device(device).type == "cpu":
+        _boundaries(config.bnb_4bit_quant_type, torch.device(device))
+    quantizer = AutoHfQuantizer.from_config(config)
+    whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
+    quantizer.preprocess_model(model, device_map=None)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            continue
+        weight, bias = whole.pop(f"{name}.weight"), whole.pop(f"{name}.bias", None)
+        weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 keeps it the other way round
+        kind = type(layer.weight)
+        layer.weight = kind(weight, **{**vars(layer.weight), "requires_grad": False, "CB": None, "SCB": None})
+        del weight
+        layer.weight = layer.weight.to(device)
+        if bias is not None:
+            layer.bias = torch.nn.Parameter(bias.to(device), requires_grad=False)
+    del whole
+    torch.nn.Module.to(model, device)
+    model.hf_quantizer = quantizer
+    return quantizer.postprocess_model(model)
+
+
+def _boundaries(kind: str, device: Any) -> None:
+    """What bitsandbytes keeps of its first quantization on a CPU: made here, it is seen."""
+    with contextlib.suppress(ImportError):
+        from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
+
+        _get_4bit_quantize_bounds(kind, device)
+
+
+def prepared(model, checkpointing: Mapping[str, Any] | None):
+    """`peft.prepare_model_for_kbit_training`: frozen, and what is not quantized in fp32. `checkpointing`: arguments of
+    activation checkpointing; None: without it."""
+    prepare = importlib.import_module("peft").prepare_model_for_kbit_training
+    return prepare(model, checkpointing is not None, dict(checkpointing or {}))
+
+
+def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = False):
+    """The model with adapters, frozen but for them: `peft.get_peft_model`.
+
+    Args:
+        settings: fields of one of peft's configurations, and which ("peft_type"; default: LoRA).
+        family: which data the model takes, see `task.Task.family`.
+        generates: whether the model will `generate`.
+
+    Raises:
+        ValueError: a kind or a field that peft has not, what it says of the model and the fields, or an older peft that
+            loses this kind's prompt under the installed transformers.
+    """
+    peft, settings = importlib.import_module("peft"), dict(settings)
+    known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = settings.pop("peft_type", "LORA")
+    name = str(getattr(name, "value", name)).upper()
+    if name not in known:
+        raise ValueError(f"peft: peft_type={name!r} is not a valid value. {nearest_text(name, known)}")
+    check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
+    if settings.get("task_type") is None and family in _TASK_TYPES:
+        settings["task_type"] = _TASK_TYPES[family]
+    _check_cache_is_known(peft, model, name, family, generates)
+    try:
+        return peft.get_peft_model(model, known[name](**settings))
+    except (TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise ValueError(f"peft ({name}) does not accept this configuration ({error}): change it") from error
+
+
+def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
+    """Refuse what an older peft does wrong since transformers 5.24 renamed the argument `past_key_values` to `cache`.
+
+    peft 0.21 looks for the old name in the signatures of classifiers and in what `generate` hands over. Training of
+    models that write is right: there it passes the old name on, which transformers still takes.
+
+    Args:
+        name: peft's name of the kind, e.g. "PREFIX_TUNING".
+
+    Raises:
+        ValueError: peft is older than transformers asks for, and this use of the kind needs the cache.
+    """
+    import transformers
+    from packaging.version import Version
+
+    needed = transformers.integrations.peft.MIN_PEFT_VERSION
+    if Version(transformers.__version__) < Version("5.24") or Version(peft.__version__) >= Version(needed):
+        return
+    if name in _IN_THE_CACHE:
+        wrong = "generate() ignores the prefix" if generates else "peft rejects a prefix for this model"
+        fails = generates or family in _CLASSIFIES
+    else:
+        wrong = "generate() puts the prompt before every token"
+        fails = generates and name in _BEFORE_THE_TOKENS and not model.config.is_encoder_decoder
+    if fails:
+        raise ValueError(
+            f"peft ({name}): peft {peft.__version__} is too old for transformers {transformers.__version__}, which "
+            f"renamed past_key_values to cache, so that {wrong}. Install peft {needed} or newer, or 'transformers<5.24'"
+        )
+
+
+_CLASSIFIES = {"sequence classification", "token classification", "question answering"}  # families
+_IN_THE_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}  # learn keys and values
+_BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "SHADOW"}
+
+
+def freeze(model, names: str) -> None:
+    """Freeze the parameters whose names contain one of these parts, separated by commas.
+
+    Raises:
+        ValueError: no name contains one of them.
+    """
+    for part in filter(None, names.split(",")):
+        found = [parameter for name, parameter in model.named_parameters() if part.strip() in name]
+        if not found:
+            raise ValueError(
+                f"freeze={part!r} matches no parameter: give a part of a name, e.g. embeddings or layers.0."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def constants(model) -> Iterator[tuple[Any, list[Any]]]:
+    """(weight, what was kept beside it to read it) of each quantized layer: scales, code books, tensors all."""
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if kept := getattr(weight, "quant_state", None):
+            second = getattr(kept, "state2", None)
+            nested = (kept.offset, second.absmax, second.code) if second else ()
+            yield weight, [kept.absmax, kept.code, *nested]
+        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers show the weight too
+            yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]

@@ -1,0 +1,411 @@
+"""Training arguments: their names, which are those of the installed `transformers.TrainingArguments`, and their checks.
+
+Every name that a user types is checked here, before anything is built, and every name that changed between library
+versions is mapped here and nowhere else. The library's arguments are read from its source, since importing it takes
+seconds; only the process that trains imports it.
+"""
+
+import ast
+import builtins
+import dataclasses
+import enum
+import functools
+import importlib.util
+import runpy
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trainmem.core.adapters import of_bitsandbytes, settings_of
+from trainmem.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
+
+# What an experiment takes beside the fields of `TrainingArguments`: {name: (type, help)}, as those have them.
+# How the model is built: arguments of `from_config`.
+MODEL_ARGUMENTS = {
+    "attn_implementation": (str | None, "attention kernel: 'eager', 'sdpa', ..."),
+    "dtype": (
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "type of the weights (default: auto, the one that the model's config.json names, as from_pretrained does)",
+    ),
+}
+# What of the model is learned, and how the rest is kept, see `adapters`.
+ADAPTER_ARGUMENTS = {
+    "peft": (dict | str | None, "adapters: a peft configuration as JSON or a JSON file, e.g. '{\"r\": 16}' for LoRA"),
+    "quantization_config": (
+        dict | str | None,
+        "quantization of the base model: a BitsAndBytesConfig as JSON or a JSON file, e.g. '{\"load_in_4bit\": true}'",
+    ),
+    "load_in_4bit": (bool, "4-bit base model; short for quantization_config='{\"load_in_4bit\": true}'"),
+    "load_in_8bit": (bool, "8-bit base model; short for quantization_config='{\"load_in_8bit\": true}'"),
+    "prepare_model_for_kbit_training": (
+        bool,
+        "peft's function of that name: casts parameters that are not quantized to fp32 (default: with peft)",
+    ),
+    "freeze": (
+        str | None,
+        "parameters to freeze: parts of their names, separated by commas, e.g. embeddings,layers.0.",
+    ),
+}
+# Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
+GENERATION_ARGUMENTS = {
+    "max_new_tokens": (int, "tokens to generate per sample, e.g. 20; with --inference"),
+    "num_beams": (int, "beams of beam search, e.g. 4; with max_new_tokens"),
+    "cache_implementation": (Literal["dynamic", "static"], "key-value cache: dynamic or static; with max_new_tokens"),
+}
+OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS
+_AS_JSON = ("peft", "quantization_config")
+COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
+
+# Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers
+# 5.18-5.23 and the first goes away in 6.
+_SYNONYMS = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    ("evaluation_strategy", "eval_strategy"),
+    ("per_gpu_train_batch_size", "per_device_train_batch_size"),
+    ("no_cuda", "use_cpu"),
+)
+
+# Arguments that were removed, and what to do instead.
+_REMOVED = {
+    "adafactor": "use optim='adafactor'",
+    "group_by_length": "use train_sampling_strategy='group_by_length'",
+    "warmup_ratio": "use warmup_steps (a number below 1 is a share of the training)",
+    "fp16_backend": "leave it out, torch's own autocast is the only backend",
+    "half_precision_backend": "leave it out, torch's own autocast is the only backend",
+    "fp16_opt_level": "leave it out, apex is no longer used",
+    "overwrite_output_dir": "leave it out, each experiment has a folder of its own",
+    "logging_dir": "leave it out, an experiment writes no logs",
+}
+
+# What an experiment fixes unless these are given: nothing is written, printed, sent or evaluated.
+QUIET = {
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "log_level": "error",
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one training, made once and passed on whole.
+
+    Attributes:
+        given: by the names that the user typed: fields of `TrainingArguments`, and `OF_EXPERIMENTS`.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
+        """Arguments that are known to be right in name and range; `also` as in `check_names`.
+
+        Raises:
+            ValueError: an unknown name, with the nearest one that is known; a value out of range; one argument under
+                two names.
+        """
+        check_names(given, also=also)
+        read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
+        of_bitsandbytes(read.get("quantization_config", {}), "quantization_config")
+        made = cls({**given, **read})
+        _check_values(made.given)
+        made._check_together()
+        return made
+
+    def _check_together(self) -> None:
+        """Raise ValueError at values that do not go together, and at a kernel that there is not."""
+        if self.get("load_in_4bit") and self.get("load_in_8bit"):
+            raise ValueError("load_in_8bit and load_in_4bit are both given: keep one of the two")
+        if self.generation and "max_new_tokens" not in self.generation:
+            raise ValueError(f"{next(iter(self.generation))} needs max_new_tokens: add it, e.g. max_new_tokens=20")
+        kernel = self.get("attn_implementation") or "eager"
+        if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # those are of a Hub, and variants
+            raise ValueError(
+                f"attn_implementation={shown(kernel)} is not a valid value. {nearest_text(kernel, _kernels())}"
+            )
+
+    @functools.cached_property
+    def current(self) -> dict[str, Any]:
+        """The same arguments by the names that the installed library knows, whichever of two was typed."""
+        names = _current_names()
+        renamed = {names.get(name, name): value for name, value in self.given.items()}
+        if len(renamed) != len(self.given):
+            twice = [name for name in self.given if names.get(name, name) != name]
+            raise ValueError(f"{', '.join(twice)} is given under its old and its new name: keep one of the two")
+        return renamed
+
+    @functools.cached_property
+    def training(self) -> dict[str, Any]:
+        """Arguments of the Trainer, by current names."""
+        return {name: value for name, value in self.current.items() if name not in OF_EXPERIMENTS}
+
+    @functools.cached_property
+    def model(self) -> dict[str, Any]:
+        """How the model is built: those of `MODEL_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in MODEL_ARGUMENTS}
+
+    @functools.cached_property
+    def generation(self) -> dict[str, Any]:
+        """Arguments of `generate`: those of `GENERATION_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, Any]:
+        """What is learned and how the rest is kept: those of `ADAPTER_ARGUMENTS` that were given."""
+        return {name: value for name, value in self.current.items() if name in ADAPTER_ARGUMENTS}
+
+    @functools.cached_property
+    def quantization(self) -> dict[str, Any] | None:
+        """Fields of a `BitsAndBytesConfig`; None where the model is not quantized."""
+        short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
+        return ((self.adapters.get("quantization_config") or {}) | short) or None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument by any of its names; `default` where it was not given."""
+        return self.current.get(_current_names().get(name, name), default)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is on: its mode or its backend alone switches it on, as in the library."""
+        return any(map(self.training.get, COMPILING))
+
+    @property
+    def passed_over_on_a_cpu(self) -> list[str]:
+        """Return a sentence per given argument that the libraries silently ignore on a CPU."""
+        ignored = {
+            "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type: use bf16=True instead",
+            "fsdp": "on a CPU accelerate ignores fsdp, and each rank keeps the whole model: use a GPU to shard it",
+        }
+        return [text for name, text in ignored.items() if self.training.get(name)]
+
+    def samples_per_step(self, processes: int = 1) -> int:
+        """The effective batch, in samples: micro-batch x accumulation x processes."""
+        micro_batch = self.training.get("per_device_train_batch_size", 8)
+        return micro_batch * self.training.get("gradient_accumulation_steps", 1) * processes
+
+    def replace(self, **changes: Any) -> "Arguments":
+        """The same with some values changed or added; nothing is checked again."""
+        names = _current_names()
+        changed = {names.get(name, name) for name in changes}
+        kept = {n: value for n, value in self.given.items() if n in changes or names.get(n, n) not in changed}
+        return Arguments(kept | changes)
+
+    def without(self, *names: str) -> "Arguments":
+        """The same without these, where they were given."""
+        return Arguments({name: value for name, value in self.given.items() if name not in names})
+
+    def build(self, output_dir: str):
+        """The library's own `TrainingArguments`; model arguments are left out.
+
+        Raises:
+            ValueError: a name that is unknown, or a value that the library refuses.
+        """
+        import torch
+        from transformers import TrainingArguments
+
+        check_names(self.given)
+        # Without a GPU the library refuses bf16 without use_cpu.
+        defaults = QUIET | ({} if torch.cuda.is_available() else {"use_cpu": True})
+        return TrainingArguments(output_dir=output_dir, **(defaults | self.training))
+
+    def to_python(self) -> str:
+        """As Python, to paste."""
+        lines = [f"    {name}={value!r}," for name, value in self.training.items()]
+        text = "\n".join(["TrainingArguments(", *lines, ")"])
+        given = [f"{name}={value!r}" for name, value in self.model.items()]
+        given += [f"quantization_config=BitsAndBytesConfig(**{self.quantization!r})"] if self.quantization else []
+        if given:
+            text += f"\n# and where the model is loaded: from_pretrained(..., {', '.join(given)})"
+        peft = self.adapters.get("peft")
+        if self.quantization and self.adapters.get("prepare_model_for_kbit_training", peft is not None):
+            text += "\n# then prepare_model_for_kbit_training(model)"
+        return text if peft is None else f"{text}\n# then get_peft_model(model, ...) with peft's {peft!r}"
+
+
+@functools.cache
+def _declared() -> type:
+    """Return the installed `TrainingArguments`, or a dataclass with its fields, read from the source, which takes less
+    time than to import it."""
+    if module := sys.modules.get("transformers.training_args"):
+        return module.TrainingArguments
+    try:
+        return _read()
+    except Exception:  # of a release whose source is written in another way: then it is imported
+        from transformers import TrainingArguments
+
+        return TrainingArguments
+
+
+def _read() -> type:
+    """The fields of `TrainingArguments` as its source has them: names, types, defaults, and how a parser takes them; of
+    the last two what is no literal is left out."""
+    sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
+    classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
+    names, fields = _Names(), []
+    for name, node in classes.items():
+        if any(ast.unparse(base) in ("Enum", "ExplicitEnum") for base in node.bases):
+            members = {each.targets[0].id: _literal(each.value) for each in node.body if isinstance(each, ast.Assign)}
+            names[name] = enum.Enum(name, members)
+    for node in classes["TrainingArguments"].body:
+        if isinstance(node, ast.AnnAssign):
+            options = {option.arg: option.value for option in node.value.keywords}
+            written = options.get("metadata", ast.Dict([], []))
+            metadata = {key.value: _literal(value) for key, value in zip(written.keys, written.values, strict=True)}
+            metadata = {name: value for name, value in metadata.items() if value is not None}
+            kind = eval(ast.unparse(node.annotation), {}, names)
+            fields.append((node.target.id, kind, field(default=_literal(options.get("default")), metadata=metadata)))
+    return dataclasses.make_dataclass("TrainingArguments", fields)
+
+
+class _Names(dict):
+    """What annotations name: what is put in and what Python has; the rest is anything."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, getattr(typing, name, Any))
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """The value of what is written out; None for anything else."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+
+
+def _source(name: str) -> ast.Module:
+    return ast.parse(_file(name).read_text(encoding="utf-8"))
+
+
+def _file(name: str) -> Path:
+    """The file of a module of the installed transformers."""
+    return Path(importlib.util.find_spec("transformers").origin).with_name(f"{name}.py")
+
+
+@functools.cache
+def known() -> frozenset[str]:
+    """Names that an experiment takes: the fields of the installed `TrainingArguments`, and `OF_EXPERIMENTS`."""
+    return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
+
+
+@functools.cache
+def _kernels() -> list[str]:
+    """The attention kernels that the installed library has itself."""
+    try:
+        assigned = (node for node in ast.walk(_source("modeling_utils")) if isinstance(node, ast.Assign))
+        (table,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_global_mapping")
+        names = [key.value for key in table.keys]
+    except Exception:  # as in `_declared`
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        names = [*ALL_ATTENTION_FUNCTIONS]
+    return ["eager", *(name for name in names if "|" not in name)]
+
+
+@functools.cache
+def _current_names() -> dict[str, str]:
+    """{the name of a pair in `_SYNONYMS` that the installed library does not know: the one that it does}."""
+    return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
+
+
+def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
+    """Raise ValueError at the first name that is no training argument, naming the nearest one that is.
+
+    `also` are further names that the caller takes: they are offered as corrections too.
+    """
+    valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
+    for name in names:
+        if name in valid:
+            continue
+        if name in _REMOVED:
+            raise ValueError(f"{name!r} is no longer a training argument: {_REMOVED[name]}")
+        hint = nearest_text(name, valid) or "Use a name of transformers.TrainingArguments."
+        raise ValueError(f"unknown training argument {shown(name)}. {hint}")
+
+
+def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
+    """Arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`): only those
+    that were typed. `also` as in `check_names`.
+
+    Raises:
+        ValueError: words that are no training argument, or a value that an argument does not take.
+    """
+    import argparse
+
+    library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
+    own = [(name, kind, field(default=None, metadata={"help": text})) for name, (kind, text) in OF_EXPERIMENTS.items()]
+    both = [_declared(), dataclasses.make_dataclass("OfExperiments", own)]
+    parser = library["HfArgumentParser"](both, allow_abbrev=False, exit_on_error=False)
+    for action in parser._actions:  # so that only what was typed comes back
+        action.default = argparse.SUPPRESS
+    try:
+        given, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(_refused(parser, words, error)) from None
+    check_names((word.lstrip("-").split("=")[0] for word in rest if word.startswith("--")), also=also)
+    if rest:
+        raise ValueError(f"unexpected words: {' '.join(rest)}. Start each argument with --, e.g. --bf16 True")
+    return Arguments.of(vars(given))
+
+
+_KINDS = {int: "a whole number, in digits", float: "a number"}
+
+
+def _refused(parser, words: list[str], error) -> str:
+    """What argparse refused, in one line: the argument, its value, and what it takes."""
+    action = next(each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
+    name = action.dest
+    place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
+    value = words[place].partition("=")[2] or "".join(words[place + 1 : place + 2])
+    if error.message.startswith("expected"):
+        return f"{name} needs a value: write --{name} VALUE"
+    if action.choices:
+        return f"{name}={shown(value)} is not a valid value. {nearest_text(value, map(str, action.choices))}"
+    kind = _KINDS.get(action.type) or ("True or False" if "ruthy" in error.message else "")
+    return f"{name}={shown(value)}: give {kind}" if kind else f"{name}={shown(value)}: {error.message}"
+
+
+_AT_MOST_1 = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
+# Smallest value that makes sense, where the library itself would find out late or not at all.
+_AT_LEAST = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 1,
+    "per_device_eval_batch_size": 1,
+    "dataloader_num_workers": 0,
+    "seed": 0,
+    "max_new_tokens": 1,
+    "num_beams": 1,
+}
+
+
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Raise ValueError at a value of another kind than is declared, out of its choices or out of range."""
+    declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
+    declared["fsdp"] |= bool  # which the library takes, too
+    for name, value in given.items():
+        now = _current_names().get(name, name)
+        if now in _AT_LEAST:
+            whole_number(name, value, _AT_LEAST[now])
+            continue
+        kind, parts = declared[now], typing.get_args(declared[now])
+        choices = [each.value for part in parts if isinstance(part, enum.EnumType) for each in part]
+        choices = parts if typing.get_origin(kind) is Literal else choices
+        chosen = getattr(value, "value", value)
+        of_torch = shown(chosen).removeprefix("torch.")  # of a dtype its name
+        if choices and chosen not in choices and of_torch not in choices:
+            near = nearest_text(shown(chosen)[1:-1], choices)
+            raise ValueError(f"{name}={shown(chosen)} is not a valid value. {near}")
+        if value is not None or not (choices or kind is bool):
+            of_kind(name, value, kind)
+        most = 1 if name in _AT_MOST_1 else MOST
+        if isinstance(value, float | int) and not 0 <= value <= most and name != "local_rank":
+            raise ValueError(f"{name}={shown(value)}: give a number from 0 to {most:,}")
+        if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
+            with reading(f"{name}={shown(value)}", "JSON", "a JSON object"):
+                from_json(value)

@@ -1,0 +1,445 @@
+"""Tasks: a model with its data and sizes; and profiles, the sizes that a machine can hold. Presets need no network."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainmem.core import adapters, configurations, hardware
+from trainmem.core.configurations import Weights
+from trainmem.records import Record
+from trainmem.texts import arguments_of_kind, nearest_text, shown, whole_number
+
+PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+_ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
+
+# What the data of a task looks like, by the family of its class in transformers' own registry. A class that is in
+# several families (Bart's is registered as masked too) belongs to the first.
+_FAMILIES = {
+    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+_OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
+
+
+@dataclass(frozen=True)
+class Task(Record):
+    """A model and the data it is trained on.
+
+    Args:
+        model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
+        seq_len: tokens in a sequence (ignored for images). None: 512, or what the model can take if that is less.
+        dataset_size: sequences in the generated data set.
+        architecture: class of transformers, for a configuration that names none or for another head.
+        config: fields of the configuration that differ, e.g. {"num_hidden_layers": 2}.
+        data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
+            steps (classification: does a marker token occur; language models: the second half repeats the first).
+        seed: of the weights and of the data.
+        lengths: tokens in each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest,
+            or to the next multiple of `pad_to_multiple_of`, or where it is `packed` laid out in one row without
+            padding, as `DataCollatorWithFlattening` does. Meter and estimate follow all batches, in place of two.
+    """
+
+    model: str = "bert-small"
+    seq_len: int | None = None
+    dataset_size: int = 512
+    architecture: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    data: str = "random"
+    seed: int = 0
+    lengths: tuple[int, ...] = ()
+    pad_to_multiple_of: int = 1
+    packed: bool = False
+
+    def __post_init__(self):
+        arguments_of_kind(type(self), vars(self))
+        if self.lengths:
+            [whole_number("lengths", length) for length in self.lengths]
+            for name, value in (("seq_len", max(self.lengths)), ("dataset_size", len(self.lengths))):
+                object.__setattr__(self, name, value)
+        whole_number("seed", self.seed, 0)
+        if self.data not in ("random", "learnable"):
+            raise ValueError(f"data={shown(self.data)}: choose 'random' or 'learnable'")
+        for name in ("seq_len", "dataset_size", "pad_to_multiple_of"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
+
+    def replace(self, **changes) -> "Task":
+        """The same task with other sizes; `config` is merged with the present one."""
+        names = [item.name for item in dataclasses.fields(self)]
+        if unknown := changes.keys() - {*names}:
+            raise ValueError(f"a task has no {', '.join(sorted(unknown))}. Choose from {', '.join(names)}.")
+        if "config" in changes:
+            changes["config"] = {**self.config, **changes["config"]}
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As records have it: without the fields of unequal lengths if all are equal, as in older records."""
+        content = super().to_dict()
+        return content if self.lengths else {name: content[name] for name in content if name not in _OF_LENGTHS}
+
+    def identity(self) -> str:
+        """The task as text, with the content of the configuration file that it names: the file may be edited."""
+        if (file := self._file()) is None:
+            return repr(self)
+        saved = [
+            (str(each), each.stat().st_mtime_ns) for each in configurations.weights_files(file.parent)
+        ]  # may decide the type
+        return repr((self, configurations.read_config(file), saved))
+
+    @property
+    def is_saved_quantized(self) -> bool:
+        """Whether the configuration file says that the weights were saved quantized; of a name on the Hub the file in
+        its cache."""
+        file = self._file() or self._cached_file()
+        with contextlib.suppress(ValueError):  # whoever builds the configuration says what is wrong with it
+            return bool(file and configurations.read_config(file).get("quantization_config"))
+        return False
+
+    def _cached_file(self) -> Path | None:
+        """The configuration of a name on the Hub in its cache; None: it is not there."""
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        from transformers.utils.hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # it is no name that the Hub would take
+            cached = try_to_load_from_cache(self.model, "config.json")
+            return Path(cached) if isinstance(cached, str) else None
+        return None
+
+    def _file(self) -> Path | None:
+        """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
+        path = Path(self.model)
+        if _ALIASES.get(self.model, self.model) in PRESETS:
+            return None
+        is_file = path.suffix == ".json" or os.path.isfile(path)
+        return path / "config.json" if os.path.isdir(path) else path if is_file else None
+
+    def build_config(self):
+        """The `PretrainedConfig`.
+
+        Raises:
+            ValueError: there is no such model, or its configuration is none. Code beside one is never run.
+        """
+        preset = _ALIASES.get(self.model, self.model)
+        if preset in PRESETS:
+            known = PRESETS[preset]
+            fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
+            config = configurations.made("config", known["model_type"], fields | self._own_fields())
+            config.architectures = [known["architecture"]]
+        elif file := self._file():
+            fields = configurations.read_config(file) | self._own_fields()
+            config = configurations.made(str(file), fields.pop("model_type"), fields)
+        else:
+            config = self._config_of_hub()
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # classification heads of decoders refuse batches without one
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
+        return config
+
+    def _own_fields(self) -> dict[str, Any]:
+        """`config`, with the type of the weights by its current name: that counts where a file has both."""
+        own = dict(self.config)
+        return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
+
+    def _config_of_hub(self):
+        """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
+        from transformers import AutoConfig
+
+        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
+        known = bool(name) and configurations.hub_answers()
+        try:
+            options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
+            return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
+        except (OSError, ValueError):
+            where = "not on the Hub" if known or not name else "cannot be downloaded (the Hub does not answer)"
+            where += f". {nearest_text(self.model.rpartition('/')[2].lower(), PRESETS)} Or give its config.json."
+            raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
+
+    def model_class(self, config=None) -> type:
+        """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
+        import transformers
+
+        config = config or self.build_config()
+        name = self.architecture or next(iter(config.architectures or []), None)
+        if not self.architecture and (name is None or not _families_of_classes().get(name)):
+            name = _usual_class(config)
+        found = getattr(transformers, name, None)
+        if found is None:
+            near = nearest_text(name, _families_of_classes())
+            raise ValueError(f"transformers has no class {shown(name)}: name another with architecture=. {near}")
+        return found
+
+    def family(self) -> str:
+        """Which data the model takes: one of `_FAMILIES`."""
+        name = self.model_class().__name__
+        family = _families_of_classes().get(name)
+        if family is None:
+            raise ValueError(
+                f"cannot generate data for {name}: name a class for {', '.join(_FAMILIES)} with architecture="
+            )
+        return family
+
+    def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
+        """The type in which `from_pretrained` loads this model, and what decides it.
+
+        The rule is that of transformers 5: `dtype` where it is given; otherwise the one that the configuration names
+        (`dtype`, or the older `torch_dtype`; of a composite configuration the part that the class takes); otherwise
+        the type of the first weight in the folder's files. A model without any of these has float32. A folder that was
+        saved quantized is quantized, whatever else is asked for.
+
+        Args:
+            dtype: a torch.dtype or its name; None or "auto": by the rule.
+            quantization: fields of a `BitsAndBytesConfig`.
+
+        Raises:
+            ValueError: a saved quantization other than that of bitsandbytes, or a type that is no type of weights.
+        """
+        return self._weights(self._config_of_class(), dtype, quantization)
+
+    def _weights(self, config, dtype: Any, quantization: Mapping[str, Any] | None) -> Weights:
+        file, is_preset = self._file(), _ALIASES.get(self.model, self.model) in PRESETS
+        where = "preset" if is_preset else file.name if file else "config.json"
+        named = "requested" if self._own_fields().get("dtype") else where
+        kind, source = configurations.dtype_of(config, dtype, named, where, self._dtype_of_weights, is_preset)
+        saved = getattr(config, "quantization_config", None)
+        if saved:
+            saved = adapters.saved_quantization(saved if isinstance(saved, dict) else saved.to_dict(), self.model)
+        by = where if saved else "quantization_config" if quantization else ""
+        return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
+
+    def _dtype_of_weights(self):
+        """The type of the first saved weight; None: there are none on this machine."""
+        if file := self._file():
+            return configurations.dtype_of_files(file.parent) if os.path.isdir(self.model) else None
+        return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
+
+    def _config_of_class(self):
+        """The configuration that the class takes: of a composite one the text's part for a class of text alone."""
+        config = self.build_config()
+        text = config.sub_configs.get("text_config")
+        if text is None or self.model_class(config).config_class is not text:
+            return config
+        part = config.get_text_config()
+        if quantization := getattr(config, "quantization_config", None):
+            part.quantization_config = quantization
+        return part
+
+    def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
+        """The model with random weights, on `device`, in train mode; not quantized, whatever its configuration says.
+
+        Args:
+            attn_implementation: "eager", "sdpa", ...; None: the library's choice.
+            dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
+            device: where the weights are made; "meta" makes none.
+        """
+        import torch
+
+        whole, config = self.build_config(), self._config_of_class()
+        options = {"dtype": getattr(torch, self._weights(config, dtype, None).dtype)}
+        if attn_implementation:
+            options["attn_implementation"] = attn_implementation
+        torch.manual_seed(self.seed)
+        try:
+            with torch.device(device or "cpu"):
+                model = self.model_class(whole)._from_config(config, **options).train()
+        except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"{self.model}: transformers cannot build this configuration ({error!r}): correct it"
+            ) from error
+        for pattern, kind in model._get_dtype_plan(options["dtype"]).items():  # as `from_pretrained` reads its files
+            of_plan = re.compile(pattern.replace("*", ".*"))
+            for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if of_plan.search(name) and weight.is_floating_point():
+                    weight.data = weight.data.to(kind)
+        return model
+
+    def parameters(self) -> int:
+        """Number of parameters, shared ones counted once; no weights are made."""
+        return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
+
+    def with_padded_vocabulary(self, multiple: int) -> "Task":
+        """The same with a vocabulary of the next multiple, as `resize_token_embeddings(pad_to_multiple_of=...)` makes
+        it; itself where there is nothing to pad."""
+        size = getattr(self.build_config(), "vocab_size", None) or 0
+        return self.replace(config={"vocab_size": -(-size // multiple) * multiple}) if size % multiple else self
+
+    def length(self, config=None) -> int:
+        """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
+        config = config or self.build_config()
+        limit = positions(config)
+        if config.model_type in ("t5", "mt5", "umt5"):
+            limit = None  # relative positions
+        if limit and "roberta" in config.model_type:
+            limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the padding token on
+        if self.seq_len is None:
+            return min(512, limit or 512)
+        if limit and self.seq_len > limit:
+            raise ValueError(f"seq_len={self.seq_len} is too large: {self.model} has positions for {limit} tokens")
+        return self.seq_len
+
+    def arrays(self, size: int | None = None) -> dict[str, Any]:
+        """`size` (default `dataset_size`) examples as numpy arrays: what the model's forward takes, labels included."""
+        import numpy as np
+
+        config, family = self.build_config(), self.family()
+        size = self.dataset_size if size is None else size
+        rng = np.random.default_rng(self.seed)
+        classes = getattr(config, "num_labels", None) or 2
+        if family == "vision":
+            side = getattr(config, "image_size", None)
+            side = side[0] if isinstance(side, list | tuple) else side
+            side = side or 224  # what nearly all image processors make
+            pixels = rng.standard_normal((size, getattr(config, "num_channels", 3), side, side), dtype=np.float32)
+            return {"pixel_values": pixels, "labels": rng.integers(0, classes, size)}
+        length = self.length(config)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", 1000)
+        first = min(100, vocabulary // 4)  # clear of the special tokens
+        last = first + 32 if self.data == "learnable" else vocabulary
+        ids = rng.integers(first, min(last, vocabulary), (size, length))
+        match family:
+            case "sequence classification":
+                labels = rng.integers(0, classes, size)
+                if self.data == "learnable":
+                    marked = (rng.random(ids.shape) < 0.1) & (labels == 1)[:, None]
+                    ids[ids == first] = first + 1
+                    ids[marked] = first
+                return {"input_ids": ids, "labels": labels}
+            case "causal" | "masked" | "sequence to sequence":
+                if self.data == "learnable":
+                    ids[:, length - length // 2 :] = ids[:, : length // 2]
+                return {"input_ids": ids, "labels": ids.copy()}
+            case "token classification":
+                return {"input_ids": ids, "labels": ids % classes}
+            case "question answering":
+                ends = rng.integers(0, length, size)
+                return {"input_ids": ids, "start_positions": ends, "end_positions": ends.copy()}
+
+    def dataset(self):
+        """A `datasets.Dataset` of `dataset_size` examples in torch format. The data lie in Arrow, not in tensors."""
+        from datasets import Dataset
+
+        arrays = self.arrays()
+        for name, array in arrays.items() if self.lengths else ():
+            arrays[name] = [row[:size] if row.ndim else row for row, size in zip(array, self.lengths, strict=True)]
+        return Dataset.from_dict(arrays).with_format("torch")
+
+    def collator(self) -> Callable[[list[dict]], dict] | None:
+        """What makes a batch of examples of `lengths`; None where all are equally long: the Trainer's own."""
+        if not self.lengths:
+            return None
+        if self.packed:
+            from transformers import DataCollatorWithFlattening
+
+            return DataCollatorWithFlattening()
+        return functools.partial(_padded, multiple=self.pad_to_multiple_of)
+
+    def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
+        """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
+        import torch
+
+        return {name: torch.tensor(array, device=device) for name, array in self.arrays(size).items()}
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dataset_size} x {self.seq_len or 'model length'} ({self.data})"
+
+
+def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
+    """Examples as one batch, as the library's collators pad: ids with 0, labels of tokens with -100, and a mask."""
+    import torch
+
+    columns = {name: [example[name] for example in examples] for name in examples[0]}
+    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    width = -(-max(map(len, columns["input_ids"])) // multiple) * multiple
+
+    def filled(row, value: int):
+        return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if row.dim() else row
+
+    return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
+
+
+def positions(config) -> int | None:
+    """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
+    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return count if count and count > 0 else None
+
+
+@functools.cache
+def _families_of_classes() -> dict[str, str]:
+    from transformers.models.auto import modeling_auto
+
+    registry = {}
+    for family, mapping in _FAMILIES.items():
+        for names in getattr(modeling_auto, mapping).values():
+            for name in (names,) if isinstance(names, str) else names:
+                registry.setdefault(name, family)
+    return registry
+
+
+def _usual_class(config) -> str:
+    from transformers.models.auto import modeling_auto
+
+    order = ["vision", "sequence to sequence"] if getattr(config, "is_encoder_decoder", False) else ["vision"]
+    masked = getattr(modeling_auto, _FAMILIES["masked"])
+    order += ["sequence classification", "causal"] if config.model_type in masked else ["causal"]
+    for family in [*order, "sequence classification"]:
+        names = getattr(modeling_auto, _FAMILIES[family]).get(config.model_type)
+        if names:
+            return names if isinstance(names, str) else names[0]
+    raise ValueError(f"{config.model_type!r} has no class with a known training loss: name one with architecture=")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The sizes that a kind of machine can hold, and how long to measure there."""
+
+    name: str
+    task: Task
+    micro_batch: int  # samples, of the vanilla recipe
+    steps: int  # optimizer steps that are timed
+    warmup_steps: int  # before these
+    turns: int  # pairs of turns in a comparison
+    # Seconds after which one experiment or comparison is given up: many times what it takes on a slow machine of that
+    # kind, and no more than a learner waits.
+    timeout: float
+
+
+_SMALL, _LARGE = Task("bert-small", seq_len=256), Task("bert-large-uncased", seq_len=512)
+PROFILES = {
+    "cpu": Profile("cpu", _SMALL, micro_batch=4, steps=3, warmup_steps=1, turns=16, timeout=240),
+    "t4": Profile("t4", _LARGE.replace(seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5, timeout=600),
+    "gpu": Profile("gpu", _LARGE, micro_batch=4, steps=30, warmup_steps=5, turns=7, timeout=600),
+}
+# For tests in which lessons only have to run. What is measured at these sizes means nothing, so no list of profiles
+# has them, and "auto" never takes them. With fewer turns an exercise of lesson 03 would not take its own solution.
+TINY = Profile("tiny", Task("bert-tiny", seq_len=32), micro_batch=4, steps=1, warmup_steps=1, turns=5, timeout=240)
+
+
+def choose_profile(name: str = "auto", machine=None) -> Profile:
+    """The profile of that name; "auto" takes the largest one that this machine can hold, "tiny" is for tests.
+
+    Raises:
+        ValueError: no such profile.
+    """
+    if name == "auto":
+        machine = machine or hardware.describe()
+        memory = max((gpu.memory_bytes or 0 for gpu in machine.gpus), default=0)
+        name = "cpu" if machine.kind == "cpu" else "t4" if memory < 20e9 else "gpu"
+    if name == TINY.name:
+        return TINY
+    if name not in PROFILES:
+        raise ValueError(f"profile={shown(name)}: choose one of auto, {', '.join(PROFILES)}")
+    return PROFILES[name]

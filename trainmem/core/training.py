@@ -1,0 +1,249 @@
+"""One experiment, and how it trains: transformers' Trainer with the task's model and data and the user's arguments.
+
+The same code is measured (on real tensors) and estimated (on fake ones).
+"""
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainmem.core import adapters, optional_packages
+from trainmem.core.arguments import Arguments
+from trainmem.core.configurations import Weights
+from trainmem.core.outcomes import Invalid
+from trainmem.core.task import Task, positions
+from trainmem.texts import shown, whole_number
+
+_OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: add them, e.g. peft={{'r': 8}}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training, inference or function of a task, and how long it is measured."""
+
+    name: str  # for people: in tables and pictures
+    task: Task
+    arguments: Arguments = field(default_factory=Arguments)
+    function: bytes | None = None  # a cloudpickled callable: it takes the task; without one the Trainer runs
+    optimizer: bytes | None = None  # a cloudpickled callable (model, training arguments) -> optimizer, for the Trainer
+    training: bool = True  # False: forward passes without gradients
+    processes: int = 1  # ranks
+    steps: int = 4  # optimizer steps that are timed
+    warmup_steps: int = 1  # before these
+    threads: int | None = None  # that it computes on; None: as many as torch takes
+    samples_of_function: int | None = None  # that one step of a function sees, all processes together
+    packages: tuple[str, ...] = ()  # that its clean process has from the start: see `forkserver`, which reads the names
+
+    def __post_init__(self):
+        whole_number("processes", self.processes)
+        whole_number("steps", self.steps)
+        whole_number("samples_per_step", 1 if self.samples_of_function is None else self.samples_of_function)
+        if self.task.is_saved_quantized:
+            object.__setattr__(self, "packages", ("bitsandbytes",))
+        if self.training and self.arguments.generation:
+            name = next(iter(self.arguments.generation))
+            raise ValueError(
+                f"{name} is for inference only: add --inference, or use Lab.infer or estimate(training=False)"
+            )
+        if self.training and self.arguments.quantization and not self.arguments.get("peft"):
+            raise ValueError(_OF_QUANTIZED.format(bits="8 or 4", by=""))
+
+    @property
+    def weights(self) -> Weights | None:
+        """The type of the weights, and who chose it; None: a function makes its own. Raises ValueError as `Task`."""
+        given = self.arguments
+        return None if self.function else self.task.weights(given.get("dtype"), given.quantization)
+
+    @property
+    def kind(self) -> str:
+        """As `records.Run.kind`."""
+        return "function" if self.function else "training" if self.training else "inference"
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples that one optimizer step sees, all processes together; None where a function did not say."""
+        if self.function:
+            return self.samples_of_function
+        if not self.training:
+            return self.arguments.get("per_device_eval_batch_size") or 8
+        return self.arguments.samples_per_step(self.processes)
+
+    @property
+    def metered_steps(self) -> int:
+        """Optimizer steps, or passes, that the memory meter and an estimate follow: two, or as many as lengths make."""
+        unequal = self.training and not self.function and self.task.lengths
+        return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
+
+    @property
+    def steps_on_a_gpu(self) -> int:
+        """The same for the allocator there: the second step of a training wants the blocks of each later one, but finds
+        the free blocks as the first step has left them."""
+        alike = self.training and not self.function and not self.task.lengths
+        return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
+
+    @property
+    def is_counted_by_tensors(self) -> bool:
+        """Whether other threads or processes hand memory to this one at no certain time, see `memory_meter`."""
+        # DeepSpeed sends also where there is one rank.
+        return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
+
+    def replace(self, **changes) -> "Experiment":
+        return dataclasses.replace(self, **changes)
+
+
+def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
+    """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
+
+    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`.
+    """
+    import cloudpickle
+    from transformers import PrinterCallback, Trainer
+
+    arguments = experiment.arguments
+    if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
+        arguments = arguments.replace(max_steps=min(arguments.get("max_steps", steps), steps))
+    elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
+        arguments = arguments.replace(max_steps=steps)
+    if arguments.get("deepspeed"):  # one process has no launcher that says so, and DeepSpeed would ask MPI
+        if why := optional_packages.missing("deepspeed"):
+            raise Invalid(why)
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
+        # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was killed.
+        importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
+    try:
+        args = arguments.build(folder)
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
+        model = _built(experiment, args.device, args)
+        dataset = experiment.task.dataset()
+    except (ValueError, ImportError) as error:
+        raise Invalid(str(error)) from error
+    optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None
+
+    losses: list[list[Any]] = []
+
+    class LossKeeper(Trainer):
+        """Keeps each micro-batch's loss as it is, on the device: reading it out would wait for the device."""
+
+        def training_step(self, *inputs, **options):
+            loss = super().training_step(*inputs, **options)
+            if len(losses) <= self.state.global_step:
+                losses.append([])
+            losses[-1].append(loss)
+            return loss
+
+    kind = LossKeeper if keep_losses else Trainer
+    collator = experiment.task.collator()
+    trainer = kind(model=model, args=args, train_dataset=dataset, data_collator=collator, optimizers=(optimizer, None))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return [sum(loss.item() for loss in step) for step in losses]
+
+
+def _built(experiment: Experiment, device: Any, args: Any = None):
+    """The model, with what is learned and how the rest is kept. A quantized one is on the device, and so is one that
+    does not train; `args`: the Trainer's, which sends any other.
+
+    Raises:
+        Invalid: a package that it needs is missing.
+        ValueError: something that there is not, see `adapters`.
+    """
+    task, arguments, weights = experiment.task, experiment.arguments, experiment.weights
+    wanted, quantization = arguments.adapters, weights.quantization
+    if args and quantization and wanted.get("peft") is None:  # a folder that was saved so, else it is refused before
+        raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
+    if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
+        raise Invalid(why)
+    model = task.build_model(**arguments.model | {"dtype": weights.dtype})
+    if quantization:
+        model = adapters.quantized(model, quantization, device)
+    if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
+        checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
+        model = adapters.prepared(model, checkpointing)
+    adapters.freeze(model, wanted.get("freeze") or "")
+    if wanted.get("peft") is not None:
+        model = adapters.adapted(model, wanted["peft"], task.family(), generates=bool(arguments.generation))
+    return model if args or quantization else model.to(device)
+
+
+def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
+    """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8). With
+    `max_new_tokens` a pass is a `generate`, of which each answer gets as many tokens as that, whatever they are."""
+    import torch
+
+    settings, generation = experiment.arguments.training, experiment.arguments.generation
+    size = settings.get("per_device_eval_batch_size", 8)
+    device = torch.device("cuda" if torch.cuda.is_available() and not settings.get("use_cpu") else "cpu")
+    try:
+        if generation:
+            _check_room(experiment.task, generation["max_new_tokens"])
+        model = _built(experiment, device).eval()
+        batch = experiment.task.batch(size, device)
+    except (ValueError, ImportError) as error:
+        raise Invalid(str(error)) from error
+    labels = batch.pop("labels", None)
+    if model.config.is_encoder_decoder and not generation:
+        batch["decoder_input_ids"] = labels
+    half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else None
+    with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
+        for _ in range(passes):
+            if generation:
+                _write(model, batch["input_ids"], **generation)
+            else:
+                model(**batch)
+            on_pass()
+
+
+def _check_room(task: Task, new: int) -> None:
+    """Raises ValueError where a model does not write, or has no positions for the prompt and `new` tokens."""
+    config = task.build_config()
+    kind, length, room = task.model_class(config), task.length(config), positions(config)
+    if not kind.can_generate():
+        raise ValueError(
+            f"max_new_tokens: {kind.__name__} cannot generate text. Name a class that can, "
+            "e.g. --architecture LlamaForCausalLM"
+        )
+    if room and not config.is_encoder_decoder and length + new > room:
+        raise ValueError(
+            f"max_new_tokens={new} is too large: of {room} positions of {task.model} the prompt takes {length}. "
+            f"Give {room - length} or less, or a smaller seq_len"
+        )
+
+
+def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
+    """`generate` with greedy or beam search, to the last token: no value that was computed ends it, so it can be
+    followed on tensors without any. A static cache is not compiled for."""
+    writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models hand generate on
+    tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
+    writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
+    writer._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
+    model.generation_config.eos_token_id = None
+    if not model.config.is_encoder_decoder:
+        model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it
+    mask = prompts.new_ones(prompts.shape)
+    options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
+    model.generate(input_ids=prompts, attention_mask=mask, **options)
+
+
+def pickled(function: Callable) -> bytes:
+    """A function as it travels to a clean process.
+
+    Raises:
+        ValueError: it is no function, or cannot travel.
+    """
+    if not callable(function):
+        raise ValueError(f"{shown(function)} is not a function: give one that takes the task")
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        name = getattr(function, "__name__", "the function")
+        raise ValueError(
+            f"{name} cannot be sent to a subprocess ({error}): import or create what it needs inside the function"
+        ) from error

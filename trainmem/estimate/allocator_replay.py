@@ -1,0 +1,205 @@
+"""The births and deaths of a training replayed on the CUDA caching allocator: what it allocates and reserves, and its
+memory as a snapshot of torch's, a file for the viewer at docs.pytorch.org/memory_viz.
+
+A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13. As there, an entry of the trace has the bytes
+that were asked for, and the blocks of a segment are as large as they were cut. What differs: where the viewer shows a
+stack, each block has its operation, module, phase and category; it has the category's colour; and there is no time, so
+entries are numbered where torch has microseconds.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainmem.estimate.allocator import CachingAllocator, OutOfMemory, rounded
+from trainmem.estimate.allocator_settings import Release, Settings
+from trainmem.estimate.trace_records import Label, Log
+from trainmem.records import TENSOR_CATEGORIES, Memory, Phase, explain
+from trainmem.texts import name_text, shown
+
+_ESTIMATED = "estimated by perf-helpers: nothing was run"
+_PROTOCOL = 4  # of pickle: the viewer, which reads the file in JavaScript, knows no later one
+_SAME = {"stream": 0, "compile_context": "N/A", "pool_id": (0, 0), "user_metadata": _ESTIMATED}
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the allocator says, in bytes."""
+
+    log: Log
+    allocated: np.ndarray  # (events + 1,): in use before the first event and after each
+    reserved_peak: int  # from the first forward on
+    is_too_large: bool = False  # for the card: these are the figures of one without limit
+
+    @property
+    def peak(self) -> int:
+        """After how many events most is allocated, from the first forward on."""
+        first = self.log.position("start")
+        return first + int(self.allocated[first:].argmax())
+
+    def memory(self) -> Memory:
+        """As a lab measures it."""
+        positions = {label: position for label, position in self.log.marks if label != "start"}
+        events = self.log.events[: self.peak] or [0]
+        label = self.log.blocks[events[-1] if events[-1] >= 0 else ~events[-1]][1]
+        return Memory(
+            peak_bytes=int(self.allocated[self.peak]),
+            kind="estimated",
+            peak_phase=Phase(label.phase).shown,
+            peak_operation=label.operation,
+            peak_module=label.module,
+            breakdown=self._breakdown(self.peak),
+            phases={label: int(self.allocated[position]) for label, position in positions.items()},
+            phase_breakdowns={label: self._breakdown(position) for label, position in positions.items()},
+            reserved_bytes=self.reserved_peak,
+        )
+
+    def _breakdown(self, position: int) -> dict[str, int]:
+        """Bytes by category after so many events; what no tensor shows lies inside operations."""
+        live = dict.fromkeys(TENSOR_CATEGORIES, 0)
+        for event in self.log.events[:position]:
+            size, label = self.log.blocks[event if event >= 0 else ~event]
+            if label.category in live:
+                live[label.category] += rounded(size) if event >= 0 else -rounded(size)
+        return explain(live, int(self.allocated[position]))
+
+
+def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
+    """The log on torch's allocator.
+
+    Args:
+        settings: as in PYTORCH_CUDA_ALLOC_CONF; ValueError where torch has no such option.
+        capacity: bytes that the card has for segments; None: no limit.
+        rules: of torch's release; None: the installed one's.
+    """
+    allocator = CachingAllocator(Settings.parse(settings), capacity, rules=rules)
+    first, allocated = log.position("start"), []
+    try:
+        for number, _ in enumerate(_played(log, allocator)):
+            if number == first:
+                allocator.reset_peaks()
+            allocated.append(allocator.allocated_bytes)
+    except OutOfMemory:
+        return replace(replayed(log, settings, rules=rules), is_too_large=True)
+    allocated = np.array([*allocated, allocator.allocated_bytes], dtype=np.int64)
+    return Replay(log, allocated, allocator.peak_reserved_bytes)
+
+
+def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
+    """Perform the log on an allocator; before each event comes its block's label. Raises OutOfMemory where there is no
+    room."""
+    emptied = set(log.emptied)
+    for number, event in enumerate(log.events):
+        block = event if event >= 0 else ~event
+        size, label = log.blocks[block]
+        yield label
+        if number in emptied:
+            allocator.empty_cache()
+        if event >= 0:
+            allocator.allocate(block, size, label.stream)
+        else:
+            allocator.free(block)
+
+
+# ---- as a snapshot
+
+
+def place(file: str | os.PathLike) -> Path:
+    """Where a snapshot is to be written, as an absolute path; raises ValueError where no file can be made."""
+    path = Path(file).absolute()
+    if len(path.name) > 255 or os.path.isdir(path) or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"snapshot={shown(str(file))} cannot be written: give a file in a folder that can be written to"
+        )
+    return path
+
+
+def save(file: Path, *of) -> None:
+    """Write the snapshot of a log; the arguments are those of `replayed`."""
+    file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
+
+
+def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
+    """The allocator's memory after a log, and all that led to it, as `torch.cuda.memory._snapshot()` has them. Where
+    there is no room it ends as torch's does: with an entry "oom". The arguments are those of `replayed`."""
+    trace: list[dict[str, Any]] = []
+    frames = functools.cache(_frames)  # one list for all blocks of a label: the file stays small
+    causes: dict[int, list[dict[str, Any]]] = {}  # the frames of segments, by address
+    label = None  # of the block that is born or dies just now
+
+    def note(action: str, address: int, size: int) -> None:
+        # The viewer fails where there are categories and "unknown" is not among them: segments have it.
+        category = name_text(label.category) if action in ("alloc", "free") else "unknown"
+        if action in ("segment_alloc", "segment_map"):
+            causes[address] = frames(label)
+        where = {"device_free" if action == "oom" else "addr": address, "size": size}
+        known = {**where, "frames": frames(label), "category": category, **_SAME}
+        for name in ("free_requested", "free_completed") if action == "free" else (action,):
+            trace.append({"action": name, "time_us": len(trace), **known})
+
+    allocator = CachingAllocator(Settings.parse(settings), capacity, note, rules)
+    lengths = []  # of the trace after so many events
+    with contextlib.suppress(OutOfMemory):
+        for label in _played(log, allocator):  # noqa: B007, `note` reads it
+            lengths.append(len(trace))
+        lengths.append(len(trace))
+    marks = [(name, lengths[position]) for name, position in log.marks if position < len(lengths)]
+    return {
+        "segments": _segments(allocator, log, frames, causes),
+        "device_traces": [trace],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": settings},
+        "external_annotations": [
+            {"stage": stage, "name": name, "device": 0, "time_us": time}
+            for (_, begin), (name, end) in itertools.pairwise(marks)
+            for stage, time in (("START", begin), ("END", end))
+        ],
+    }
+
+
+def _frames(label: Label) -> list[dict[str, Any]]:
+    """What is known of a block, in the place of a stack: the innermost comes first."""
+    known = {**label._asdict(), "category": name_text(label.category)}
+    names = ("operation", "module", "phase", "category")
+    return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]
+
+
+def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: dict) -> list[dict[str, Any]]:
+    """The segments as they are in the end, with their blocks."""
+    found = []
+    for segment in allocator.segments():
+        blocks = [
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.requested,
+                "state": "inactive" if block.is_free else "active_allocated",
+                "frames": [] if block.is_free else frames(log.blocks[block.key][1]),
+            }
+            for block in segment.blocks
+        ]
+        used = sum(block["size"] for block in blocks if block["state"] != "inactive")
+        found.append(
+            {
+                "device": 0,
+                "address": segment.address,
+                "total_size": segment.size,
+                "allocated_size": used,
+                "active_size": used,
+                "requested_size": sum(block["requested_size"] for block in blocks),
+                "stream": 0,
+                "segment_type": "small" if segment.is_small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": segment.is_expandable,
+                "frames": causes.get(segment.address, []),
+                "blocks": blocks,
+            }
+        )
+    return found

@@ -1,0 +1,277 @@
+"""The options of torch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF name them.
+
+Covers those that decide about the device's memory. Not covered: what they do (`allocator`). Torch reads one of the two
+variables: PYTORCH_CUDA_ALLOC_CONF if it is set, even to an empty text (seen in rehearsals of 2.13, 2.14 and 2.15).
+"""
+
+import functools
+import importlib.metadata
+import os
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainmem.texts import nearest_text, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that decide about the device's memory.
+
+    Names, defaults and limits are those of torch 2.15 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
+    """
+
+    expandable_segments: bool = False  # segments that grow, instead of one segment after the other
+    expandable_segments_reserve: float | None = None  # GiB of addresses of each; None: 9/8 of the card's memory
+    max_split_size_mb: int | None = None  # blocks of so many MiB are not split; None: all are
+    max_non_split_rounding_mb: int | None = None  # how much larger such a block may be; None: large_segment_size_mb
+    large_segment_size_mb: int = 20  # the segment for more than 1 MiB and less than 10 MiB
+    # Steps between two powers of two that sizes are rounded up to: entry i is for 2**i to 2**(i+1) MiB, the first for
+    # all that is smaller, the last for all that is larger. 0 and 1: none.
+    roundup_power2_divisions: tuple[int, ...] = (0,) * 16
+
+    def __post_init__(self):
+        least = self.large_segment_size_mb
+        if least <= 10:
+            raise ValueError(f"large_segment_size_mb:{least}: give more than 10 MiB")
+        for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
+            if (size := getattr(self, name)) is not None and size < least:
+                raise ValueError(f"{name}:{size}: give at least {least} MiB")
+
+    @classmethod
+    def parse(cls, text: str, torch_version: str | None = None) -> "Settings":
+        """The settings that such a variable describes: `Settings.parse("max_split_size_mb:128")`.
+
+        Args:
+            torch_version: the release that is to read them, e.g. "2.13"; None: any.
+
+        Raises:
+            ValueError: an option that torch, or that release, does not know or that is not followed, a value that torch
+                refuses, another allocator than torch's own.
+        """
+        words = _words("".join(text.split()))
+        for name in words.keys() & _NOT_FOLLOWED.keys():
+            raise ValueError(f"{name} is not supported: {_NOT_FOLLOWED[name]}")
+        for name in words.keys() - _READERS.keys() - _ELSEWHERE:
+            options = sorted(_READERS.keys() | _ELSEWHERE)
+            raise ValueError(f"allocator_settings: unknown option {shown(name)}. {nearest_text(name, options)}")
+        for name in words.keys() & _SINCE.keys():
+            if torch_version is not None and _number(torch_version) < _number(_SINCE[name]):
+                since = f"torch {_SINCE[name]} introduced it, and {torch_version} rejects it"
+                raise ValueError(f"{name}: {since}. Leave it out, or choose a newer torch_version")
+        if words.get("backend", "native") != "native":
+            raise ValueError(f"backend:{words['backend']} is not supported: leave it out, for torch's native allocator")
+        read = {name: _read(name, value) for name, value in words.items() if name in _READERS}
+        if not read.get("expandable_segments"):
+            read.pop("expandable_segments_reserve", None)
+        elif read.get("expandable_segments_reserve") == _OF_THE_CARD:
+            raise ValueError(
+                "expandable_segments_reserve as a share of the card is not supported, because an estimate does not "
+                "know the card's whole memory: give GiB, e.g. expandable_segments_reserve:40G"
+            )
+        return cls(**read)
+
+
+# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; what is done only
+# under a fraction of the card's memory; and addresses for streams of a class, which only C++ can give to a stream.
+_ELSEWHERE = {
+    *("expandable_segments_reserve_by_class", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
+    *("backend", "garbage_collection_threshold", "graph_capture_record_stream_reuse", "pinned_free_catch_all"),
+    *("pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads"),
+    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
+    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
+}
+
+# Options that not every release here has, with the first that does. An older one raises ValueError at the first use of
+# CUDA: "Unrecognized key ... in CUDA allocator config". (2.13 is the oldest that was tried with its two.)
+_SINCE = {
+    "expandable_segments_reserve": "2.15",
+    "expandable_segments_reserve_by_class": "2.15",
+    "pinned_max_cached_size_mb": "2.13",
+    "pinned_max_round_threshold_mb": "2.13",
+}
+
+# They ask for the bytes of the whole card, which an estimate is not told.
+_NOT_FOLLOWED = {
+    "per_process_memory_fraction": "give device_memory= the bytes that it allows instead",
+    "throw_on_cudamalloc_oom": "leave it out, it matters only if the card is full",
+}
+
+
+def _words(text: str) -> dict[str, str]:
+    """`name:value` by name; a comma inside of brackets separates nothing."""
+    words = {}
+    for word in filter(None, re.split(r",(?![^[]*\])", text)):
+        name, colon, value = word.partition(":")
+        if not colon or not value:
+            example = "give name:value pairs, separated by commas, e.g. max_split_size_mb:128"
+            raise ValueError(f"allocator_settings={shown(word)} is not an option: {example}")
+        words[name] = value
+    return words
+
+
+def _divisions(value: str) -> tuple[int, ...]:
+    """One number for all sizes; or, for each interval from that many MiB on, one of its own. torch leaves the intervals
+    that lie between two named ones alone."""
+    if not value.startswith("["):
+        return (_power_of_2(value),) * 16
+    divisions, last = [0] * 16, None
+    for entry in value.strip("[]").split(","):
+        where, _, steps = entry.partition(":")
+        steps = 0 if steps == "0" else _power_of_2(steps)
+        if where == ">":
+            begin = 1 if last is None else last + 1
+            divisions[begin:] = [steps] * (16 - begin)
+            continue
+        here = min(_power_of_2(where).bit_length() - 1, 15)
+        if last is None:
+            divisions[:here] = [steps] * here
+        divisions[here] = steps
+        last = here
+    return tuple(divisions)
+
+
+def _power_of_2(text: str) -> int:
+    number = int(text)
+    if number < 1 or number.bit_count() > 1:
+        raise ValueError
+    return number
+
+
+_OF_THE_CARD = -1.0  # a share of the card's memory
+
+
+def _reserve(value: str) -> float | None:
+    """GiB, or `_OF_THE_CARD`. A value that is no number above 0 torch ignores, with a warning."""
+    is_gib = value[-1:] in ("G", "g")
+    try:
+        size = float(value[:-1] if is_gib else value)
+    except ValueError:
+        return None
+    if not 0 < size < float("inf"):
+        return None
+    return size if is_gib else _OF_THE_CARD
+
+
+# How the value of each option is read, by a function that raises LookupError or ValueError; and what to write.
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "expandable_segments": ({"True": True, "False": False}.__getitem__, "True or False"),
+    "expandable_segments_reserve": (_reserve, "GiB, e.g. 40G"),
+    "max_split_size_mb": (int, "a whole number"),
+    "max_non_split_rounding_mb": (int, "a whole number"),
+    "large_segment_size_mb": (int, "a whole number"),
+    "roundup_power2_divisions": (_divisions, "a power of two, or one per interval of sizes in MiB, e.g. [256:1,>:4]"),
+}
+
+
+def _read(name: str, value: str) -> Any:
+    reader, wanted = _READERS[name]
+    try:
+        return reader(value)
+    except (LookupError, ValueError):
+        raise ValueError(f"{name}:{value}: give {wanted}") from None
+
+
+# ---- what changed between releases of torch
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a release of torch decides about the device's memory, and another one otherwise."""
+
+    torch: str  # "2.13"
+    # Which of several free blocks of one size is taken: the one at the lowest "address", the "block" that torch made
+    # first, or the one of the "segment" that was taken first, and in it at the lowest address.
+    ties: str
+    shares_workspace: bool  # whether cuBLASLt has cuBLAS' workspace; else one of LT_WORKSPACE_BYTES for each thread
+    lt_takes_both: bool  # whether its products, where they have one of their own, bring cuBLAS' too
+    # Whether each thread keeps the workspaces of its first matmuls; otherwise each matmul allocates and frees its own.
+    keeps_workspaces: bool = True
+    # Whether memory-efficient attention takes grouped queries, and every fused kernel a single head of keys and values
+    # without `enable_gqa`; and cuDNN's takes heads of up to 256 on compute capability 10 too.
+    groups_attention: bool = False
+    seeds_on_device: bool = False  # whether memory-efficient attention without dropout has its unused seed there
+    compacts_norms: bool = False  # whether _foreach_norm's partial results have no gaps
+
+
+WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # what their blocks are called
+LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize
+# Ties: c10/cuda/CUDACachingAllocator.cpp, named after the comparators in each wheel's libc10_cuda.so; by age since pull
+# request 178362, by the segment's since 183591. Workspaces: pull requests 151163, 168175 and 173002. Each was seen in a
+# rehearsal of that release: `benchmarks/measure_allocator.py`, `tests/rehearsal/test_kernels_rehearsed.py`.
+# Workspaces that are not kept: 194311, which heeds TORCH_CUBLAS_WORKSPACE_CACHE. Attention: 191085. Norms: 190549.
+_SINCE_2_14 = {"groups_attention": True, "seeds_on_device": True}
+RELEASES = {
+    each.torch: each
+    for each in (
+        Release("2.10", "address", False, True),
+        Release("2.11", "address", False, True),
+        Release("2.12", "block", True, False),
+        Release("2.13", "segment", True, False),
+        Release("2.14", "segment", True, False, **_SINCE_2_14),
+        Release("2.15", "segment", True, False, **_SINCE_2_14, keeps_workspaces=False, compacts_norms=True),
+    )
+}
+
+
+def release(torch_version: str | None = None) -> Release:
+    """The rules of a release, "2.11" or "2.11.0+cu130"; None: of the installed one. As torch does, it heeds
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE, 1 or 0.
+
+    A release newer than all that are known has the newest known rules under its own name, see `is_tested`; a warning
+    says so, once in a process.
+
+    Raises:
+        ValueError: the text names no release, or one that is older than all that are known.
+    """
+    version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
+    number = _number(version)
+    name = "{}.{}".format(*number) if number else ""
+    known = RELEASES.get(name)
+    if known is None and number > _number(newest()):
+        _warn_of_untested(name)
+        known = replace(RELEASES[newest()], torch=name)
+    if known is None:
+        choose = f"Choose from {', '.join(RELEASES)}, or a newer one"
+        if number:  # older than all of them
+            choose = f"Did you mean '{min(RELEASES, key=_number)}'? {choose}"
+        raise ValueError(f"torch_version={shown(version)}: the rules of its allocator are unknown. {choose}.")
+    shared = _SWITCH.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE"), known.shares_workspace)
+    kept = known.keeps_workspaces or _SWITCH.get(os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE"), False)
+    return replace(known, shares_workspace=shared, keeps_workspaces=kept)
+
+
+_SWITCH = {"1": True, "0": False}
+
+
+def newest() -> str:
+    """The newest release whose rules are known, e.g. "2.14"."""
+    return max(RELEASES, key=_number)
+
+
+def is_tested(rules: Release) -> bool:
+    """Whether these are the rules of that very release, and not of the newest known before it."""
+    return rules.torch in RELEASES
+
+
+def is_since(torch: str, rules: Release) -> bool:
+    """Whether the rules are of this release, e.g. "2.15", or of a newer one."""
+    return _number(rules.torch) >= _number(torch)
+
+
+def untested_text(torch: str) -> str:
+    """What to say of a release that is newer than all that are known."""
+    return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
+
+
+@functools.cache
+def _warn_of_untested(torch: str) -> None:
+    warnings.warn(f"{untested_text(torch)}; memory on CUDA may differ.", stacklevel=4)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11" or "2.11.0a0+git"; () of what names no release."""
+    found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
+    return (int(found[1]), int(found[2])) if found else ()

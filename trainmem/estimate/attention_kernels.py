@@ -1,0 +1,136 @@
+"""In which order CUDA's attention kernels ask for memory: results, and what they need for themselves while they run.
+
+Each function lists what one operation asks for: its results, and bytes that it holds until it ends or frees before (see
+`kernels`). The kernels are torch's flash, memory-efficient and cuDNN attention, forward and backward.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from trainmem.estimate.allocator import next_multiple
+from trainmem.estimate.allocator_settings import Release
+from trainmem.estimate.reduction_scratch import Processors
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Free(NamedTuple):
+    """One of the blocks held is given back before the operation ends."""
+
+    index: int
+
+
+Step = torch.Tensor | int | Free  # a result that is made, or bytes that are held until the operation ends
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What decides how kernels work: the compute capability, its multiprocessors, the rules of torch's release."""
+
+    capability: tuple[int, int]
+    processors: Processors
+    rules: Release
+
+
+def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
+    """The bytes of the copy that puts a tensor into this order, if one is needed."""
+    return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
+
+
+def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
+    """Heads beyond 128 are summed in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
+    wide = query.dtype in HALF and value.shape[-1] > 128
+    sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
+    return [*made[2:], *made[:2], *sums] if gpu.rules.seeds_on_device else [*made, *sums]
+
+
+def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
+    """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
+    fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
+    depends on the shared memory."""
+    batch, heads, length, head = query.shape
+    half, roomy = query.dtype in HALF, gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
+    tight = (8, 6) <= gpu.capability <= (8, 9) or gpu.capability[0] == 12
+    dropout = rest[4]
+    # The widest heads whose dK and dV stay in registers; the kernel for 96 takes no dropout.
+    in_registers = 128 if not tight else 96 if gpu.capability[0] == 8 and not dropout else 64
+    is_small = head <= 64 or (in_registers < head <= 128 if half else not roomy)
+    side = 64 if is_small else 128
+    across = 128 if half and roomy and 64 < head <= 128 else 64
+    tiles = -(-length // side) * -(-head // across) * (16 + 4 * side * across)
+    wide = next_multiple(head, side) + next_multiple(value.shape[-1], side)
+    sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > in_registers else 0
+    rows, tiled = 4 * batch * heads * length, batch * heads * (tiles + sums)
+    copies = contiguous_copy(gradient.transpose(1, 2))
+    grouped = heads != key.shape[1]  # dK and dV of each query head come first, and are summed for each group
+    of_heads = [heads * each[:, 0].numel() * each.element_size() for each in (key, value)] if grouped else []
+    made = [*copies, *made[:3], *of_heads, *made[3:]]
+    first = len(copies) + len(of_heads)
+    if half:
+        return [*made, rows, tiled, Free(first), Free(first)]
+    products = [rows * value.shape[-1], rows, rows, Free(first + 1), Free(first)]
+    return [*made, *products, tiled, Free(first)]
+
+
+def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
+    """Where few rows leave the card idle the keys are split, and each part is summed in fp32 before all are
+    (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
+    if dropout_p:
+        return [*made[:2], 16, *made[:1:-1]]
+    batch, heads, length, head = query.shape
+    if length == 1 and heads > key.shape[1]:  # grouped queries become rows
+        heads, length = key.shape[1], heads // key.shape[1]
+    keys = 256 if head <= 64 else 128 if head <= 128 else 64
+    parts = _parts(batch * heads * -(-length // 64), 2 * gpu.processors.count, -(-key.shape[2] // keys))
+    rows = 4 * parts * batch * heads * length
+    wide = next_multiple(head, 32 if head <= 128 else 64)
+    return [*made[:2], rows, rows * wide, *made[2:]] if parts > 1 else made
+
+
+def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
+    """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
+    (flash_attn/flash_api.cpp: mha_bwd)."""
+    batch, heads, length, head = query.shape
+    rows = batch * heads * next_multiple(length, 128)
+    wide = next_multiple(head, 32 if head <= 128 else 64)
+    copies = [bytes_ for each in (gradient, out) for bytes_ in contiguous_copy(each.transpose(1, 2))]
+    grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
+    return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
+
+
+def cudnn_forward(gpu: Gpu, made, *_, **__):
+    """Seed and offset come first."""
+    return [*made[2:], *made[:2]]
+
+
+def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
+    """fp32 sums of dQ and of each row (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h:
+    get_fe_workspace_size_node); on compute capability 10 heads of 256 need none of dQ."""
+    rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
+    return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
+
+
+def _parts(blocks: int, places: int, most: int) -> int:
+    """Into how many parts flash splits keys: the fewest that fill the last wave of blocks nearly as well as any."""
+    if blocks >= 0.8 * places:
+        return 1
+    counts = range(1, min(128, places, most) + 1)
+    eligible = [n for n in counts if n == 1 or -(-most // n) != -(-most // (n - 1))]
+    filled = {n: blocks * n / places / -(-blocks * n // places) for n in eligible}
+    return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
+
+
+_NAME = "_scaled_dot_product_{}_attention{}"
+RULES = {
+    getattr(torch.ops.aten, _NAME.format(kernel, way)): rule
+    for kernel, way, rule in (
+        ("flash", "", flash_forward),
+        ("flash", "_backward", flash_backward),
+        ("efficient", "", efficient_forward),
+        ("efficient", "_backward", efficient_backward),
+        ("cudnn", "", cudnn_forward),
+        ("cudnn", "_backward", cudnn_backward),
+    )
+}

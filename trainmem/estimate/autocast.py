@@ -1,0 +1,221 @@
+"""CUDA's rules of autocast, applied under `torch.autocast("cpu")`: which type each operator computes in.
+
+On CUDA each operator belongs to one list: it runs in 16 bits, in fp32, or in the widest type of its operands. The CPU
+has other lists. `emulated` registers CUDA's at the CPU's place in torch's dispatcher, with the cache of weights' casts
+that CUDA keeps. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
+"""
+
+import contextlib
+import functools
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainmem.core.outcomes import Invalid
+from trainmem.estimate.allocator_settings import newest
+
+_LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
+# Norms have no place for the type of their result: they are run in an overload that has one.
+_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named arguments of an operator
+
+
+@contextlib.contextmanager
+def emulated(library: torch.library.Library) -> Iterator[None]:
+    """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
+
+    Args:
+        library: a library of "aten" that is open for implementations, and is closed after this context.
+    """
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    own = [[name for name in registered(key) if name.startswith("aten::")] for key in ("AutocastCUDA", "AutocastCPU")]
+    cuda, cpu = ({name.removeprefix("aten::") for name in names} for names in own)  # torchvision registers some too
+    casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
+    rules = casts.rules()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in sorted(cuda | cpu):
+            rule = functools.partial(_ruled, rules.get(name, _no_rule), name) if name in cuda else fallthrough
+            library.impl(name, rule, "AutocastCPU")
+    clear = torch.clear_autocast_cache
+
+    def clear_all(*args, **options):
+        casts.kept.clear()
+        clear(*args, **options)
+
+    # `torch.autocast` calls it when the outermost context ends.
+    with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
+        yield
+
+
+class _Casts:
+    """The rules that cast operands, and the casts of weights: each is made once and kept until autocast ends."""
+
+    def __init__(self):
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a weight: the weight and its cast
+
+    def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
+        """For each operator that CUDA's lists name, what its rule makes of the operator's name and arguments."""
+        lists = {
+            "lower_precision": self._lower,
+            "fp32": self._fp32,
+            "fp32_result": _fp32_result,
+            "widest": self._widest,
+        }
+        rules = {name: rule for which, rule in lists.items() for name in _LISTS[which].split()}
+        return rules | dict.fromkeys(_NORMS, _fp32_norm) | {"binary_cross_entropy": _banned}
+
+    def _lower(self, _, args, kwargs) -> Arguments:
+        return self._cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+
+    def _fp32(self, _, args, kwargs) -> Arguments:
+        return self._cast((args, kwargs), torch.float32)
+
+    def _widest(self, _, args, kwargs) -> Arguments:
+        wide = any(_is_cast(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs)))
+        return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
+
+    def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
+        """The last argument first: so a C++ compiler evaluates the arguments of a call. The tensors of a list in their
+        order."""
+        cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
+        args, kwargs = arguments
+        options = {name: cast(value) for name, value in reversed(kwargs.items())}
+        return tuple([cast(value) for value in reversed(args)][::-1]), options
+
+    def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""
+        if tensor.dtype is dtype:
+            return tensor
+        is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        if not is_weight or dtype is not torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        if id(tensor) not in self.kept:
+            self.kept[id(tensor)] = (tensor, tensor.to(dtype))
+        return self.kept[id(tensor)][1]
+
+
+def _is_cast(leaf: Any) -> bool:
+    """Whether autocast casts it: floating point of at most 32 bits on the device. A real tensor without dimensions is a
+    number on the host."""
+    if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
+        return False
+    return leaf.is_floating_point() and leaf.dtype is not torch.float64
+
+
+def _ruled(rule, name, *args, **kwargs):
+    """The operator with the arguments that its rule gives it. Inside of it autocast is off."""
+    function = overload(_NORMS.get(name, name))
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(below):
+        args, kwargs = rule(name, args, kwargs)
+        result = function(*args, **kwargs)
+    while args:  # the last was cast first, and C++ destroys it last
+        args = args[1:]
+    return result
+
+
+def _fp32_result(name, args, kwargs) -> Arguments:
+    """A sum or product is told to make fp32, unless its caller asked for a type."""
+    index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
+    given = args[index] if len(args) > index else kwargs.get("dtype")
+    if given is not None or not _is_cast(args[0]):
+        return args, kwargs
+    return args[:index], kwargs | {"dtype": torch.float32}
+
+
+def _fp32_norm(name, args, kwargs) -> Arguments:
+    """A norm runs in the overload that takes the type of its result, see `_NORMS`."""
+    defaults = [argument.default_value for argument in overload(name)._schema.arguments]
+    dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
+    return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
+
+
+def _banned(name, *_):
+    raise RuntimeError(f"{name} is not allowed under autocast on CUDA: use binary_cross_entropy_with_logits")
+
+
+def _no_rule(name, *_):
+    """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
+    remedy = f"use torch {newest()} or older"
+    raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
+
+
+def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
+    """Accelerate, and with it the Trainer, autocasts fp16=True and scales its loss on a GPU only: here it does too."""
+    from accelerate import Accelerator
+
+    prepare = Accelerator.__init__
+
+    @functools.wraps(prepare)
+    def preparing(self, *args, **kwargs):
+        prepare(self, *args, **kwargs)
+        if self.mixed_precision == "fp16" and self.scaler is None:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", **options)
+
+    return patch.object(Accelerator, "__init__", preparing)
+
+
+@contextlib.contextmanager
+def _cuda_is_meant() -> Iterator[None]:
+    """In a loop of one's own `torch.autocast("cuda")` and its `GradScaler` do nothing where there is no GPU: here they
+    do what they do on one, and who asks is told so."""
+    autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
+    plain, plain_scaler = autocast.__init__, scaler.__init__
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def asked(device_type="cuda", *args, **options):
+        return is_on("cpu" if device_type == "cuda" else device_type, *args, **options)
+
+    def asked_dtype(device_type, *args, **options):
+        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type, *args, **options)
+
+    def init(self, device_type, dtype=None, *args, **kwargs):
+        is_cuda = device_type == "cuda"
+        dtype = torch.get_autocast_dtype("cuda") if is_cuda and dtype is None else dtype
+        plain(self, "cpu" if is_cuda else device_type, dtype, *args, **kwargs)
+
+    def init_scaler(self, device="cuda", *args, **kwargs):
+        plain_scaler(self, "cpu" if device == "cuda" else device, *args, **kwargs)
+
+    answers = patch.multiple(torch, is_autocast_enabled=asked, get_autocast_dtype=asked_dtype)
+    with answers, patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
+        yield
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """An operator of aten by its name, e.g. "sum.dim_IntList"; "mm" is short for "mm.default"."""
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default")
+
+
+OF_SCALER = (
+    "this training fails: {why}. With fp16=True trainable weights must be in float32: give dtype='float32', or "
+    "bf16=True instead of fp16=True"
+)
+
+
+OF_NORM = (
+    "this training fails: on a CPU torch has no norm kernel for inputs in {} and weights in {}. Give "
+    "dtype='float32', or leave bf16 out"
+)
+
+
+@contextlib.contextmanager
+def scaler_failures() -> Iterator[None]:
+    """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
+    try:
+        yield
+    except ValueError as error:
+        if "unscale FP16" not in str(error):
+            raise
+        raise Invalid(OF_SCALER.format(why=str(error).rstrip("."))) from error

@@ -1,0 +1,126 @@
+"""What a deep model needs, told from two shallow ones of its kind: a search's first look, before it follows all layers.
+
+At each place of a training, such as the backward of the first layer's norm, there live bytes that grow in a straight
+line with the number of layers. The highest of these lines is the peak. What is told so is no estimate: it says where to
+look (`tests/estimate/test_depth.py` has how near it comes).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.estimate import peak_memory
+from trainmem.estimate.allocator_replay import replayed
+from trainmem.estimate.api import target
+from trainmem.estimate.fresh_process import Tell, ask
+from trainmem.estimate.memory_estimate import Device
+from trainmem.estimate.trace_records import Trace, highest
+from trainmem.records import TENSOR_CATEGORIES, Category, Phase
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trainmem.estimate.operator_workspaces import Probe
+
+_SHALLOW = (2, 4)  # layers
+_DEEP = 24  # up to so many all are followed at once
+
+STATES = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS, Category.GRADIENTS)
+STATES += (Category.OPTIMIZER_STATES,)
+_STATES = [number for number, category in enumerate(TENSOR_CATEGORIES) if category in STATES]
+
+Places = dict[tuple[str, str, str], int]  # the most bytes alive, by phase, operation and module
+
+
+def layers_of(task: Task) -> int | None:
+    """How many layers a model has, where they are in one row and too many to follow them at each look; else None."""
+    config = task.build_config()
+    layers = getattr(config, "num_hidden_layers", 0) or 0
+    return layers if layers > _DEEP and not config.is_encoder_decoder else None
+
+
+def parameters(tasks: Sequence[Task]) -> list[int]:
+    """The number of parameters of each, counted where torch is imported. Raises ValueError as `estimate` does."""
+    return ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
+
+
+def _parameters(tasks: list[Task], probe: "Probe", tell: Tell) -> list[int]:
+    return [task.parameters() for task in tasks]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a training takes by its number of layers, from two that were followed."""
+
+    places: tuple[Places, Places]  # of the shallow ones
+    reserved: tuple[int, int]  # bytes
+    states: tuple[int, int]  # bytes of weights, gradients and optimizer states, where these are most
+
+    def at(self, layers: int) -> tuple[int, int]:
+        """About how many bytes are alive at the peak, and how many are reserved at the most, or some per cent more."""
+        few, more = self.places
+        peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
+        beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
+        return peak, peak + max(_beyond(beside, layers), 0)
+
+    def states_at(self, layers: int) -> int:
+        """Bytes of weights, gradients and optimizer states."""
+        return _beyond(self.states, layers)
+
+
+def _beyond(shallow: Sequence[int], layers: int) -> int:
+    """What lies on the straight line through the bytes of the two shallow models."""
+    return round(shallow[1] + (layers - _SHALLOW[1]) / (_SHALLOW[1] - _SHALLOW[0]) * (shallow[1] - shallow[0]))
+
+
+def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Line:
+    """What a training takes by its number of layers; whatever the task has itself.
+
+    Args:
+        asked: `device` and `compute_capability` as `estimate` takes them, and the training arguments.
+
+    Raises:
+        ValueError: as `estimate` does.
+    """
+    target_device = target(asked.pop("device", None), asked.pop("compute_capability", None))
+    for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
+        asked[name] = min(asked.get(name, usual), 2)  # more of them take as much
+    arguments = Arguments.of(asked)
+    tasks = [task.replace(config={"num_hidden_layers": count}) for count in _SHALLOW]
+    experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]
+    found = ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
+    return Line(*zip(*found, strict=True))
+
+
+def _shallow(
+    experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
+) -> list[tuple[Places, int, int]]:
+    """The fields of a `Line` for each training; to be called by `fresh_process.with_known`."""
+    found = []
+    traced = peak_memory.trace_all(experiments, device, probe, tell)
+    for count, each in zip(_SHALLOW, traced, strict=True):
+        states = max(int(live[_STATES].sum()) for live in each.trace.marks.values())
+        totals, reserved = each.totals, int(each.totals.max())
+        if device.kind == "cuda":
+            laid_out = replayed(each.trace.log, device.settings, None, device.rules)
+            totals, reserved = highest(laid_out.allocated, each.trace.begins), laid_out.memory().reserved_bytes
+        found.append((_places(each.trace, totals, count), reserved, states))
+    return found
+
+
+def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
+    """First and last layer are places of their own; those between them are one. What runs in no module is left out,
+    but for the optimizer's: at what time it runs may differ with the depth."""
+    places: Places = {}
+    names = {"0": "first", str(layers - 1): "last"}
+    for phase, operation, module, total in zip(trace.phases, trace.operations, trace.modules, totals, strict=True):
+        if not module and phase is not Phase.STEP:
+            continue
+        layer = re.sub(r"\d+", lambda found: names.get(found[0], "between"), module, count=1)
+        place = phase.shown, operation.name, layer
+        places[place] = max(places.get(place, 0), int(total))
+    return places

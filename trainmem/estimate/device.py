@@ -1,0 +1,340 @@
+"""Track which tensors a GPU's memory would hold, and in which order it is allocated, for estimates on CUDA.
+
+All tensors of an estimate report the device "cpu". `DeviceTracker` knows where each one would be (`Placement`): weights
+and batches are sent to the device, and the results of operations on tensors that are there are there too.
+"""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.utils import memory
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from trainmem.core import adapters
+from trainmem.estimate import kernels, quantized_kernels, trl_kernels
+from trainmem.estimate.allocator_settings import Release, release
+from trainmem.estimate.one_rank import DeviceName
+from trainmem.estimate.operation_cache import OperationCache
+from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
+from trainmem.measure.tracker import calling, name_of
+from trainmem.measure.watcher import Block
+from trainmem.records import Category, Phase
+
+aten = torch.ops.aten
+# Functions of torch that make a tensor from no other one: on the host, unless they are given a device.
+_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
+_FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
+_OF_MODEL = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)  # phases that run on the device
+
+_ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
+
+_DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
+_PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
+
+
+class Placement(Enum):
+    """Where a tensor would be on a machine with a GPU."""
+
+    HOST = auto()
+    DEVICE = auto()  # its bytes count
+    NEITHER = auto()  # the driver pages it between the two
+
+
+class NotSent(Exception):
+    """A user's loop computes, and has not sent its model to the device."""
+
+
+class DeviceTracker(FakeTracker):
+    """Track what is on a GPU.
+
+    Args:
+        capability: the GPU's compute capability.
+        is_function: a user's loop is traced.
+        from_the_start: the loop never sends its model to the device, so all that it makes counts as made there.
+        rules: the rules of torch's release; None: the installed one's.
+    """
+
+    places_modules = True
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        is_function: bool = False,
+        from_the_start: bool = True,
+        cache: OperationCache | None = None,
+        rules: Release | None = None,
+    ):
+        super().__init__(cache)
+        self._rules = rules or release()
+        self._is_function, self._from_the_start = is_function, is_function and from_the_start
+        self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
+        # Where weights are. While they are on the host, so is everything else.
+        self.weights = Placement.DEVICE if self._from_the_start else Placement.HOST
+        self._requested: Placement | None = None  # by `device=` of the factory function that runs; None: none runs
+        self._forced: Placement | None = None  # for all that is made now, whatever else holds
+        self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
+        self._results = Placement.HOST  # of the present operation
+        self._has_inputs = False  # whether the present operation has tensors among its arguments
+        self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
+        self._streams = {torch.cpu.current_stream(): 0}  # streams that allocated, by number
+        self._workspaces: set[tuple[bool, str]] = set()  # of autograd's thread (True) and of the one that called it
+
+    def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
+        """Return a context in which code that sends something to a GPU places it there.
+
+        `paged`: an optimizer of bitsandbytes keeps its large states in memory that the driver pages.
+        """
+        stack = contextlib.ExitStack()
+        if self._is_function:
+            stack.enter_context(trl_kernels.emulated())
+        for owner, name, replacement in self._replacements(paged):
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
+        stack.enter_context(_DeviceArguments(self))
+        return stack
+
+    def _replacements(self, paged: bool) -> Iterator[tuple[Any, str, Callable]]:
+        """Yield (owner, name, replacement) for each function of a library that is replaced."""
+        yield torch.nn.Module, "to", to_of(self)
+        yield torch.cuda, "empty_cache", self.cache_emptied
+        yield memory, "is_cuda_available", lambda *_, **__: True
+        yield memory, "is_mps_available", lambda *_, **__: False
+        if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other matmuls, and repacks 4-bit weights
+            yield bitsandbytes, "matmul", _matmul_8bit
+            yield bitsandbytes, "matmul_4bit", calling(self._matmul_4bit, bitsandbytes.matmul_4bit)
+            yield bitsandbytes.nn.modules, "has_avx512bf16", lambda *_, **__: False
+            yield bitsandbytes.nn.Int8Params, "to", calling(_send_8bit, bitsandbytes.nn.Int8Params.to)
+        if peft := sys.modules.get("peft"):
+            layer = peft.tuners.tuners_utils.BaseTunerLayer
+            move = calling(self._move_adapter, layer._move_adapter_to_device_of_base_layer)
+            yield layer, "_move_adapter_to_device_of_base_layer", move
+        if paged:
+            from bitsandbytes.optim.optimizer import Optimizer8bit
+
+            yield Optimizer8bit, "get_state_buffer", calling(self._state_buffer, Optimizer8bit.get_state_buffer)
+
+    def _matmul_4bit(self, plain, *args, **kwargs):
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        with patch.object(self.cache, "within", dtype):
+            return plain(*args, **kwargs)
+
+    def _add_adapters(self, plain, *args, **kwargs):
+        """peft sends new adapters to the device of the base's weights: only a quantized base is on the GPU by then."""
+        with patch.object(self, "_adapter_base", self.weights):
+            return plain(*args, **kwargs)
+
+    def _move_adapter(self, plain, layer, *args, **kwargs):
+        """When peft sends a parameter to a quantized base's device, the copy is trainable: AdaLoRA's `ranknum`."""
+        plain(layer, *args, **kwargs)
+        if self.is_on_device(layer.get_base_layer().weight):
+            for name in layer.other_param_names:
+                if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
+                    kept.requires_grad_(True)
+
+    def _state_buffer(self, plain, optimizer, weight, *args, **kwargs):
+        is_paged = optimizer.is_paged and weight.numel() >= _PAGED
+        with patch.object(self, "_forced", Placement.NEITHER if is_paged else None):
+            return plain(optimizer, weight, *args, **kwargs)
+
+    def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send parameters and buffers to the device, in the order of `Module._apply`."""
+        if self._adapter_base is Placement.HOST:
+            return module  # an adapter goes to its base
+        self.weights = Placement.DEVICE
+        for child in module.children():
+            self.send_module(child)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor._is_view() and not self.is_on_device(tensor):
+                with _disable_current_modes():  # the copy on the device is a view of nothing
+                    module._buffers[name] = tensor.clone()
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is not None:
+                self.send(tensor, Category.WEIGHTS)
+        return module
+
+    def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
+        """Send a tensor to the device, unless it is there."""
+        storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
+        if category == Category.WEIGHTS:
+            self.weights = Placement.DEVICE
+        if storage is not None and storage._cdata not in self._blocks:
+            self._add_block(storage, category, "copy to the device")
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        storage = self._storage(tensor)
+        return storage is not None and storage._cdata in self._blocks
+
+    def _begin(self, tensors, any_fake):
+        self._has_inputs = bool(tensors)
+        self._results = self._placement_of_results(tensors, any_fake)
+        if self._results is Placement.DEVICE and any_fake:
+            for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
+                if not isinstance(tensor, FakeTensor) and tensor.dim():
+                    self.send(tensor)
+
+    def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
+        """Return where an operation on these tensors puts its results."""
+        if self._forced:
+            return self._forced
+        if self.weights is Placement.HOST or self.collates:
+            return Placement.HOST
+        if inputs:
+            is_there = any_fake or any(map(self.is_on_device, inputs))
+        elif self._requested and not self._from_the_start:
+            return self._requested
+        else:
+            is_there = self._from_the_start or self.phase in _OF_MODEL
+        return Placement.DEVICE if is_there else Placement.HOST
+
+    def execute(self, function, args, kwargs):
+        if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
+            self._overwritten.add(args[0].numel())
+        elif function is aten.new_empty_strided.default and args[0].numel() in self._overwritten:
+            self._copy_into_base(args[0])
+        result = super().execute(function, args, kwargs)
+        if self._results is Placement.DEVICE:
+            if function.overloadpacket is aten.set_:
+                self.send(result)  # it has another storage now
+            self._run_kernel(function, args, kwargs, result)
+        return result
+
+    def _copy_into_base(self, gradient: torch.Tensor) -> None:
+        """Copy the gradient of a view that was overwritten into a gradient of the view's base, and free it.
+
+        AsStridedBackward0 does so. Under a dispatch mode autograd takes the view back instead, which copies nothing.
+        """
+        storage = self._storage(gradient)
+        if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
+            return
+        block, reference = self._blocks[storage._cdata]
+        copy = Block(block.bytes, block.category, "aten.new_zeros.default")
+        self.log += [(copy, +1), (block, -1)]
+        self._blocks[storage._cdata] = copy, reference
+
+    def as_kernels_do(self, function, args, kwargs):
+        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
+            return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
+        result = super().as_kernels_do(function, args, kwargs)
+        is_4bit = self.cache.within and function.namespace == "bitsandbytes"
+        if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
+            return result.to(self.cache.within)
+        if function is aten.log_sigmoid_forward.default:  # the backward needs its input alone
+            return result[0], result[1].new_empty(0)
+        if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
+            return *result[:2], *(args[0].new_empty((), dtype=torch.int64) for _ in result[2:])
+        if function is aten._scaled_dot_product_efficient_attention_backward.default:
+            # Before 2.14 torch takes keys and values to have the queries' heads.
+            alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
+            return result[0], *alike, result[3]
+        if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
+            return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
+        return result
+
+    def _track_result(self, tensor, function, args, kwargs):
+        pass  # `_run_kernel` did, in the order of the kernel
+
+    def mark(self, label):
+        if self._is_function and self.weights is Placement.HOST:
+            raise NotSent
+        super().mark(label)
+
+    def tag(self, tensor, category, keep=()):
+        if category == Category.WEIGHTS:
+            self.weights = Placement.DEVICE  # a model that computes is on the device, however it came there
+        super().tag(tensor, category, keep)
+
+    def _stream(self) -> int:
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+
+    def track_unlisted(self, tensor, operation):
+        pass  # random states and numbers that autograd keeps: they are on the host
+
+    def _run_kernel(self, function, args, kwargs, result) -> None:
+        """Log what the operation's kernel allocates and frees, in its order."""
+        held: list[Block] = []
+        on_host = [*map(id, self._kernels.on_host(function, args, result))]
+        in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
+        # In a loop whose model is never sent, real tensors from no other ones stay on the host, unless requested.
+        real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
+        for step in self._kernels.program(function, args, kwargs, result):
+            if isinstance(step, torch.Tensor):
+                if not in_place and (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
+                    super()._track_result(step, function, args, kwargs)
+            elif isinstance(step, kernels.Free):
+                self.log.append((held.pop(step.index), -1))
+            else:
+                held.append(self._hold(step, name_of(function)))
+        for name, size in self._kernels.workspaces(function, args, kwargs):
+            if not self._rules.keeps_workspaces:
+                held.append(self._hold(size, name))
+            elif (kept := (self.phase == Phase.BACKWARD, name)) not in self._workspaces:  # a thread's first
+                self._workspaces.add(kept)
+                self._hold(size, name)
+        for block in reversed(held):
+            self.log.append((block, -1))
+
+    def _hold(self, size: int, operation: str) -> Block:
+        block = Block(size, Category.INSIDE_OPERATIONS, operation)
+        self.log.append((block, +1))
+        return block
+
+
+def _send_8bit(plain, weight, *args, **kwargs):
+    """Keep quantized `Int8Params`: peft sends them to the CPU, where fake weights claim to be, and `to` would
+    lose the layer's scales."""
+    return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
+
+
+def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
+    """`bitsandbytes.matmul` as on a GPU."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    state.threshold = threshold or state.threshold
+    return MatMul8bitLt.apply(tensor, weight, out, bias, state)
+
+
+class _DeviceArguments(TorchFunctionMode):
+    """Place tensors as `device=` arguments and calls of `to` request."""
+
+    def __init__(self, tracker: DeviceTracker):
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "to":
+            return self._to(function, args, kwargs)
+        if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
+            return self._make(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _to(self, function, args, kwargs):
+        tracker = self._tracker
+        if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
+            tracker.weights = Placement.DEVICE  # weight by weight, and never the module
+        if tracker.weights is Placement.HOST:
+            return function(*args, **kwargs)
+        words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, _DEVICES) else [])}
+        only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
+        if only_moves and tracker.is_on_device(args[0]):
+            return args[0]  # it is there: "cpu" and "cpu:0" are one device here
+        result = function(*args, **kwargs)
+        if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
+            tracker.send(result, tracker._category_at_allocation(None, ()))
+        return result
+
+    def _make(self, function, args, kwargs):
+        requested = Placement.DEVICE if isinstance(kwargs.get("device"), _DEVICES) else Placement.HOST
+        with patch.object(self._tracker, "_requested", requested):
+            result = function(*args, **kwargs)
+        if function.__name__ in ("tensor", "as_tensor") and requested is Placement.DEVICE:
+            self._tracker.send(result)
+        return result

@@ -1,0 +1,411 @@
+"""In which order CUDA's kernels ask for memory: results, and what they need for themselves while they run.
+
+A result of several tensors is not always made in the order in which it is returned, and some kernels take memory that
+no tensor shows. Each rule is what torch 2.13's own CUDA build was seen to ask its allocator for in a rehearsal; the
+sources name why. What has no rule here makes its results in order and takes nothing else.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch.utils._pytree import tree_leaves
+
+from trainmem.estimate import attention_kernels, quantized_kernels, reduction_scratch
+from trainmem.estimate.allocator import next_multiple, workspace_bytes
+from trainmem.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
+from trainmem.estimate.attention_kernels import HALF, Free, Gpu, Step, contiguous_copy
+
+aten = torch.ops.aten
+WORD = 8  # bytes of an index
+CUB_BYTES = 256  # the parts of what CUB takes are multiples of it
+
+
+class Kernels:
+    """The kernels of a GPU of one compute capability.
+
+    Args:
+        capability: the compute capability.
+        is_on_device: whether a tensor is on the GPU.
+        rules: the rules of torch's release; None: the installed one's.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        is_on_device: Callable[[torch.Tensor], bool] = lambda _: True,
+        rules: Release | None = None,
+    ):
+        self._is_on_device = is_on_device
+        self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
+        self.workspace_bytes = workspace_bytes(capability)
+        newest = capability >= (9, 0)
+        # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
+        self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
+        sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
+        self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
+
+    def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
+        """What the operation asks for, in order. `function` is what autograd leaves on CPU tensors: grid_sampler_2d of
+        `grid_sample`, say; where a GPU takes another operation, `cuda.py` decides."""
+        made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
+        packet = function.overloadpacket
+        if rule := attention_kernels.RULES.get(packet):
+            return rule(self._gpu, made, *args, **kwargs)
+        if rule := _RULES.get(packet):
+            return rule(self, made, *args, **kwargs)
+        if function.namespace == "bitsandbytes":
+            copied, steps, _ = self._of_bitsandbytes(function, made, args, kwargs)
+            return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
+        if packet in _COPIED:
+            before, after = _COPIED[packet]
+            layout = torch.contiguous_format
+            if packet in _ON_IMAGES:
+                layout = suggest_memory_format(args[max(before + after)])
+            first, last = (
+                [size for n in each for size in contiguous_copy(args[n], layout)] for each in (before, after)
+            )
+            return [*first, *made, *last]
+        if packet in _REDUCTIONS and isinstance(result, torch.Tensor):
+            return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
+        return made
+
+    def _of_bitsandbytes(self, function, made, args, kwargs):
+        gpu = self._gpu.processors.count, self._gpu.capability
+        return quantized_kernels.program(gpu, function._opname, made, *args, **kwargs)
+
+    def multiplies(self, function, args: Sequence, kwargs: dict) -> bool:
+        """Whether cuBLAS does it."""
+        if function.namespace == "bitsandbytes":
+            return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
+        if function.overloadpacket is aten._grouped_mm:  # group by group unless it has a kernel
+            return not self._has_grouped_kernel(args[0])
+        if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
+            return False  # Triton does outer products (torch/_native/ops/bmm_outer_product)
+        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
+
+    def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
+        """Return the workspaces that a matmul asks for, a name and bytes each, if cuBLAS or cuBLASLt does it."""
+        if not self.multiplies(function, args, kwargs):
+            return []
+        rules = self._gpu.rules
+        by_lt = not (rules.keeps_workspaces and rules.shares_workspace) and _is_lt(function, args, kwargs)
+        blas, lt = (WORKSPACES[0], self.workspace_bytes), (WORKSPACES[1], LT_WORKSPACE_BYTES)
+        both = rules.keeps_workspaces and rules.lt_takes_both
+        return [*([blas] if both or not by_lt else []), *([lt] if by_lt else [])]
+
+    def _has_grouped_kernel(self, tensor: torch.Tensor) -> bool:
+        return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
+
+    def _grouped(self, made, first, second, offsets=None, *_, **__):
+        """Sizes, strides and pointers of each group, and a workspace for each multiprocessor (cuda/GroupMM.cu)."""
+        if not self._has_grouped_kernel(first):
+            return made
+        groups = first.shape[0] if offsets is None else offsets.numel()
+        return [*made, 60 * groups, self._gpu.processors.count * (512 if self._gpu.capability[0] == 9 else 5376)]
+
+    def on_host(self, function, args: Sequence, result) -> list[torch.Tensor]:
+        """Return the results that are on the host: the seed and offset of memory-efficient attention's dropout."""
+        if function is not aten._scaled_dot_product_efficient_attention.default:
+            return []
+        dropout = args[5] if len(args) > 5 else 0.0
+        return [] if self._gpu.rules.seeds_on_device and not dropout else list(result[2:])
+
+    def _norm(self, made, tensor, order=2, dim=None, *_, **__):
+        return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
+
+    def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
+        """A sum, a mean, ... along some dimensions: whole numbers are widened first, several blocks share a result."""
+        if not tensor.numel():
+            return []
+        dims = range(tensor.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+        dims = {each % max(tensor.dim(), 1) for each in dims}
+        wider = bytes_each or (max(4, made.element_size()) if made.dtype.is_floating_point else made.element_size())
+        casts = not bytes_each and tensor.dtype not in HALF and tensor.dtype is not made.dtype
+        copy = [tensor.numel() * made.element_size()] if casts else []
+        return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._gpu.processors, wider)
+
+    # ---- sorts and what is sorted
+
+    def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
+        """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
+        added, or where few rows are asked for often added to fp32 rows at once; few indices need neither
+        (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
+        count, width = indices.numel(), gradient.shape[-1]
+        copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
+        if count <= 3072 and not scale_by_frequency:
+            return [*copies, *made]
+        rows = min(count, weights)
+        sums = count // 10 + rows
+        first = len(copies)
+        ordered = [count * WORD] * 3 + [self._sort_bytes(count, weights), Free(first + 3), Free(first + 2)]
+        differ = _scan_bytes(count, self._unique_at_once)
+        unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
+        parts = [rows * WORD, rows * WORD, _scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
+        if rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
+            parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
+        else:
+            parts += [sums * width * 4]
+        return [*copies, *ordered, *made, *unique, *parts]
+
+    def _index(self, made, tensor, indices, *_, **__):
+        """Indices of 32 bits are widened (TensorAdvancedIndexing.cpp: make_info)."""
+        narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
+        return [*(index.numel() * WORD for index in narrow), *made]
+
+    def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
+        """Values that are added are sorted by their index first, once the smallest and the largest are known to be
+        inside (cuda/Indexing.cu: index_put_with_sort_kernel)."""
+        positions = [index for index in indices if index is not None]
+        if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
+            return made
+        # Autograd's own formula puts gradients into zeros, and looks at no bounds.
+        is_checked = torch.is_grad_enabled() and not unsafe
+        checks = [step for index in positions for step in self._bounds(index)] if is_checked else []
+        count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
+        rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
+        sort = self._sort_bytes(count, rows) if count > 2304 else 1
+        each = count * WORD
+        place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
+        return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
+
+    def _bounds(self, index: torch.Tensor) -> list[Step]:
+        """Smallest and largest at once, and whether they are inside."""
+        shared = reduction_scratch.scratch_bytes(
+            index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
+        )
+        return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
+
+    def _sort(self, made, tensor, *_, **__):
+        if tensor.dim() != 1:
+            return made
+        count, key = tensor.numel(), tensor.element_size()
+        if count <= 4096 or key not in self._sorted_at_once:
+            return [*made, count * WORD]
+        return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
+
+    def _scan(self, made, tensor, dim, *_, **__):
+        """Experts are counted in floats on a CPU, in int32 on a GPU (transformers/integrations/moe.py)."""
+        dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
+        cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
+        copy = [] if cast else contiguous_copy(tensor)
+        is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
+        tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
+        return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
+
+    def _safe_softmax(self, made, tensor, dim, *_, **__):
+        """Which rows are masked as a whole, and the zero that is written there (native/SoftMax.cpp)."""
+        return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
+
+    def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
+        """Of a radix sort of keys with their positions: the bins of each pass over 8 bits, how far each block's share
+        is, and for more than one pass both once more (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
+        passes = -(-max(largest - 1, 1).bit_length() // 8)
+        shares = -(-count // self._sorted_at_once[key])
+        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
+        return again + 1024 * shares + 2048 * passes + 511
+
+    # ---- others
+
+    def _where(self, made, condition, *values, **__):
+        """A number is copied to the device first (native/TensorCompare.cpp: where_self_out)."""
+        numbers = [value for value in values if not value.dim() and not self._is_on_device(value)]
+        return [*(value.element_size() for value in numbers), *made]
+
+    def _masked_scatter(self, made, tensor, *_, **__):
+        """The number of each element among those that the mask chooses (cuda/IndexKernel.cu: masked_scatter_kernel)."""
+        return [*made, WORD * tensor.numel(), _scan_bytes(tensor.numel())]
+
+    def _softmax_backward(self, made, gradient, output, *_, **__):
+        """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+        copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
+        return [*made, *copies, gradient.numel() * gradient.element_size()]
+
+    def _isinf(self, made, tensor, *_, **__):
+        """Whether the absolute value is infinite."""
+        return [tensor.numel() * tensor.element_size(), *made, Free(0)]
+
+    def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
+        """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
+        wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
+        return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
+
+    def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
+        """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
+        each, group = 4 * size * channels, 4 * size * groups
+        return [*made, each, each, group, group, each]
+
+    def _roll(self, made, tensor, shifts, dims=(), *_, **__):
+        """One dimension after the other (TensorTransformations.h: roll_common)."""
+        steps: list[Step] = contiguous_copy(tensor)
+        for _ in dims[1:]:
+            steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
+        return [*steps, *made]
+
+    def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
+        layout = _layout_of_convolution(tensor, weight)
+        return [*contiguous_copy(tensor, layout), *made, *contiguous_copy(weight, layout)]
+
+    def _convolution_backward(
+        self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
+    ):
+        """Gradients of the images, the weights and the bias; torch's own kernel makes that of the weights first
+        (native/Convolution.cpp: convolution_backward)."""
+        layout = _layout_of_convolution(tensor, weight)
+        rest = iter(made)
+        images, weights, bias = (next(rest) if each else None for each in wanted)
+        copies = contiguous_copy(gradient, layout)
+        whole = contiguous_copy(tensor) if tensor.dim() == 3 else []  # held to the end
+        if wanted[1] and not whole:
+            copies += contiguous_copy(tensor, layout)
+        of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
+        if not transposed and _is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
+            steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
+        else:
+            turned = contiguous_copy(weight, layout) if wanted[0] else []
+            steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
+            steps += [Free(len(whole))] * len(copies)
+        if bias is None:
+            return steps
+        dims = [0, *range(2, gradient.dim())]
+        shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, self._gpu.processors)
+        return [*steps, bias, *shared]
+
+    def _norms(self, made, tensors, *_, **__):
+        """A partial norm for each chunk of 65,536 elements: as many for each tensor as for the largest, or just those
+        that it has, with the offsets of the tensors that are not empty (cuda/ForeachReduceOp.cu)."""
+        chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
+        if self._gpu.rules.compacts_norms:
+            return [WORD * (1 + sum(map(bool, chunks))), 4 * sum(chunks), *made]
+        return [4 * len(chunks) * max(chunks), *made]
+
+    def _dropout(self, made, *_, **__):
+        return made[::-1]
+
+
+def _is_lt(function, args, kwargs) -> bool:
+    """Whether cuBLASLt does the matmul: one to which a bias of one number per column is added, and in 16 bits a matrix
+    (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
+        bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
+        return bias is not None and (args[0].dim() == 2 or args[0].is_contiguous())
+    if function.overloadpacket not in (aten.addmm, aten._addmm_activation):
+        return False
+    bias, rows, columns = args[:3]
+    shape, beta = (rows.shape[0], columns.shape[1]), kwargs.get("beta", 1)
+    if min(columns.shape) < 2:
+        return False
+    if bias.numel() == shape[1] == bias.shape[-1:].numel():
+        return beta == 1 and bias.is_contiguous()
+    takes_matrix = bias.dtype in HALF or function.overloadpacket is aten._addmm_activation
+    return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
+
+
+def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
+    """Of a running sum by CUB, or one over whether neighbours differ: what it knows of each tile and of 32 before the
+    first (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh)."""
+    return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
+
+
+# ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first
+
+
+def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """The order in which a convolution works: channels last if the images or the weights lie so
+    (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
+        return torch.contiguous_format
+    suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
+    return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
+
+
+def _is_torchs_own_depthwise(
+    tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether torch convolves each channel by itself with its own kernel, and not with cuDNN's
+    (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter)."""
+    if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
+        return False
+    if _layout_of_convolution(tensor, weight) is torch.channels_last:
+        return False
+    height, width = (1, tensor.shape[2]) if tensor.dim() == 3 else tensor.shape[2:]
+    step, side = stride[-1], weight.shape[-1]
+    fits = tensor.dtype is torch.float16 and set(dilation) == {1} and groups >= 32
+    if not fits or not (stride[0] == step or height == 1):
+        return True
+    if height == 1 and step == 1:
+        return False
+    if tensor.dim() == 3 or weight.shape[2] != side or side not in (1, 3, 5) or width < 7 or step > 2:
+        return True
+    if step == 1:
+        return False
+    if tensor.shape[0] == 1:
+        return side == 1 and width > 28
+    if side == 1:
+        return not (tensor.shape[0] <= 16 and groups >= 128 and width <= 7)
+    return not (groups >= 512 or (groups >= 256 and width >= 28))
+
+
+# ---- which operation has which rule
+
+_RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
+    aten.native_dropout: Kernels._dropout,
+    aten.embedding_dense_backward: Kernels._embedding_backward,
+    aten.index: Kernels._index,
+    aten._index_put_impl_: Kernels._put,
+    aten.index_put_: Kernels._put,
+    aten.index_put: Kernels._put,
+    aten._unsafe_index_put: Kernels._put,
+    aten.linalg_vector_norm: Kernels._norm,
+    aten.sort: Kernels._sort,
+    aten._safe_softmax: Kernels._safe_softmax,
+    aten.where: Kernels._where,
+    aten.masked_scatter: Kernels._masked_scatter,
+    aten.masked_scatter_: Kernels._masked_scatter,
+    aten._softmax_backward_data: Kernels._softmax_backward,
+    aten.convolution: Kernels._convolution,
+    aten.convolution_backward: Kernels._convolution_backward,
+    aten.native_group_norm: Kernels._group_norm,
+    aten.roll: Kernels._roll,
+    aten.native_group_norm_backward: Kernels._group_norm_backward,
+    aten.isinf: Kernels._isinf,
+    aten.cumsum: Kernels._scan,
+    aten._grouped_mm: Kernels._grouped,
+    aten._foreach_norm: Kernels._norms,
+}
+# Operations with no rule but that some arguments have to be contiguous: which are copied before the results are made,
+# and which after.
+_COPIED = {
+    aten.embedding: ((1,), ()),
+    aten.native_layer_norm: ((0,), ()),
+    aten.native_layer_norm_backward: ((1,), (0,)),
+    aten._softmax: ((), (0,)),
+    aten._log_softmax: ((), (0,)),
+    aten._log_softmax_backward_data: ((), (0, 1)),
+    aten.max_pool2d_with_indices: ((), (0,)),
+    aten.max_pool2d_with_indices_backward: ((), (0, 1)),
+    aten.avg_pool2d: ((), (0,)),
+    aten.avg_pool2d_backward: ((), (0, 1)),
+    aten._adaptive_avg_pool2d: ((0,), ()),
+    aten.upsample_nearest2d: ((), (0,)),
+    aten.reflection_pad1d: ((), (0,)),
+    aten.im2col: ((0,), ()),
+}
+_ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
+_ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}
+# Bytes of one number that a reduction accumulates; 0: those of its result, but for half of fp32, and whole numbers are
+# widened first.
+_REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.amax: 4, aten.amin: 4}
+_REDUCTIONS |= {aten.max: 4, aten.min: 4}
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten._addmm_activation, aten.dot, aten.mv}
+_PRODUCTS |= {
+    aten.addmv,
+    aten.addbmm,
+    aten._scaled_mm,
+    aten.addmm_,
+    aten.baddbmm_,
+    aten.addmv_,
+    aten.addbmm_,
+    aten.vdot,
+}

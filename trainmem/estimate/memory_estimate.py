@@ -1,0 +1,119 @@
+"""Define what an estimate is made for (`Device`) and returns: `MemoryEstimate`, and whether it `Fits` a card."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainmem import cards
+from trainmem.estimate.allocator_settings import Release
+from trainmem.records import Memory
+from trainmem.texts import bytes_text
+from trainmem.unknown import Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device whose memory is estimated."""
+
+    kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
+    compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
+    settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
+    memory_bytes: int | None = None  # that the card has for segments; None: no limit
+    rules: Release | None = None  # of torch's allocator; None: the installed one's
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Whether a training fits a card: `bool` returns the answer, or raises `unknown.NeedsValues` with the reason why it
+    is unknown."""
+
+    what: str  # the estimate's name
+    card: cards.Card
+    answer: bool | Unknown
+    needed_bytes: int  # what the allocator reserves, and the context
+    context_bytes: int  # of these, assumed
+
+    def __bool__(self) -> bool:
+        return bool(self.answer)
+
+    def to_dict(self) -> dict[str, Any]:
+        answer = None if isinstance(self.answer, Unknown) else self.answer
+        limit = {"limit_bytes": self.card.limit_bytes, "text": repr(self)}
+        return {"fits": answer, "needed_bytes": self.needed_bytes} | limit
+
+    def __repr__(self) -> str:
+        """Return one sentence with the bytes needed, the bytes of the card, and the margin."""
+        why = self.answer.why if isinstance(self.answer, Unknown) else ""
+        answer = "it is UNKNOWN whether it fits" if why else "fits" if self.answer else "does not fit"
+        context = f" (including {bytes_text(self.context_bytes, True)} assumed for the CUDA context)" * bool(
+            self.context_bytes
+        )
+        kind = "board" if self.card.is_board else "card"
+        sizes = (self.needed_bytes, self.card.memory_bytes, self.card.limit_bytes)
+        needed, total, limit = (bytes_text(size, binary=True) for size in sizes)
+        text = f"{self.what}: {answer} the {self.card.name}: it needs {needed}{context}"
+        board = f" and the {1 - cards.OF_BOARD:.0%} that torch may be unable to use" * self.card.is_board
+        text += f"; the {kind} has {total}, {limit} after a safety margin of {cards.MARGIN:.0%}{board}"
+        return text + f"; {why}" * bool(why)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The estimated peak memory of one experiment."""
+
+    name: str  # in tables and pictures
+    task: dict[str, Any]  # see `Task.to_dict`
+    arguments: dict[str, Any]  # training arguments, as they were given
+    device: str  # "cpu" or "cuda"
+    memory: Memory  # with the same fields, in bytes, as that of a measured run
+    assumptions: tuple[str, ...]  # in words, what was modelled or left out
+    seconds: float  # that the estimate took
+    own_bytes: int | None  # peak memory of the process that made it
+    processes: int = 1  # ranks of the training; the figures are those of one rank
+    is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
+    attention: tuple[str, ...] = ()  # its fused kernels, e.g. "flash"; empty: attention is plain
+    compute_capability: tuple[int, int] | None = None  # that was requested; None on a CPU
+    device_memory: int | None = None  # bytes for the allocator that were requested; None: no limit
+    torch_rules: str | None = None  # the torch release whose rules of CUDA's memory were used; None on a CPU
+    untested_torch: str | None = None  # the newer release that they were used for; None: the rules are its own
+    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def needed_bytes(self, context_bytes: int = 0) -> int:
+        """Return the bytes that the device must have: those that the allocator reserves, or the peak if these are
+        unknown, and on CUDA the context, or `context_bytes` if it is unknown."""
+        reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
+        return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
+
+    def fits(self, card: str | cards.Card) -> Fits:
+        """Return whether it fits a card, given by its name (`cards.CARDS`), with `cards.MARGIN` of its memory free.
+
+        True and False are for the card of the estimate, or another of its compute capability. The answer is unknown for
+        any other card, whose attention kernels and workspaces differ, and if it fits only without the margin.
+
+        Raises:
+            ValueError: an unknown card.
+        """
+        card = cards.named(card) if isinstance(card, str) else card
+        context = (self.memory.context_bytes or card.context_bytes) * (self.device == "cuda")
+        needed, memory = self.needed_bytes(context), card.memory_bytes
+        if self.compute_capability != card.capability:
+            where = "the {}.{}".format(*card.capability) + f" of the {card.name}"
+            made = "a CPU" if self.device == "cpu" else "compute capability {}.{}".format(*self.compute_capability)
+            answer = Unknown(f"this was estimated for {made}, not for {where}: use estimate(..., card={card.name!r})")
+        elif self.peak_bytes + context > memory or (self.is_too_large and self.device_memory >= memory - context):
+            answer = False
+        elif needed > card.limit_bytes:
+            answer = Unknown("it fits only without the margin, or only if the allocator frees cached segments")
+        else:
+            answer = True
+        return Fits(self.name, card, answer, needed, context)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        peak = bytes_text(self.peak_bytes, binary=self.device == "cuda")
+        return f"{self.name}: estimated peak {peak} on {self.device}"

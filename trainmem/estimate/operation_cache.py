@@ -1,0 +1,162 @@
+"""What operations make of fake tensors, kept: to ask torch takes most of the time of following a training."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from trainmem.core.outcomes import Invalid
+from trainmem.estimate.knowledge import IN_PLACE, Knowledge, View
+from trainmem.estimate.trace_records import Operation, Spec, nested
+
+
+class OperationCache:
+    """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
+    depends on the arguments alone. Left out is whatever cannot be made again from a `Spec`, a `View`, or several
+    `Spec`s.
+
+    Args:
+        known: facts, also of other kinds; what torch is asked is added.
+        device: whose kernels make it: "cpu", or "cuda, torch 2.15".
+    """
+
+    def __init__(self, known: Knowledge | None = None, device: str = "cpu"):
+        self.known = known or Knowledge()
+        self._device = device
+        self.within: torch.dtype | None = None  # autocast's, which bears on products of 4 bits beside their arguments
+
+    def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
+        """What the operation makes of fake tensors, by `ask` where it is not known. `tensors`: those that it has."""
+        offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
+        about = operation.structure, offset, self.within, torch.get_default_dtype()
+        key = self._device, *operation.signature, *about  # what it depends on
+        made = self.known.find(key)
+        if made is None:
+            result = ask()
+            self._keep(key, function, args, result, tensors)
+            return result
+        if made is IN_PLACE:
+            return args[0] if function._schema.returns else None
+        if type(made) in (tuple, list):
+            return type(made)(part if part is None else fake(part, mode) for part in made)
+        return fake(made, mode, args[0])
+
+    def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Keep a result, if the next one can be made of it."""
+        if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
+            return
+        if function._schema.is_mutable:
+            on_fake = tensors and isinstance(tensors[0], FakeTensor)
+            if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
+                self.known.learn({key: IN_PLACE})
+        elif type(result) in (tuple, list):
+            made = type(result)(None if part is None else _made(part, tensors) for part in result)
+            if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
+                self.known.learn({key: made})
+        else:
+            made = _made(result, tensors)
+            if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
+                self.known.learn({key: made})
+
+
+def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
+    """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
+    if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
+        return None
+    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
+    storage = result.untyped_storage()
+    shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
+    if any(shared):
+        on_first = shared[0] and tensors[0].dtype is result.dtype
+        return View(spec, result.storage_offset()) if on_first else None
+    last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
+    fills = storage.nbytes() == last * result.itemsize * (result.numel() > 0)
+    return spec if fills else None
+
+
+def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
+    """A fake tensor as it was described; a view lies on `base`."""
+    if type(made) is View:
+        with torch._C._DisableTorchDispatch():
+            plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
+    else:
+        plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    tensor = torch.Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    tensor.__dict__.update(_state(mode))
+    return tensor
+
+
+def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> torch.Tensor:
+    """What `aten._grouped_mm` makes: torch knows it of fake tensors in bfloat16 alone. Rows begin at multiples of 16
+    bytes; raises Invalid where those of an operand do not, as the kernel does."""
+    if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
+        raise Invalid("grouped matmuls need strides that are multiples of 16 bytes: choose such sizes")
+    groups = [len(offsets)] if first.dim() == second.dim() == 2 else [first.shape[0]] * (first.dim() == second.dim())
+    rows, columns = first.shape[-2], second.shape[-1]
+    unit = 16 // (out_dtype or first.dtype).itemsize
+    step = -(-columns // unit) * unit
+    shape = [*groups, rows, columns]
+    return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
+
+
+def by_position(function, args: tuple) -> tuple[Callable, tuple]:
+    """The operation that chooses by positions where this one does by masks of known values, as kernels do."""
+    if function is torch.ops.aten.masked_select.default:
+        function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
+    indices = []
+    for index in args[1]:
+        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        indices += index.nonzero().unbind(1) if is_mask else [index]
+    return function, (args[0], indices, *args[2:])
+
+
+@functools.lru_cache(maxsize=1)
+def _state(mode: FakeTensorMode) -> dict[str, Any]:
+    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
+    return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
+
+
+def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
+    """The one value that all elements of a result have, or None where it is not known.
+
+    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element,
+    where there is `any_known` value.
+    """
+    name = operation.name
+    if name in _OF_FINITE:
+        of_finite, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
+        if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
+            return of_finite
+    if not any_known or operation.takes_list:
+        return None
+    values = [getattr(leaf, "uniform", None) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # A sum of zeros is zero, any other depends on how many there are.
+    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
+        return None
+    leaves = [
+        torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = nested(leaves, operation.structure)
+    with torch._C._DisableTorchDispatch():
+        return operation.function(*args, **kwargs).flatten()[0].item()
+
+
+# Comparisons of a tensor with itself or with infinity, and what they say of one that is finite.
+_OF_FINITE = {
+    "aten.isnan.default": False,
+    "aten.eq.Tensor": True,
+    "aten.ne.Tensor": False,
+    "aten.eq.Scalar": False,
+    "aten.ne.Scalar": True,
+}
+# Operations whose result is uniform where their operands are.
+_OF_VALUES = tuple(
+    f"aten.{name}."
+    for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
+)

@@ -1,0 +1,297 @@
+"""Trace experiments on fake tensors and add up their peak memory, in a fresh subprocess (see `fresh_process`).
+
+The steps for one experiment: it is brought into the form that is traced (`_as_traced`); it is traced (`trace`); what no
+tensor shows is added, operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on CUDA
+(`allocator_replay`); the highest total is the peak.
+
+Importing this module is quick: its functions import torch, in the subprocess.
+"""
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainmem import cards
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Invalid
+from trainmem.core.training import Experiment
+from trainmem.estimate import allocator_replay
+from trainmem.estimate.allocator_settings import Release, is_tested, newest, release, untested_text
+from trainmem.estimate.fresh_process import Tell
+from trainmem.estimate.memory_estimate import Device, MemoryEstimate
+from trainmem.estimate.trace_records import Log, Trace, highest
+from trainmem.measure import worker
+from trainmem.records import TENSOR_CATEGORIES, Memory, explain
+
+if TYPE_CHECKING:
+    from trainmem.estimate.knowledge import Knowledge
+    from trainmem.estimate.operator_workspaces import Probe
+
+
+def estimate_experiment(
+    experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
+) -> tuple[MemoryEstimate, Log | None]:
+    """Return the estimate of one experiment, and, `with_log`, the allocations and frees on CUDA that it was made from.
+    To be called by `fresh_process.with_known`: it replaces parts of torch.
+
+    Raises:
+        Invalid: the experiment cannot be built, or one of its operations cannot be traced.
+    """
+    (traced,) = trace_all([experiment], device, probe, tell)
+    return estimate_of(experiment, traced, device), traced.trace.log if with_log else None
+
+
+def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Device) -> MemoryEstimate:
+    """Return the estimate of an experiment that was traced."""
+    from trainmem.measure import memory_meter
+
+    on_cuda = device.kind == "cuda"
+    rules = (device.rules or release()) if on_cuda else None
+    memory, is_too_large = _on_cuda(traced.trace, device) if on_cuda else (memory_of(traced), False)
+    return MemoryEstimate(
+        name=experiment.name,
+        task=experiment.task.to_dict(),
+        arguments=dict(experiment.arguments.given),
+        device=device.kind,
+        memory=memory,
+        assumptions=traced.assumptions,
+        seconds=0.0,  # the process that waits for this one knows
+        own_bytes=memory_meter.peak_rss_bytes(),
+        processes=experiment.processes,
+        is_too_large=is_too_large,
+        attention=attention_kernels(traced.trace),
+        compute_capability=device.compute_capability if on_cuda else None,
+        device_memory=device.memory_bytes if on_cuda else None,
+        torch_rules=rules and (rules.torch if is_tested(rules) else newest()),
+        untested_torch=rules.torch if rules and not is_tested(rules) else None,
+        weights=experiment.weights and str(experiment.weights),
+    )
+
+
+# ---- the trace
+
+
+@dataclass(frozen=True, slots=True)
+class TracedExperiment:
+    """An experiment that was traced."""
+
+    trace: Trace
+    totals: np.ndarray  # the highest total at each operation, with its workspace, in bytes
+    assumptions: tuple[str, ...]
+
+
+def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
+    """Trace experiments on fake tensors; if there are many, as many at once as there are cores. With the last trace,
+    80 % of the work is done. Raises Invalid as `estimate_experiment` does."""
+    plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
+    traces, run = [], map
+    with contextlib.ExitStack() as stack:
+        if len(plain) > _FEW or device.kind == "cpu":  # `Probe` runs operations in forks of this process
+            fork, count = multiprocessing.get_context("fork"), min(len(plain), os.cpu_count() or 1)
+            # A fork has these from the start: they need not travel.
+            run = stack.enter_context(ProcessPoolExecutor(count, fork, _with.update, [settings])).map
+        else:
+            _with.update(settings)
+        for number, (trace, facts) in enumerate(run(_trace_one, plain), 1):
+            traces.append(trace)
+            probe.known.learn(facts)
+            tell(80 * number // len(plain))
+    return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
+
+
+_FEW = 2  # experiments that are traced in this process: a fork, and sending a trace back, take as long
+_with: dict[str, Any] = {}  # arguments of `trace_of` in a process that traces
+
+
+def _as_traced(experiment: Experiment, device: Device) -> Experiment:
+    """Return the experiment as it is traced: without data loader workers, without shards if nothing shards, and with no
+    more samples than it reaches. Raises Invalid if there is no such model."""
+    try:
+        _, weights = experiment.task.model_class(), experiment.weights
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+    if weights and weights.bits:  # processes that run its operations are forks of this one, and need them
+        importlib.import_module("bitsandbytes")
+    arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
+    if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
+        arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
+    if device.kind == "cpu" or processes == 1:  # accelerate ignores them
+        arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
+    if experiment.training and not experiment.function:
+        task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
+    return experiment.replace(arguments=arguments, task=task)
+
+
+_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
+
+
+def enough_samples(arguments: Arguments, processes: int = 1) -> int:
+    """Return the samples with which a training is traced: three steps, and more, for a batch is fetched ahead."""
+    return 4 * arguments.samples_per_step(processes)
+
+
+def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
+    """Return the trace of an experiment, and the facts about operators that it learned."""
+    import torch
+
+    torch.set_num_threads(1)
+    gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # full collections take a quarter of the time
+    learned = _with["known"].learned
+    before = set(learned)
+    trace = trace_of(experiment, **_with)
+    return trace, {key: learned[key] for key in learned.keys() - before}
+
+
+def trace_of(experiment: Experiment, device: Device, known: "Knowledge | None" = None) -> Trace:
+    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch."""
+    from trainmem.estimate import trace
+    from trainmem.estimate.operation_cache import OperationCache
+
+    if device.kind == "cpu":
+        return trace.follow(experiment, trace.FakeTracker(OperationCache(known, "cpu")))
+    from trainmem.estimate import cuda
+    from trainmem.estimate.device import DeviceTracker, NotSent, Placement
+
+    capability, rules = device.compute_capability, device.rules or release()
+    cache = OperationCache(known, f"cuda, torch {rules.torch}")
+    paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
+    for from_the_start in (False, True):  # again only a loop that never sends its model
+        tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
+        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
+            found = trace.follow(experiment, tracker)
+            if tracker.weights is Placement.DEVICE or not is_function:
+                return found
+
+
+def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
+    """Return an experiment's trace with its totals, which on a CPU include operator workspaces, and the assumptions."""
+    assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
+    if device.kind == "cuda":
+        from trainmem.estimate import cuda
+
+        assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
+        return TracedExperiment(trace, trace.high, tuple(assumptions))
+    totals, unsure = _with_workspaces(trace, probe.under(worker.threads_of(experiment)))
+    return TracedExperiment(trace, totals, (*assumptions, *unsure))
+
+
+_OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
+_OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
+_OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
+_NOT_TAKEN_UP = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
+
+
+def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
+    """Return how one of several ranks was traced."""
+    if arguments.get("deepspeed"):
+        return [_OF_ZERO]
+    if arguments.get("fsdp"):
+        return [_OF_SHARDS] if on_cuda else [_OF_REPLICAS, _NOT_TAKEN_UP]
+    return [_OF_REPLICAS]
+
+
+def _rules_assumption(rules: Release) -> str:
+    """Return for which release of torch the memory is."""
+    torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
+    workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
+    matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"
+    return (
+        f"{torch}: among free blocks of one size its allocator takes {_TAKEN[rules.ties]}, and {matmuls}; everything "
+        "else is traced with the torch installed here."
+    )
+
+
+_TAKEN = {
+    "address": "the one at the lowest address, as addresses descend",
+    "block": "the one that it made first",
+    "segment": "the one in the oldest segment",
+}
+
+
+def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
+    """Return the highest total at each operation, with the operation's workspace, and which workspaces are assumed.
+
+    Operations with one signature have one workspace, so each kind is measured once. Measuring is limited in time, so
+    those that run when most is live come first.
+    """
+    from trainmem.estimate.operator_workspaces import assumptions
+
+    numbers: dict[tuple, int] = {}  # of the kinds
+    kind = np.array([numbers.setdefault(each.signature, len(numbers)) for each in trace.operations])
+    live = trace.live.sum(axis=1)
+    first = np.unique(kind, return_index=True)[1]
+    highest = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(highest, kind, live)
+    operations = [trace.operations[index] for index in first]
+    probe.run([operations[number] for number in np.argsort(-highest, kind="stable")])
+    workspaces = np.array([probe[each].bytes or 0 for each in operations])
+    return np.maximum(trace.high, live + workspaces[kind]), assumptions(operations, probe)
+
+
+_KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
+
+
+def attention_kernels(trace: Trace) -> tuple[str, ...]:
+    """Return the fused kernels that attention takes: "flash", "memory-efficient", "cuDNN"; () if attention is
+    plain, because that was requested (eager) or no kernel takes these inputs."""
+    fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
+    return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
+
+
+# ---- the memory
+
+
+def memory_of(traced: TracedExperiment) -> Memory:
+    """Return the memory of an experiment that was traced; for CUDA, before the allocator rounds it."""
+    trace, totals = traced.trace, traced.totals
+    peak = int(totals.argmax())  # the index of the operation
+    marks = {label: _by_category(live) for label, live in trace.marks.items()}
+    return Memory(
+        peak_bytes=int(totals[peak]),
+        kind="estimated",
+        peak_phase=trace.phases[peak].shown,
+        peak_operation=trace.operations[peak].name,
+        peak_module=trace.modules[peak],
+        breakdown=explain(_by_category(trace.live[peak]), int(totals[peak])),
+        phases={label: sum(parts.values()) for label, parts in marks.items()},
+        phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in marks.items()},
+        timeline=_timeline(trace, totals),
+        parameters=trace.parameters,
+        trainable_parameters=trace.trainable,
+    )
+
+
+def _by_category(live: np.ndarray) -> dict[str, int]:
+    return dict(zip(TENSOR_CATEGORIES, map(int, live), strict=True))
+
+
+def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
+    """Return the last step as a series, see `records.Memory`."""
+    from trainmem.measure import memory_meter
+
+    picked = memory_meter.highest(totals.tolist(), *trace.last_step)
+    where = [(trace.phases[index], trace.operations[index].name, trace.modules[index]) for index in picked]
+    return memory_meter.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())
+
+
+def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
+    """Replay a trace on the allocator; return its memory, and whether the training is too large for the card."""
+    found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
+    memory, context = found.memory(), cards.context_bytes(device.compute_capability)
+    memory = replace(
+        memory,
+        parameters=trace.parameters,
+        trainable_parameters=trace.trainable,
+        timeline=_timeline(trace, highest(found.allocated, trace.begins)),
+        context_bytes=context,
+        device_used_bytes=memory.reserved_bytes + context if context else None,
+    )
+    return memory, found.is_too_large

@@ -1,0 +1,436 @@
+"""Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
+
+The code that runs is the code that is measured, including transformers' Trainer: the data are real, and whatever uses a
+weight is fake. No tensor shows what an operation allocates internally: see `operator_workspaces`.
+
+Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
+"""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data._utils import fetch
+
+from trainmem.core.outcomes import Invalid
+from trainmem.core.training import Experiment, infer, train
+from trainmem.estimate.allocator_settings import WORKSPACES
+from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
+from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
+from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
+from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
+from trainmem.measure import forked
+from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
+from trainmem.measure.watcher import Block
+from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
+
+aten = torch.ops.aten
+
+# What these make is carried out, for others look at it: samplers at orders, the makers of masks at positions.
+_ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
+_REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
+# They take masks, and how many elements these choose is known where the masks are real.
+_CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
+_CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
+_REPEATED = 32  # micro-batches of a step: beyond these, time is saved
+_LARGE = 2**24  # elements of a real tensor beyond which results are fake
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
+
+
+def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
+    """Trace an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
+    Raises Invalid if it cannot be built, or if the result of an operation depends on values."""
+    import cloudpickle
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()))
+        stack.enter_context(_fake_parameters())
+        stack.enter_context(tracker.collating())
+        if not tracker.places_modules:
+            stack.enter_context(patch.object(torch.nn.Module, "to", to_of(tracker)))
+        # Lists of fake tensors are handled as lists of tensors are.
+        kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
+        stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
+        deepspeed = experiment.arguments.get("deepspeed")
+        if not experiment.task.lengths:  # equal micro-batches repeat each other
+            # On one GPU; with others something is sent after the last.
+            alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
+            stack.enter_context(_few_micro_batches(tracker, alike))
+        if experiment.processes > 1 or deepspeed:
+            stack.enter_context(one_rank_of(experiment.processes))
+        if experiment.processes > 1 and experiment.arguments.get("fsdp"):
+            stack.enter_context(fsdp_taken_up(functools.partial(tracker.send, category=Category.WEIGHTS)))
+        weights = experiment.weights
+        tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
+        if deepspeed:
+            tracker.empties_weights = True
+            if tracker.places_modules:
+                stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
+        with watched(tracker) as parameters, scaler_failures():
+            if experiment.function:
+                cloudpickle.loads(experiment.function)(experiment.task)
+            elif experiment.training:
+                steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
+                train(experiment, folder, steps, keep_losses=False)
+            else:
+                infer(experiment)
+        numbers = counted(parameters.values())
+    return _traced(tracker, *numbers)
+
+
+class FakeTracker(Tracker):
+    """Track a training whose weights are fake: an operation is computed only if all its tensors are real.
+
+    `cache`: results of operations that are known; new ones are added.
+    """
+
+    places_modules = False  # whether a module that is sent to a device is to be noticed there
+    sends_weights = False  # whether weights go to a device one by one, before any module does
+    empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
+
+    def __init__(self, cache: OperationCache | None = None):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.cache = cache or OperationCache()
+        self.collates = False  # whether a data loader gathers a batch: its data are real, and on the host
+        self.emptied: list[int] = []  # lengths of the log at which the allocator's cache was emptied
+        self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
+        self._any_uniform = False  # whether any fake tensor has a value that is known, see `uniform_value`
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper that skips takes its time at every call
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
+            return args[0].fake_device
+        return self.watch(function, types, args, kwargs)  # no step more: this runs at each operation
+
+    def execute(self, function, args, kwargs):
+        """What the operation returns: computed where nothing in it is fake, else fake tensors of the right shapes."""
+        if function in _CHOOSE and isinstance(args[0], FakeTensor):
+            function, args = by_position(function, args)
+        leaves, structure = flat(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self._begin(tensors, any_fake)
+        operation = _operation(function, args, leaves, structure)
+        self.begun.append((len(self.log), operation))
+        if any_fake and function is aten._local_scalar_dense.default:  # never computed; what is read is a loss or norm
+            kind = tensors[0].dtype
+            return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
+        if not any_fake and self._is_carried_out(function, args, tensors):
+            return function(*args, **kwargs)
+        ask = functools.partial(self._fake_result, function, args, kwargs, operation)
+        is_kept = any_fake or not tensors  # real tensors may be shared, or changed in place
+        result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
+        if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
+                raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
+            args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
+        elif self._any_uniform and function._schema.is_mutable:
+            for tensor in tensors:
+                tensor.__dict__.pop("uniform", None)  # it may have been overwritten
+        elif any_fake and isinstance(result, FakeTensor):
+            value = uniform_value(operation, leaves, self._any_uniform)
+            if value is not None:
+                result.uniform, self._any_uniform = value, True
+        return result
+
+    def resized(self, storage):
+        self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
+        super().resized(storage)
+
+    def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send a module to the device, and return it."""
+        return module
+
+    def repeated(self, span: tuple) -> FakeTensor | None:
+        """What happened in a micro-batch happens again: gradients that there are none of are new ones, and so is the
+        loss. None where anything else was left behind, but for workspaces, which a thread keeps, or anything was given
+        back that was there before. `span`: lengths of the log and of the operations, before it and after, and what it
+        left: the loss, then gradients, as (weight that has it or None, how to make such a tensor, block)."""
+        (start, first), (end, last), left = span
+        entries, kept = self.log[start:end], {id(block) for *_, block in left}
+        born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
+        workspaces = {key for key in born.keys() - dead.keys() - kept if born[key].operation in WORKSPACES}
+        if born.keys() ^ dead.keys() ^ workspaces != kept or any(owner.grad is not None for owner, *_ in left[1:]):
+            return None
+        twins, made = {}, []
+        for owner, like, block in left:
+            with _disable_current_modes():  # no operation of the training makes it
+                made.append(fake(like, self.fake))
+            self._add_block(made[-1].untyped_storage(), block.category, block.operation)
+            twins[id(block)] = self.log.pop()[0]
+            twins[id(block)].bytes = block.bytes
+            if owner is not None:
+                owner.grad = made[-1]
+        places = [len(self.log)]  # the length of the log after each of the entries
+        for block, sign in entries:
+            if id(block) not in workspaces:
+                if id(block) not in twins:
+                    twins[id(block)] = Block(block.bytes, block.category, block.operation, block.stream)
+                self.log.append((twins[id(block)], sign))
+            places.append(len(self.log))
+        self.begun += [(places[length - start], operation) for length, operation in self.begun[first:last]]
+        self.operations += [(places[length - start], *about) for length, *about in self.operations[first:last]]
+        ends = [(label, length, count) for label, length, count in self.marks if start < length <= end]
+        self.marks += [
+            (label, places[length - start], count - last + len(self.operations)) for label, length, count in ends
+        ]
+        self.emptied += [places[length - start] for length in self.emptied if start < length <= end]
+        self.phase = Phase.AFTER_BACKWARD
+        return made[0]
+
+    @contextlib.contextmanager
+    def collating(self) -> Iterator[None]:
+        """Set `collates` while a data loader gathers a batch."""
+
+        def noticed(plain):
+            def gather(*args, **options):
+                with patch.object(self, "collates", True):
+                    return plain(*args, **options)
+
+            return gather
+
+        with contextlib.ExitStack() as stack:
+            for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+                stack.enter_context(patch.object(kind, "fetch", noticed(kind.fetch)))
+            yield
+
+    def cache_emptied(self, *_, **__) -> None:
+        if any(sign < 0 for _, sign in self.log):  # else nothing is free: each Trainer empties it before the first step
+            self.emptied.append(len(self.log))
+
+    def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
+        """Called before an operation runs, with its tensors and whether any is fake."""
+
+    def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
+        """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
+        right for whoever looks at them."""
+        if tensors:
+            return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
+        if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
+            return True  # to be set on a storage, as where a number is copied
+        if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
+            return True  # for a decision, as whether a layer is left out
+        if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
+            return True  # for a seed, which a loader draws before a sampler draws its order
+        if function.overloadpacket in _REAL_IN_FORWARD:
+            return (self.phase == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
+        # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
+        numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
+        return numbers_alone or function.overloadpacket in _ALWAYS_REAL
+
+    def _fake_result(self, function, args, kwargs, operation: Operation):
+        """What torch says an operation makes of fake tensors."""
+        try:
+            with self.fake:
+                return self.as_kernels_do(function, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise Invalid(
+                f"the result of {operation.name} in {self.modules.here() or 'the training'} depends on tensor values, "
+                "which an estimate does not have: measure it instead"
+            ) from None
+
+    def as_kernels_do(self, function, args, kwargs):
+        """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
+        if function is aten._grouped_mm.default:
+            return grouped_product(*args, **kwargs)
+        result = function(*args, **kwargs)
+        weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+        if weight is not None:
+            if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
+                kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
+                raise Invalid(OF_NORM.format(*kinds))
+            # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
+            out, *statistics = result
+            return out, *(each.to(weight.dtype) for each in statistics)
+        if function is aten.native_layer_norm_backward.default:
+            # The kernel's result is contiguous whatever the order of its input.
+            return tuple(part if part is None else part.contiguous() for part in result)
+        return result
+
+    def _storage(self, tensor):
+        try:
+            tensor = tensor if isinstance(tensor, FakeTensor) else local(tensor)
+            if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
+                return None  # a shape that somebody keeps
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+            return None
+
+
+def _operation(function, args, leaves: list, structure: tuple) -> Operation:
+    """The operation as it is kept. Written for speed: this runs at each one."""
+    kept = [
+        Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, _PLAIN)
+        else None
+        for leaf in leaves
+    ]
+    takes_list = any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) for arg in args)
+    return Operation(name_of(function), tuple(kept), structure, takes_list)
+
+
+WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
+
+
+# ---- what is replaced while a training is followed
+
+
+@contextlib.contextmanager
+def _fake_parameters() -> Iterator[None]:
+    """Parameters of a class of their own, bitsandbytes', can be made of fake tensors: they are of both classes."""
+    plain = torch.Tensor._make_subclass
+
+    @functools.cache
+    def both(kind: type) -> type:
+        return type(kind.__name__, (kind, FakeTensor), {})
+
+    def make_subclass(kind, data, requires_grad=False, *args, **options):
+        if not isinstance(data, FakeTensor) or not issubclass(kind, torch.nn.Parameter):
+            return plain(kind, data, requires_grad, *args, **options)
+        made = data.detach().requires_grad_(requires_grad)
+        made.__class__ = both(kind)
+        return made
+
+    def copied(weight, memo):
+        """DoRA copies a layer to read it; bitsandbytes would make the copy of an empty tensor that is not fake."""
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
+        kept = {name: getattr(weight, name) for name in names}
+        state = copy.deepcopy(weight.quant_state)  # first, as there
+        return type(weight).__mro__[1](weight.data.clone(), quant_state=state, **kept)
+
+    with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
+        if bitsandbytes := sys.modules.get("bitsandbytes"):
+            stack.enter_context(patch.object(bitsandbytes.nn.Params4bit, "__deepcopy__", copied))
+        yield
+
+
+def to_of(tracker: FakeTracker) -> Callable:
+    """`Module.to`: fake weights cannot be exchanged for others, so they stay the objects that they are."""
+
+    def to(module, *args, **options):
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+        for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype else ():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        return module if device is None else tracker.send_module(module)
+
+    return to
+
+
+def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.AbstractContextManager:
+    """Of a step's micro-batches only the first two and the last are followed: those between repeat the second, on a GPU
+    with all that it asks the allocator for, whose free blocks may lie otherwise after each. Where all are `alike` but a
+    step's first, which makes the gradients, so do the last and those of later steps, whose first repeats the first."""
+    from transformers import Trainer
+
+    plain, counts, seen = Trainer.training_step, collections.defaultdict(itertools.count), {}
+
+    def training_step(trainer, model, inputs, *rest, **options):
+        step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
+        number = next(counts[step])
+        empties = trainer.args.torch_empty_cache_steps  # the cache is emptied in one of so many steps
+        place = (number > 0, empties and step % empties) if alike else (number > 0, number == last, step)
+        if place in seen:
+            is_between = 1 < number < last
+            is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)
+            again = None if is_left_out else tracker.repeated(seen[place])
+            if again is not None or is_between:
+                return torch.zeros((), dtype=seen[place][-1][0][1].dtype) if again is None else again
+        begin = len(tracker.log), len(tracker.operations)
+        learned = [weight for weight in model.parameters() if weight.requires_grad and weight.grad is None]
+        loss = plain(trainer, model, inputs, *rest, **options)
+        end = len(tracker.log), len(tracker.operations)
+        made = [(None, loss), *((weight, weight.grad) for weight in learned if weight.grad is not None)]
+        left = [(weight, Spec(tuple(t.shape), t.stride(), t.dtype), tracker.block(t)) for weight, t in made]
+        seen[place] = begin, end, left
+        return loss
+
+    return patch.object(Trainer, "training_step", training_step)
+
+
+# ---- the trace
+
+
+def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
+    """What the tracker saw from the first forward on, as arrays."""
+    column = {category: number for number, category in enumerate(CATEGORIES)}
+    changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
+    columns = [column[block.category] for block, _ in tracker.log]
+    changes[np.arange(1, len(changes)), columns] = [sign * block.bytes for block, sign in tracker.log]
+    live = changes.cumsum(axis=0)  # row n: after n entries of the log
+    total, live = live.sum(axis=1), live[:, : len(TENSOR_CATEGORIES)]
+    births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
+    first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
+    begins = np.array([begin for begin, _ in tracker.begun[first:]] + [len(tracker.log)])
+    ends = np.array([length for length, *_ in tracker.operations[first:]])
+    born = births[ends] - births[begins[:-1]]
+    ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
+    return Trace(
+        operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
+        phases=[phase for _, phase, *_ in tracker.operations[first:]],
+        modules=[module for *_, module in tracker.operations[first:]],
+        live=live[ends],
+        high=highest(total, begins),
+        marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
+        parameters=parameters,
+        trainable=trainable,
+        last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
+        begins=begins,
+        log=recorded(tracker) if tracker.places_modules else None,
+    )
+
+
+def recorded(tracker: FakeTracker) -> Log:
+    """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
+    entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
+    makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
+    numbers: dict[int, int] = {}  # of the blocks
+    labels: dict[tuple, Label] = {}  # one object for all that are equal, so that few are sent between processes
+    blocks, events, length = [], [], max((position for _, position in marks), default=0)
+    for position, (block, sign) in enumerate(entries):
+        if sign < 0:
+            events.append(~numbers[id(block)])
+            continue
+        _, phase, _, module = tracker.operations[min(makers[position], len(tracker.operations) - 1)]
+        label = block.operation, block.category, phase, module, block.stream
+        numbers[id(block)] = len(blocks)
+        events.append(len(blocks))
+        blocks.append((block.bytes, labels.get(label) or labels.setdefault(label, Label(*label))))
+        length = max(length, len(events))
+    return Log(blocks, events[:length], marks, tuple(tracker.emptied))
+
+
+def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
+    """Operations with the bytes that they made, one object for all that are equal: a trace has few kinds of them."""
+    known: dict[tuple, Operation] = {}
+    again: dict[tuple[int, int], Operation] = {}  # of repeated micro-batches: to hash a whole operation takes time
+    for operation, made_bytes in operations:
+        which = id(operation), made_bytes
+        if which not in again:
+            key = *operation.signature, made_bytes
+            again[which] = known.setdefault(key, dataclasses.replace(operation, made_bytes=made_bytes))
+        yield again[which]

@@ -1,0 +1,314 @@
+"""Run experiments, interleaved experiments and functions in fresh subprocesses, within a time limit."""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from trainmem.core import hardware, outcomes
+from trainmem.core.outcomes import Outcome
+from trainmem.core.training import Experiment
+from trainmem.measure import interleaving, quiet, worker
+from trainmem.measure.forkserver import CleanProcess
+from trainmem.texts import positive
+
+_limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("inf"), 0.0))  # (until when, of seconds)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out". Raises
+    ValueError where that is no time."""
+    positive("timeout", seconds)
+    token = _limit.set(min(_limit.get(), (time.monotonic() + seconds, seconds)))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def seconds_left() -> float:
+    """What is left of `within`; infinity outside."""
+    return max(0.0, _limit.get()[0] - time.monotonic())
+
+
+def execute(
+    experiment: Experiment, measure: str, timeout: float = 600, on_step: Callable[[int], None] | None = None
+) -> Outcome:
+    """Perform an experiment in a clean process; always returns an outcome (see `worker.perform`), with what it printed.
+
+    Args:
+        timeout: seconds after which the process and all that it started are ended: status "timed out".
+        on_step: called with the number of a finished step, a few times a second at most.
+    """
+    job, options = functools.partial(worker.perform, experiment, measure), {}
+    if measure == "time":
+        # In a course the Trainer is alone once it is warm. A function may time what it likes: its lesson is alone.
+        warm = quiet.is_in_course() and not experiment.function
+        options = {"turn": _once(max(1, experiment.warmup_steps)) if warm else None, "shares_cores": False}
+    with within(timeout), CleanProcess(job, measured=measure in ("memory", "time", "categories"), **options) as process:
+        return _ended(process, on_step)
+
+
+def _once(step: int) -> tuple[int, int]:
+    """The turns of a clean process that stops after this step, and then never again."""
+    return step, sys.maxsize
+
+
+def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
+    """The memory of an experiment with its breakdown: where one pass cannot tell both, by a second one that follows
+    every tensor. On a CPU with a core for each the two run beside each other, which changes no count. `timeout` and
+    `on_step` are those of `execute`.
+    """
+    watch = functools.partial(worker.perform, experiment, "categories")
+    with within(timeout), contextlib.ExitStack() as stack:
+        beside = stack.enter_context(CleanProcess(watch, measured=True)) if _may_be_paired(experiment) else None
+        first = execute(experiment, "memory", timeout, on_step)
+        if not first.ok or not first.memory or first.memory.breakdown or experiment.arguments.compiles:
+            return first
+        second = _ended(beside) if beside else execute(experiment, "categories", timeout, on_step)
+    return _explained(first, second) if second.ok else first
+
+
+def _explained(first: Outcome, second: Outcome) -> Outcome:
+    """The first pass with the breakdown of the second, each rank too."""
+    ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
+    memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
+    return first.replace(memory=memory, ranks=tuple(ranks))
+
+
+def _may_be_paired(experiment: Experiment) -> bool:
+    """A function could write what its second pass reads, and what is counted by tensors needs no second one."""
+    machine = hardware.this_machine()
+    alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
+    alone = alone or quiet.is_in_course()  # other lessons have the other cores
+    return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
+
+
+def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None) -> Any:
+    """What `function(*arguments, tell=...)` returns from a clean process.
+
+    Args:
+        function: it and its arguments travel by cloudpickle, and what it returns by pickle. It may call `tell` with how
+            far it is, from 0 to 100, which is passed on to `on_percent`.
+        timeout: seconds after which the process and all that it started are ended.
+
+    Raises:
+        outcomes.Invalid: the function raised it.
+        Failed: the function raised something else, or its process ended or took too long.
+    """
+    with within(timeout), CleanProcess(functools.partial(_called, function, arguments)) as process:
+        came = _ended(process, on_percent)
+    if came.ok:
+        return came.value
+    raise outcomes.Invalid(came.message) if came.status == "invalid" else Failed(came)
+
+
+class Failed(RuntimeError):
+    """A function gave no answer in its clean process; `outcome` says in what way."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int], None]) -> Outcome:
+    return Outcome(value=function(*arguments, tell=tell))
+
+
+def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
+    """The outcome of a process, with what it printed, once it has come to its end or its time has. When it asks for a
+    quiet machine, or has had a turn that warms up, it goes on alone.
+
+    Where several ranks are ended before their time, the message says in which line each one is; the note of an
+    interruption does so too.
+    """
+    try:
+        with contextlib.ExitStack() as timing:
+            while not isinstance(outcome := _came(process, on_step), Outcome):
+                if outcome:
+                    timing.enter_context(_quiet(outcome))
+                    process.go()
+                else:
+                    timing.close()
+    except TimeoutError:
+        outcome = _timed_out(process.whereabouts())
+    except KeyboardInterrupt as interruption:
+        if where := process.whereabouts():
+            interruption.add_note(where)
+        raise
+    return _with_output(process, outcome)
+
+
+def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
+    output, errors = process.printed()
+    if not outcome.ok:
+        outcome = outcomes.explained(outcome, errors)
+    return outcome.replace(output=output)
+
+
+def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
+    """Wait until the process has ended (its outcome), has had a turn (its number), or needs something else of the
+    machine."""
+    while True:
+        kind, content = process.receive(seconds_left())
+        if kind != "step":
+            return content
+        if on_step:
+            on_step(content)
+
+
+@contextlib.contextmanager
+def _quiet(came: int = quiet.Need.MACHINE) -> Iterator[None]:
+    """Time something in this context. To wait for a quiet machine takes nothing from the time limit of `within`.
+
+    Args:
+        came: what it needs; or the number of its turn, after which it needs the machine.
+    """
+    began = time.monotonic()
+    with quiet.experiment(came if isinstance(came, quiet.Need) else quiet.Need.MACHINE):
+        until, seconds = _limit.get()
+        _limit.set((until + time.monotonic() - began, seconds))
+        yield
+
+
+def _wait(process: CleanProcess) -> Outcome | None:
+    """Wait until the process has had its turn; its outcome where it ended instead. It is alone already."""
+    while isinstance(came := _came(process), quiet.Need):
+        if came:
+            process.go()
+    return came if isinstance(came, Outcome) else None
+
+
+def _timed_out(where: str = "") -> Outcome:
+    """The outcome of what was ended because its time was over; `where` it was then, if that is known."""
+    text = f"no result within {_limit.get()[1]:g} s"
+    return Outcome("timed out", f"{text}; {where}" if where else text)
+
+
+def side_by_side(
+    experiments: Sequence[Experiment],
+    turns: int,
+    steps_per_turn: int = 1,
+    timeout: float = 600,
+    on_turn: Callable[[int], Any] | None = None,
+    processes: int = 1,
+    at_once: int = 1,
+) -> Outcome:
+    """Let experiments on the CPU take turns inside one clean process, several times; see `interleaving`.
+
+    The outcome's value: for each process, for each experiment and each turn, the `Seconds` of its fastest step.
+
+    Args:
+        turns: of each experiment in a process.
+        steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
+        on_turn: called now and then with the number of turns taken, those that warm up too.
+        processes: in all.
+        at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
+            neighbour would, and all recipes alike, which take turns inside each.
+    """
+    taken, tell = [], on_turn or (lambda number: None)
+    job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
+    warm = _once(len(experiments)) if quiet.is_in_course() else None
+    with within(timeout):
+        for begun in range(0, processes, at_once):
+            with contextlib.ExitStack() as stack:
+                those = range(begun, min(begun + at_once, processes))
+                living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
+                if warm:
+                    try:
+                        ended = [(each, came) for each in living if isinstance(came := _came(each), Outcome)]
+                    except TimeoutError:
+                        return _timed_out()
+                    if ended:
+                        return _with_output(*ended[0])
+                    stack.enter_context(_quiet())
+                    for process in living:
+                        process.go()
+                for number, process in zip(those, living, strict=True):
+                    done = number * len(experiments) * (turns + 1)
+                    outcome = _ended(process, lambda turn, done=done: tell(done + turn))
+                    if not outcome.ok:
+                        return outcome
+                    taken.append(outcome.value)
+    return Outcome(value=taken)
+
+
+def _in_threads(experiments: Sequence[Experiment], turns: int, steps_per_turn: int, on_turn) -> Outcome:
+    players = []
+    for experiment in experiments:
+        first, steps = experiment.warmup_steps, turns * steps_per_turn
+        perform = functools.partial(worker.perform, experiment.replace(steps=steps), "time")
+        players.append(interleaving.ThreadPlayer(perform, range(first, first + steps, steps_per_turn)))
+    return interleaving.play([each.name for each in experiments], players, turns, steps_per_turn, on_turn)
+
+
+def alternate(
+    experiments: Sequence[Experiment],
+    turns: int,
+    steps_per_turn: int = 1,
+    timeout: float = 600,
+    on_turn: Callable[[int], Any] | None = None,
+) -> Outcome:
+    """Let experiments take turns, each in a clean process that is stopped while another one runs. Where they do not fit
+    on the device together, each turn has a process of its own. Arguments and the outcome's value: as of `side_by_side`
+    with one process; the wall's clock is the one to go by.
+    """
+    names, tell = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
+    with within(timeout):
+        for player in (_stopping, _anew):
+            with contextlib.ExitStack() as stack:
+                each = (contextlib.closing(player(experiment, turns, steps_per_turn)) for experiment in experiments)
+                players = [*map(stack.enter_context, each)]
+                try:
+                    outcome = interleaving.play(names, players, turns, steps_per_turn, tell)
+                except TimeoutError:
+                    outcome = _timed_out()
+            if outcome.status != "out of memory":
+                break
+    return outcome.replace(value=[outcome.value]) if outcome.ok else outcome
+
+
+def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
+    """A player in a process that stops after each turn."""
+    job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
+    with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
+        for turn in range(turns + 1):
+            outcome = _wait(process)
+            while turn == turns and not outcome:  # a function may have more steps than there are turns
+                process.go()
+                outcome = _wait(process)
+            yield outcome
+            process.go()
+
+
+def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
+    """Perform an experiment beside others on its device. It is out of memory there as soon as torch's allocator had to
+    give back what it kept: it may go on so, but more slowly than alone."""
+
+    def stepped(number: int) -> None:
+        import torch
+
+        if torch.cuda.is_initialized() and torch.cuda.memory_stats().get("num_alloc_retries"):
+            raise MemoryError("the runs do not fit on the device together")
+        on_step(number)
+
+    stepped.takes_turns = True
+    return worker.perform(experiment, "time", stepped)
+
+
+def _anew(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
+    """A player that has a process of its own for each turn, and warms up in each."""
+    yield None
+    seconds: tuple[float, ...] = ()
+    for turn in range(1, turns + 1):
+        outcome = execute(experiment.replace(steps=steps_per_turn), "time", float("inf"))
+        if outcome.ok and outcome.timing:
+            seconds += outcome.timing.all_seconds[:steps_per_turn]
+            timing = dataclasses.replace(outcome.timing, steps=len(seconds), all_seconds=seconds, all_cpu_seconds=())
+            outcome = outcome.replace(timing=timing) if turn == turns else None
+        yield outcome

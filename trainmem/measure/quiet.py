@@ -1,0 +1,253 @@
+"""A quiet machine for what reads a clock, in a course that runs several lessons at once.
+
+A lesson shares the machine with others until it times something (`Need`). What is timed asks for what it needs:
+`Lab.compare`, `interleaving.in_turns` and the time meter once they are warm (`timing`), a function with measure="none"
+from its first line. Between two experiments a lesson lets those go first that wait for a quiet machine. Experiments
+that share the machine share its cores too: threads of one that wait for another's would take the time of both. The lock
+is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` does nothing.
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from multiprocessing import connection
+from unittest.mock import patch
+
+from trainmem.core import outcomes
+
+LOCK = "PERF_HELPERS_QUIET"  # environment variable: see `entry`
+PASSED_SECONDS = 60  # during which who waits for a quiet machine is passed by others
+UNTIMED = "PERF_HELPERS_UNTIMED"  # environment variable: no experiment's time means anything (the smallest sizes)
+
+
+_CLOCKS = [f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time") for unit in ("", "_ns")]
+_READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learner's functions, and the course's own
+
+
+class Need(IntEnum):
+    """What an experiment needs of the machine."""
+
+    SHARE = 0  # nothing is timed: any number of lessons may run beside it
+    CORE = 1  # one thread is timed: it keeps a core for itself, and others compute on the rest
+    MACHINE = 2  # more than one thread is timed: nothing runs beside it
+
+
+class Asking:
+    """How a clean process gets a quiet machine: `ask` is called with what it needs, and returns when it has that."""
+
+    def __init__(self):
+        self.ask: Callable[[Need], None] | None = None  # None: nobody can be asked
+        self.is_granted = False
+
+
+ASKING = Asking()
+
+
+@contextlib.contextmanager
+def timing(need: Need = Need.MACHINE) -> Iterator[None]:
+    """Time something in this context, inside a clean process: it gets what it needs first. Elsewhere, or inside another
+    such context, nothing happens."""
+    if ASKING.is_granted or not ASKING.ask:
+        yield
+        return
+    ASKING.ask(need)
+    ASKING.is_granted = True
+    try:
+        yield
+    finally:
+        ASKING.is_granted = False
+        ASKING.ask(Need.SHARE)
+
+
+@contextlib.contextmanager
+def no_clocks() -> Iterator[None]:
+    """Refuse a function of a notebook's that reads a clock in this context, but not within `timing`: others may run
+    beside it.
+
+    Raises:
+        outcomes.Invalid: it read one.
+    """
+
+    def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            if not ASKING.is_granted and sys._getframe(1).f_globals.get("__name__") in _READERS:
+                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may run beside it: measure='none'")
+            return clock()
+
+        return read
+
+    with contextlib.ExitStack() as stack:
+        for name in _CLOCKS:
+            stack.enter_context(patch.object(time, name, refusing(name, getattr(time, name))))
+        yield
+
+
+class QuietLock:
+    """The cores of the machine, shared by lessons: see `Need`. It is fair, but for one thing: who waits for a quiet
+    machine is passed by others for a while, as long as they keep all cores busy.
+
+    Args:
+        cores: of the machine.
+    """
+
+    def __init__(self, cores: int = 2):
+        self._cores = cores
+        self._changed = threading.Condition()
+        self._held: dict[str, tuple[Need, int]] = {}  # by lesson: what it has, and on how many cores it computes
+        self._queue: dict[int, tuple[str, Need, int, float]] = {}  # who waits since when, in order of arrival
+        self._number = itertools.count()
+        self._began = 0.0
+        self.alone_seconds: Counter[str] = Counter()  # that each lesson had the machine for itself
+        self.waited_seconds: Counter[str] = Counter()  # and that it waited for others
+
+    def take(self, lesson: str, need: Need, cores: int = 1) -> None:
+        """Give up what the lesson holds, then wait until it may have what it needs.
+
+        If the lesson leaves meanwhile it gets nothing.
+
+        Args:
+            cores: on which it computes.
+        """
+        with self._changed:
+            self._release(lesson)
+            began, number = time.monotonic(), next(self._number)
+            self._queue[number] = lesson, need, cores, began
+            self._changed.wait_for(lambda: number not in self._queue or self._may_go(number))
+            self.waited_seconds[lesson] += time.monotonic() - began
+            if self._queue.pop(number, None):
+                self._held[lesson] = need, cores
+                if need is Need.MACHINE:
+                    self._began = time.monotonic()
+                self._changed.notify_all()
+
+    def leave(self, lesson: str) -> None:
+        """Give up what the lesson holds and what it waits for."""
+        with self._changed:
+            self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
+            self._release(lesson)
+
+    def _may_go(self, number: int) -> bool:
+        """Return whether a lesson that waits may go on: there is room, and it passes nobody who should go first."""
+        _, need, cores, _ = self._queue[number]
+        earlier = [began for other, (*_, began) in self._queue.items() if other < number]
+        others = sum(cores for _, cores in self._held.values())
+        keeps_busy = self._held and others + cores >= self._cores
+        may_pass = not earlier or (keeps_busy and time.monotonic() - earlier[0] < PASSED_SECONDS)
+        return may_pass and self._has_room(need, others + cores)
+
+    def _has_room(self, need: Need, used: int) -> bool:
+        """Return whether a lesson with this need may begin where so many cores would then be used."""
+        held = {held for held, _ in self._held.values()}
+        if Need.MACHINE in held or (need is Need.MACHINE and held):
+            return False
+        return used <= self._cores or not (need is Need.CORE or Need.CORE in held)
+
+    def _release(self, lesson: str) -> None:
+        if self._held.pop(lesson, (None,))[0] is Need.MACHINE:
+            self.alone_seconds[lesson] += time.monotonic() - self._began
+        self._changed.notify_all()
+
+
+def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
+    """The variable by which a lesson finds the course's lock. `threads`: of an experiment that shares the machine."""
+    return {LOCK: f"{lesson} {threads} {address}"}
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[str]:
+    """A temporary folder for sockets, whose names may have about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="course-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def served(lock: QuietLock) -> Iterator[str]:
+    """Let other processes take a lock of this one; yields its address, for `entry`."""
+    with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # the listener was closed
+                while True:
+                    threading.Thread(target=answer, args=(listener.accept(),), daemon=True).start()
+
+        def answer(lesson: connection.Connection) -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    lock.take(*lesson.recv())
+                    lesson.send(None)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.address
+
+
+def is_in_course() -> bool:
+    """Whether this process belongs to a lesson beside which others may run."""
+    return LOCK in os.environ
+
+
+class _Lesson:
+    """This process's side of the lock; its threads share what the lesson holds."""
+
+    def __init__(self):
+        self._guard = threading.Lock()
+        self._course: connection.Connection | None = None
+        self._running: Counter[Need] = Counter()  # experiments under way
+
+    @contextlib.contextmanager
+    def experiment(self, need: Need, cores: int = 1) -> Iterator[None]:
+        """Perform an experiment in this context, beside other lessons as far as its need allows.
+
+        Args:
+            cores: on which it computes where it shares the machine.
+        """
+        with self._guard:
+            if need is Need.CORE and self._running.total() > 1:
+                need = Need.MACHINE  # the lesson itself computes beside it
+            before = max(+self._running, default=None)
+            # To ask for a share again lets those go first that wait for a quiet machine.
+            if before is None or need > before:
+                self._take(need, cores)
+            self._running[need] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._running[need] -= 1
+                after = max(+self._running, default=Need.SHARE)
+                if after < need:
+                    self._take(after, 1)
+
+    def threads(self) -> int | None:
+        """How many threads a clean process that starts now computes with; None: as many as torch chooses."""
+        alone = self._running[Need.MACHINE]
+        return int(os.environ[LOCK].split(" ")[1]) if is_in_course() and not alone else None
+
+    def _take(self, need: Need, cores: int) -> None:
+        if not is_in_course():
+            return
+        name, threads, address = os.environ[LOCK].split(" ", 2)
+        with contextlib.suppress(EOFError, OSError):  # the course was killed
+            self._course = self._course or connection.Client(address, "AF_UNIX")
+            self._course.send((name, need, cores if need else cores * int(threads)))
+            self._course.recv()
+
+
+_LESSON = _Lesson()
+threads = _LESSON.threads
+
+
+def is_untimed() -> bool:
+    """Return whether this process belongs to a lesson at the smallest sizes, where no time means anything."""
+    return UNTIMED in os.environ
+
+
+def experiment(need: Need, cores: int = 1) -> contextlib.AbstractContextManager[None]:
+    """Return the context of an experiment; see `_Lesson.experiment`."""
+    return _LESSON.experiment(Need.SHARE if is_untimed() else need, cores)

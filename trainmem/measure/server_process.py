@@ -1,0 +1,120 @@
+"""In the fork server: import the libraries once, fork a clean process for each request, and collect what has ended.
+
+`serve` is the first function of this process, which `forkserver` starts. A fork continues in `forked`. The server never
+touches a device, because its forks could not use it any more.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+from collections.abc import Container, Iterable
+from multiprocessing import connection, reduction
+from typing import NoReturn
+from unittest.mock import patch
+
+import psutil
+
+from trainmem.core import arguments, hardware, optional_packages
+from trainmem.measure import forked
+
+
+def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
+    """Be a server: import the libraries, then serve the process that has the other end of the descriptor."""
+    has_gpus = import_libraries(preload)
+    serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
+
+
+def import_libraries(preload: Iterable[str]) -> bool:
+    """Import these modules, and what they import; return whether there are GPUs."""
+    gc.disable()  # until all is imported, see `_import`
+    has_gpus = bool(hardware.describe().gpus)
+    if has_gpus:
+        _import_torchao()
+    optional_packages.import_peft()
+    _import(preload)
+    arguments.known()  # it reads the source of transformers: once for all forks
+    return has_gpus
+
+
+def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> NoReturn:
+    """Fork and collect clean processes until the caller ends or says "end"; then end them and remove their folders.
+
+    Requests are ("fork", folder, whether the job needs bitsandbytes) and then three descriptors (channel, output,
+    errors), answered with a process id; and ("collect", process id), answered with its exit code.
+
+    Args:
+        has_gpus: bitsandbytes asks GPUs when it is imported: then no server imports it.
+        with_bitsandbytes: import it after the first fork, for the next ones.
+    """
+    bitsandbytes = () if has_gpus else ("bitsandbytes",)
+    parent, folders = os.getppid(), {}  # the folder of each living fork
+    forked.adopt_orphans()
+    with contextlib.suppress(OSError, EOFError):
+        while os.getppid() == parent:
+            if not control.poll(2):
+                continue
+            match control.recv():
+                case "fork", folder, needs_bitsandbytes:
+                    if needs_bitsandbytes:
+                        _import(bitsandbytes)
+                    pid = _fork_clean_process(control)
+                    folders[pid] = folder
+                    control.send(pid)
+                    if with_bitsandbytes:
+                        _import(bitsandbytes)
+                case "collect", pid:
+                    folders.pop(pid, None)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    end_children(but=folders)
+                    control.send(code)
+                case "end":
+                    break
+    for pid, folder in folders.items():
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+        forked.remove(folder)
+    end_children()
+    os._exit(0)
+
+
+def _fork_clean_process(control: connection.Connection) -> int:
+    """Receive the descriptors of a clean process and fork it; return its id."""
+    descriptors = [reduction.recv_handle(control) for _ in range(3)]
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        forked.be_clean_process(*descriptors)
+    for inherited in descriptors:
+        os.close(inherited)
+    return pid
+
+
+def end_children(but: Container[int] = ()) -> None:
+    """End the children of this process, and what they leave: a clean process adopts its own descendants while it lives,
+    so that none of these comes here."""
+    while left := [child for child in psutil.Process().children() if child.pid not in but]:
+        for child in left:
+            child.kill()
+            os.waitpid(child.pid, 0)
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import modules for all forks to come; a module that this version of a library lacks is left out."""
+    gc.disable()  # it would go through all that is imported, again and again: a quarter of the time
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # so that a fork's collector does not copy what it shares
+    gc.enable()
+
+
+def _import_torchao() -> None:
+    """Import torchao, as transformers does where it is installed, but let it find no GPU: it would ask the GPU what it
+    can do, and no fork could use that GPU afterwards."""
+    import torch
+
+    with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):
+        importlib.import_module("torchao.quantization")
+        importlib.import_module("torchao.prototype.safetensors.safetensors_support")

@@ -1,0 +1,127 @@
+"""The time meter of an experiment: seconds of each optimizer step, seen through torch's global hooks, so that the code
+that is measured needs no measuring code in it. It is never on at the same time as the memory meter."""
+
+import functools
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trainmem.records import Timing
+
+_timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
+
+
+class TimeMeter:
+    """Seconds of each optimizer step, device work included.
+
+    Args:
+        warmup_steps: steps left out at the start, at least 1 (the first one has no beginning to be measured from).
+        on_step: called after each step, outside of what is timed; may block (that is how two runs take turns).
+
+    On CUDA the clock is the device's own events, so that measuring adds no synchronisation to the steps.
+    """
+
+    def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
+        self.warmup_steps = max(1, warmup_steps)
+        self.on_step = on_step
+        self._steps: list[tuple[tuple, tuple]] = []  # three clocks at the beginning and at the end of each
+        self._begin: tuple | None = None
+        self._optimizer = None
+        self._seen = 0
+
+    def __enter__(self):
+        if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
+            TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
+            TimeMeter._scaled = torch.amp.GradScaler.step
+            torch.amp.GradScaler.step = _also_skipped(TimeMeter._scaled)
+        _timed[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, *_):
+        del _timed[threading.get_ident()]
+        if not _timed:
+            TimeMeter._hook.remove()
+            torch.amp.GradScaler.step = TimeMeter._scaled
+
+    @staticmethod
+    def _after_step(optimizer, *_):
+        if meter := _timed.get(threading.get_ident()):
+            # A loop may step several optimizers: the first one seen is the one that counts steps.
+            meter._optimizer = meter._optimizer or weakref.ref(optimizer)
+            if meter._optimizer() is optimizer:
+                meter.stepped()
+
+    def stepped(self) -> None:
+        """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
+        end = _now(), time.process_time(), _waited()
+        if self._begin:
+            self._steps.append((self._begin, end))
+        self._seen += 1
+        if self.on_step:
+            self.on_step(self._seen)
+        waited = _waited()  # first: to ask for it takes time, which is no step's
+        self._begin = _now(), time.process_time(), waited
+
+    def result(self, samples_per_step: int | None = None) -> Timing | None:
+        """Median and spread after the warm-up; None if there were too few steps to time one."""
+        steps = self._steps[self.warmup_steps - 1 :]
+        if not steps:
+            return None
+        seconds = tuple(_elapsed(begin, end) for (begin, _, _), (end, _, _) in steps)
+        median = statistics.median(seconds)
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median,) * 3
+        return Timing(
+            step_seconds=median,
+            spread_seconds=quartiles[2] - quartiles[0],
+            steps=len(seconds),
+            warmup_steps=self.warmup_steps,
+            samples_per_second=samples_per_step / median if samples_per_step else None,
+            all_seconds=seconds,
+            all_cpu_seconds=tuple(end - begin for (_, begin, _), (_, end, _) in steps),
+            all_waited_seconds=tuple(end - begin for (_, _, begin), (_, _, end) in steps if end is not None),
+        )
+
+
+def _also_skipped(step: Callable) -> Callable:
+    """`GradScaler.step` that also tells of a step which it skips, where gradients overflow: no hook hears of it."""
+
+    @functools.wraps(step)
+    def told(scaler, optimizer, *arguments, **options):
+        meter = _timed.get(threading.get_ident())
+        seen = meter and meter._seen
+        returned = step(scaler, optimizer, *arguments, **options)
+        if meter and meter._seen == seen:
+            TimeMeter._after_step(optimizer)
+        return returned
+
+    return told
+
+
+def _now():
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _waited() -> float | None:
+    """Seconds that this thread has been ready to go on and had no core, by the kernel's scheduler; None where it does
+    not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _elapsed(begin, end) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else float("nan")
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -1,0 +1,418 @@
+"""Give each byte of a training a category (weights, gradients, activations, ...), for the meter and the estimate.
+
+A storage gets its category in two places:
+
+1. `Tracker` sees each operation. When an operation allocates a storage, its category follows from the phase of the
+   training: `Tracker._category_at_allocation`.
+2. `TrainingHooks` sees which phase begins or ends, and what storages turn out to be for: weights at the first forward,
+   gradients at the end of a backward, states at the end of an optimizer's step. Then it changes the category
+   (`Tracker.tag`).
+
+`watched` installs both for a training and removes them again. The memory meter uses them on real tensors, the estimate
+on fake ones.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from trainmem.core import adapters
+from trainmem.measure.watcher import Block, Watcher
+from trainmem.records import TENSOR_CATEGORIES, Category, Phase
+
+# What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # of clamp's two bounds
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+}
+RESIZE = "storage.resize_"  # the operation that is named for the memory of a resized storage
+WEIGHTS = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS)
+_SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
+
+
+class Tracker(Watcher, TorchDispatchMode):
+    """Log each allocation and free of a tensor's storage, with a category.
+
+    At its allocation a storage gets the category of the phase:
+
+    - from a module's forward to its backward, and where checkpointing runs the forward again inside backward: an
+      activation, or a weight copy if it is a cast of a weight
+    - before a forward: an input
+    - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
+    - while FSDP2 gathers weights: a weight copy
+    - otherwise (in backward, or in the optimizer's step): a temporary
+
+    `TrainingHooks` changes the category of weights, of gradients, of optimizer states, and of keys and values that a
+    cache keeps while no gradients are recorded.
+
+    Args:
+        granularity: the allocator rounds each storage up to a multiple of these bytes.
+        device: type of the device whose memory is tracked; other storages (a batch on the host, say) are ignored.
+    """
+
+    def __init__(self, granularity: int = 1, device: str = "cpu"):
+        Watcher.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self.granularity, self.device = granularity, device
+        self._blocks: dict[int, tuple[Block, weakref.ref]] = {}  # of live storages, by their addresses
+        self._scaled: weakref.ref | None = None  # the result of the last multiplication by a number
+        self._input_storages: set[int] | None = None  # of the present operation; None: not yet looked up
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.watch(function, types, args, kwargs)
+
+    def watch(self, function, types, args, kwargs):
+        """Run an operation and track its results."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors: it runs operations on these, which are tracked
+        self._track_scaling_number()
+        if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
+            function = _IN_PLACE[function]
+        self._input_storages = None
+        result = self.execute(function, args, kwargs or {})
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._track_result(tensor, function, args, kwargs)
+        self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
+        if function in _SCALING and torch.is_grad_enabled() and not isinstance(args[1], torch.Tensor):
+            # Not a view that was changed in place: the next operation may write it, and reading `grad_fn` inside that
+            # operation would deadlock.
+            self._scaled = None if result._is_view() else weakref.ref(result)
+        return result
+
+    def _track_scaling_number(self):
+        """Track the number of a multiplication: autograd keeps it as a tensor that no operation returned."""
+        if self._scaled is None:
+            return
+        result, self._scaled = self._scaled(), None
+        number = getattr(getattr(result, "grad_fn", None), "_saved_other", None)
+        if number is not None:
+            self.track_unlisted(number, "a number kept for backward")
+
+    def execute(self, function, args, kwargs):
+        return function(*args, **kwargs)
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block that holds the tensor's storage, or None if it is not tracked."""
+        storage = self._storage(tensor)
+        found = self._blocks.get(storage._cdata) if storage is not None else None
+        return found[0] if found else None
+
+    def tag(self, tensor, category, keep=()):
+        for leaf in tree_iter(tensor):
+            if isinstance(leaf, torch.Tensor):
+                block = self.block(leaf)
+                if block is None and category in WEIGHTS and (storage := self._storage(leaf)) is not None:
+                    self._add_block(storage, category, "before")
+                elif block is not None and block.category not in keep:
+                    block.category = category
+
+    def mark(self, label):
+        self._track_scaling_number()
+        super().mark(label)
+
+    def track_unlisted(self, tensor, operation):
+        storage = self._storage(tensor)
+        if storage is not None and storage._cdata not in self._blocks:
+            self._add_block(storage, self._category_at_allocation(None, ()), operation)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Log that a storage was resized: its old memory is freed, and the new one is allocated."""
+        block, reference = self._blocks.get(storage._cdata, (None, None))
+        if block is not None:
+            new = Block(self._size(storage), block.category, RESIZE, self._stream())
+            self._blocks[storage._cdata] = new, reference
+            self.log += [(each, sign) for each, sign in ((block, -1), (new, +1)) if each.bytes]
+        elif storage.nbytes() and storage.device.type == self.device:
+            self._add_block(storage, self._category_at_allocation(None, ()), RESIZE)
+        self.operations.append((len(self.log), self.phase, RESIZE, self.modules.here()))
+
+    def live(self, position: int) -> dict[str, int]:
+        """Return the bytes by category after the first `position` entries of the log."""
+        total = dict.fromkeys(TENSOR_CATEGORIES, 0)
+        for block, sign in itertools.islice(self.log, position):
+            total[block.category] += sign * block.bytes
+        return total
+
+    def _track_result(self, tensor, function, args, kwargs):
+        storage = self._storage(tensor)
+        if storage is None or storage._cdata in self._blocks or not storage.nbytes():
+            return
+        if self._input_storages is None:  # once for all results: an operation on a list of tensors makes as many
+            values = (*args, *(kwargs or {}).values())
+            leaves = (leaf for value in values for leaf in (value if isinstance(value, list | tuple) else (value,)))
+            own = (self._storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._input_storages = {storage._cdata for storage in own if storage is not None}
+        if function is torch.ops.aten.lift_fresh.default or storage._cdata not in self._input_storages:
+            # Otherwise the allocator does not own the memory: numpy, a mapped file or another process does.
+            self._add_block(storage, self._category_at_allocation(function, args), name_of(function))
+
+    def _category_at_allocation(self, function, args) -> Category:
+        """Return the category of what an operation allocates in this phase, as the class describes."""
+        if self.phase in (Phase.REDUCER, Phase.GATHER):
+            return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
+        recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
+        if recorded or self.phase == Phase.FORWARD:
+            if function is torch.ops.aten._to_copy.default:
+                source = self.block(args[0])
+                if source is not None and source.category in WEIGHTS:
+                    return Category.WEIGHT_COPIES
+            return Category.ACTIVATIONS
+        return Category.INPUTS if self.phase in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
+
+    def _storage(self, tensor: torch.Tensor):
+        """Return the tensor's storage, or None if it has none on the tracked device."""
+        try:
+            storage = local(tensor).untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+            return None
+        return storage if storage.device.type == self.device else None
+
+    def _stream(self) -> int:
+        """Return the number of the stream that allocates now."""
+        return 0
+
+    def _add_block(self, storage, category, operation):
+        """Log that a storage was allocated, and later that it is freed."""
+        block = Block(self._size(storage), category, operation, self._stream())
+        key, log, blocks = storage._cdata, self.log, self._blocks
+
+        def freed(_):
+            last = blocks.pop(key, (block,))[0]  # `resized` may have put another block in its place
+            if last.bytes:
+                log.append((last, -1))
+
+        self._blocks[key] = (block, weakref.ref(storage, freed))
+        log.append((block, +1))
+
+    def _size(self, storage) -> int:
+        """Return the storage's bytes, as the allocator rounds them."""
+        return -(-storage.nbytes() // self.granularity) * self.granularity
+
+
+def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Return (number of weights, number of trainable weights); 4-bit parameters hold two weights in each byte."""
+    own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
+    sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
+    return sum(sizes), sum(size for size, each in zip(sizes, own, strict=True) if each.requires_grad)
+
+
+@functools.cache
+def name_of(function) -> str:
+    """Return an operator's name, e.g. "aten.mm.default"."""
+    return str(function)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that is sharded across ranks, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _in_place(function, target: Any, other: Any) -> bool:
+    """Return whether autograd would do this in place in a training that nobody watches.
+
+    It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that ask for
+    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the watched training
+    would have one tensor more.
+    """
+    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor):
+        return False
+    if function is torch.ops.aten.add.Tensor:
+        if not isinstance(other, torch.Tensor) or other.shape != target.shape:
+            return False
+        # Four: autograd's own reference, and three of this call. A checkpointed segment holds one more to its result's.
+        if target._use_count() > 4:
+            return False
+    last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
+    # Two: the target's own reference, and the one just asked for.
+    return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
+
+
+# ---- hooks
+
+
+@contextlib.contextmanager
+def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
+    """Let a watcher or a tracker see a training inside this context; yield its parameters and buffers, by id.
+
+    Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
+    hooks and replaced functions of torch are installed here, and removed at the end.
+    """
+    hooks = TrainingHooks(tracker)
+    with contextlib.ExitStack() as stack:
+        for handle in (
+            torch.nn.modules.module.register_module_forward_pre_hook(hooks.before_forward),
+            torch.nn.modules.module.register_module_forward_hook(hooks.after_forward, always_call=True),
+            register_optimizer_step_pre_hook(hooks.before_step),
+            register_optimizer_step_post_hook(hooks.after_step),
+        ):
+            stack.callback(handle.remove)
+        for owner, name, replacement in _replacements(hooks):
+            if plain := getattr(owner, name, None):  # another version of torch may have no such method
+                stack.enter_context(patch.object(owner, name, calling(replacement, plain)))
+        if isinstance(tracker, TorchDispatchMode):
+            stack.enter_context(tracker)
+        yield hooks.parameters
+
+
+def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]:
+    """Yield (owner, name, method of the hooks that is called instead) for each function that is replaced."""
+    yield torch.autograd, "backward", hooks.backward
+    yield torch, "get_rng_state", hooks.get_rng_state
+    if not isinstance(hooks.tracker, TorchDispatchMode):
+        return  # the others only change what a tracker logs
+    yield torch.UntypedStorage, "resize_", hooks.resize
+    if caches := sys.modules.get("transformers.cache_utils"):
+        yield caches.Cache, "update", hooks.update_cache
+        yield caches.Cache, "reorder_cache", hooks.update_cache
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    # DistributedDataParallel allocates its buckets, a second set of gradients, when it is built and once more later.
+    for name in ("__init__", "_pre_forward"):
+        yield torch.nn.parallel.DistributedDataParallel, name, functools.partial(hooks.run_in, Phase.REDUCER)
+    for name in ("unshard", "wait_for_unshard"):
+        yield FSDPParamGroup, name, functools.partial(hooks.run_in, Phase.GATHER)
+    yield FSDPParamGroup, "post_backward", hooks.scatter_gradients
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", hooks.run_untracked
+
+
+def calling(replacement: Callable, plain: Callable) -> Callable:
+    """Return a function that passes the one that it replaces, and its arguments, to `replacement`."""
+
+    @functools.wraps(plain)
+    def call(*args, **kwargs):
+        return replacement(plain, *args, **kwargs)
+
+    return call
+
+
+class TrainingHooks:
+    """Find the phases, weights, gradients and optimizer states of a training, and report them to a watcher.
+
+    The first methods are hooks that torch calls. The others replace a function of torch or transformers; they get it
+    as `plain` and call it.
+    """
+
+    def __init__(self, tracker: Watcher):
+        self.tracker = tracker
+        self.parameters: dict[int, torch.Tensor] = {}  # and buffers, by id
+        self._forwards = 0  # nested modules whose forward runs
+        self._backwards = 0  # nested backward passes that run: checkpointing starts one inside another
+
+    def before_forward(self, module, _):
+        self.tracker.modules.enter(module)
+        if self._backwards:
+            return  # checkpointing repeats a forward
+        if not self._forwards:
+            if self.tracker.phase == Phase.SETUP:
+                self.tracker.mark("start")
+            self._tag_weights(itertools.chain(module.parameters(), module.buffers()))
+            for weight, kept in adapters.constants(module):
+                self.tracker.tag([weight, *kept], Category.QUANTIZED_WEIGHTS)
+            self.tracker.phase = Phase.FORWARD
+        self._forwards += 1
+
+    def after_forward(self, module, _, __):
+        self.tracker.modules.leave()
+        if self._backwards:
+            return
+        self._forwards -= 1
+        if not self._forwards:
+            self.tracker.mark("forward")
+            self.tracker.phase = Phase.AFTER_FORWARD
+
+    def before_step(self, optimizer, *_):
+        self._tag_weights(weight for group in optimizer.param_groups for weight in group["params"])
+        self._tag_gradients()
+        self.tracker.phase = Phase.STEP
+
+    def after_step(self, optimizer, *_):
+        kept = (*WEIGHTS, Category.GRADIENTS)
+        self.tracker.tag([*optimizer.state.values()], Category.OPTIMIZER_STATES, keep=kept)
+        self.tracker.mark("step")
+        self.tracker.phase = Phase.BEFORE
+
+    def backward(self, plain, *args, **kwargs):
+        if not self._backwards:
+            self.tracker.mark("forward")
+            self.tracker.phase = Phase.BACKWARD
+        self._backwards += 1
+        self.tracker.modules.enter_backward()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._backwards -= 1
+            self.tracker.modules.leave_backward()
+            if not self._backwards:
+                self._forwards = 0
+                self._tag_gradients()
+                self.tracker.mark("backward")
+                self.tracker.phase = Phase.AFTER_BACKWARD
+
+    def get_rng_state(self, plain, *args, **kwargs):
+        """Checkpointing keeps a random state per block, which is made below the operations that a tracker sees."""
+        state = plain(*args, **kwargs)
+        self.tracker.track_unlisted(state, "get_rng_state")
+        return state
+
+    def resize(self, plain, storage, *args, **kwargs):
+        """FSDP2 resizes storages to allocate a module's gathered weights and to free them: no operation does."""
+        resized = plain(storage, *args, **kwargs)
+        self.tracker.resized(storage)
+        return resized
+
+    def update_cache(self, plain, cache, *args, **kwargs):
+        """Keys and values that a cache keeps in inference; `update` takes keys, values and the layer's number."""
+        kept = plain(cache, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            for layer in cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers:
+                tensors = [getattr(layer, name, None) for name in ("keys", "values")]
+                self.tracker.tag(tensors, Category.KEY_VALUE_CACHE)
+        return kept
+
+    def run_in(self, phase: Phase, plain, *args, **kwargs):
+        with patch.object(self.tracker, "phase", phase):
+            return plain(*args, **kwargs)
+
+    def scatter_gradients(self, plain, group, *args, **kwargs):
+        gathered = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
+        self.tracker.tag([weight.grad for weight in gathered if weight is not None], Category.GRADIENTS)
+        return self.run_in(Phase.REDUCER, plain, group, *args, **kwargs)
+
+    def run_untracked(self, plain, *args, **kwargs):
+        """DTensor runs operations on tensors without memory, to find the shapes of their results."""
+        with _disable_current_modes():
+            return plain(*args, **kwargs)
+
+    def _tag_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        weights = [*weights]
+        any_trainable = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            self.parameters[id(weight)] = weight
+            is_frozen = any_trainable and isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+            category = Category.FROZEN_WEIGHTS if is_frozen else Category.WEIGHTS
+            self.tracker.tag(weight, category, keep=(Category.QUANTIZED_WEIGHTS,))
+
+    def _tag_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                self.tracker.tag(parameter.grad, Category.GRADIENTS)

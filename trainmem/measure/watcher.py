@@ -1,0 +1,93 @@
+"""Record the phases of a training and the module that runs, without a change to what the training allocates."""
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainmem.records import Phase
+
+MARK = "perf_helpers"  # prefix of our own events among those of torch's profiler
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """The memory of one storage, from its allocation to its free."""
+
+    bytes: int  # as the allocator rounds them
+    category: str  # of `Category`; may change after the allocation: a temporary turns out to be a gradient
+    operation: str  # that allocated it
+    stream: int = 0  # of the device, on which it was allocated; 0: the default stream
+
+
+class Modules:
+    """Find the module that an operation belongs to: in backward, the one whose forward made the autograd node.
+
+    Autograd numbers its nodes in order, so a module's nodes are those between two numbers.
+    """
+
+    def __init__(self):
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        # One entry per nested backward, because a checkpoint's second forward may run on a thread with its own numbers.
+        self._entered: list[tuple[list[int], list[str]]] = [([], [])]
+
+    def enter(self, module) -> None:
+        if not self._inside and id(module) not in self._names:
+            kind = type(module).__name__
+            self._names |= {id(part): name.removeprefix("module.") or kind for name, part in module.named_modules()}
+        self._inside.append(self._names.get(id(module)) or type(module).__name__)
+        self._note(self._inside[-1])
+
+    def leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+            self._note(self._inside[-1] if self._inside else "")
+
+    def enter_backward(self) -> None:
+        self._entered.append(([], []))
+
+    def leave_backward(self) -> None:
+        self._entered.pop()
+        if len(self._entered) == 1:
+            self._inside.clear()
+            self._entered = [([], [])]
+
+    def here(self) -> str:
+        """Return the name of the module whose forward or backward runs now, "" outside of all."""
+        if self._inside or len(self._entered) == 1:
+            return self._inside[-1] if self._inside else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._entered[-2]
+        index = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        return names[index] if index >= 0 else ""
+
+    def _note(self, name: str) -> None:
+        numbers, names = self._entered[-1]
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        names.append(name)
+
+
+class Watcher:
+    """Mark the ends of the phases and track no tensor: it changes no allocation."""
+
+    def __init__(self):
+        self.phase = Phase.SETUP
+        self.log: list[tuple[Block, int]] = []  # (block, +1 allocated or -1 freed)
+        self.operations: list[tuple[int, str, str, str]] = []  # (length of the log after it, phase, operation, module)
+        self.marks: list[tuple[str, int, int]] = []  # (label, length of the log, operations so far)
+        self.modules = Modules()
+
+    def mark(self, label: str) -> None:
+        self.marks.append((label, len(self.log), len(self.operations)))
+        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
+            pass  # torch's profiler records the mark too, which puts it in order with the allocations
+
+    def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
+        """Set the category of a tensor (or of a nest of them); blocks whose category is in `keep` stay as they are."""
+
+    def track_unlisted(self, tensor: Any, operation: str) -> None:
+        """Track a tensor that no operation returned."""

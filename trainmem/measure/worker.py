@@ -1,0 +1,332 @@
+"""What happens inside the clean process: one experiment is performed once, under one meter.
+
+The process that calls `perform` is fresh and will end after it: nothing needs to be put back.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from trainmem.core import hardware, outcomes, stack_dumps
+from trainmem.core.outcomes import Invalid, Outcome
+from trainmem.core.training import Experiment, infer, train
+from trainmem.measure import forked, quiet
+from trainmem.measure.interleaving import NO_TIME
+from trainmem.records import Timing
+from trainmem.texts import bytes_text
+from trainmem.unknown import Unknown
+
+# Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
+# transformers' complete their configuration.
+_METERED_COMPILED = 4
+NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
+
+
+def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
+    """Perform an experiment under one meter. Whatever ends it, there is an outcome.
+
+    Args:
+        measure: "memory" (two optimizer steps under the memory meter, on a GPU three; of compiled code the last of a
+            few), "categories" (two, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under
+            the time meter alone), "none", or "value" (no meter, and reading a clock is an error).
+        on_step: called after each optimizer step with its number.
+    """
+    try:
+        outcome = (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
+    except BaseException as error:
+        outcome = outcomes.failed(error)
+    with contextlib.suppress(Exception):  # then the outcome is a refusal that says why
+        outcome = outcome.replace(weights=experiment.weights and str(experiment.weights))
+    return outcome
+
+
+def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
+    import torch
+
+    from trainmem.measure import memory_meter, time_meter
+
+    if experiment.threads:
+        torch.set_num_threads(experiment.threads)
+    if refusal := _refusal(experiment):
+        return Outcome("refused", refusal)
+    if experiment.arguments.compiles and hardware.is_rehearsal():
+        return Outcome("needs values", NO_COMPILER)
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()) as folder:
+        on_cpu = bool(experiment.arguments.get("use_cpu"))
+        if measure in ("memory", "categories"):
+            if experiment.arguments.compiles:
+                steps = min(experiment.arguments.get("max_steps", _METERED_COMPILED), _METERED_COMPILED)
+                meter = memory_meter.MemoryMeter(on_cpu=on_cpu, compiling_steps=steps - 1)
+            else:
+                by_tensors = experiment.is_counted_by_tensors
+                alone = measure == "memory" and torch.cuda.is_available() and not on_cpu
+                steps = experiment.steps_on_a_gpu if alone else experiment.metered_steps
+                meter = memory_meter.MemoryMeter(measure == "categories", on_cpu, by_tensors)
+            with meter:
+                outcome = _execute(experiment, folder, steps, keep_losses=False)
+            return outcome.replace(memory=meter.result())
+        if hardware.is_rehearsal():
+            return _rehearse(experiment, folder, measure, on_step)
+        if measure == "time":
+            with time_meter.TimeMeter(experiment.warmup_steps, on_step) as meter:
+                steps = experiment.steps + experiment.warmup_steps
+                outcome = _execute(experiment, folder, steps, keep_losses=True, on_pass=meter.stepped)
+            return outcome.replace(timing=meter.result(experiment.samples_per_step))
+        with quiet.no_clocks() if measure == "value" else contextlib.nullcontext():
+            return _execute(experiment, folder, experiment.steps, keep_losses=True)
+
+
+def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
+    """What an experiment yields in a rehearsal without the memory meter: nothing is known of its time.
+
+    It runs, two steps long where the Trainer makes the steps.
+    """
+    from trainmem.measure import time_meter
+
+    known, short = untimed(experiment, measure), experiment
+    if known.losses:
+        short = experiment.replace(arguments=experiment.arguments.replace(max_steps=min(len(known.losses), 2)))
+    with time_meter.TimeMeter(1, on_step) as meter:
+        outcome = _execute(short, folder, 2, keep_losses=True)
+    timed = meter.result() is not None and measure == "time"
+    return outcome.replace(losses=known.losses, timing=known.timing if timed else None)
+
+
+def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
+    """What is known of an experiment's time, and of its losses, where it need not even run: that they are unknown."""
+    unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
+    if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
+        steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
+        losses = (unknown,) * arguments.get("max_steps", steps)
+    every = (unknown,) * experiment.steps
+    timing = Timing(unknown, unknown, experiment.steps, experiment.warmup_steps, unknown, every)
+    return Outcome(timing=timing, losses=losses)
+
+
+def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool, on_pass=lambda: None) -> Outcome:
+    if experiment.function:
+        import cloudpickle
+
+        return Outcome(value=_plain(cloudpickle.loads(experiment.function)(experiment.task)))
+    if not experiment.training:
+        infer(experiment, steps, on_pass)
+        return Outcome()
+    losses = train(experiment, folder, steps, keep_losses)
+    return Outcome(losses=tuple(losses) if keep_losses else None)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it: tensors and arrays become lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot store: return numbers or text")
+
+
+def _refusal(experiment: Experiment) -> str | None:
+    """Why the experiment is not even started: weights, and gradients where all learn, exceed this machine's memory, or
+    the batches of DataLoader workers its /dev/shm: torch may wait for one of them for ever."""
+    if experiment.function or hardware.is_rehearsal():  # there the card's allocator says so, in its own words
+        return None
+    import torch
+
+    try:
+        parameters, weights = experiment.task.parameters(), experiment.weights
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+
+    on_cpu = experiment.arguments.get("use_cpu") or not torch.cuda.is_available()
+    machine = hardware.describe()
+    available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
+    arguments = experiment.arguments
+    size = getattr(torch, weights.dtype).itemsize
+    if weights.bits and not on_cpu:  # on a CPU the whole ones are there first
+        size = weights.bits / 8
+    alone = bool(weights.bits or arguments.get("peft"))
+    needed = size * parameters * (1 if alone else 2)
+    if not available or needed <= available:
+        return _refusal_of_workers(experiment, machine.shm_bytes)
+    what = "weights" if alone else "weights and gradients"
+    takes = f"its {what} alone take {needed / 1e9:.1f} GB, but only {available / 1e9:.1f} GB are available"
+    return f"{experiment.task.model} has {parameters / 1e6:,.0f} M parameters: {takes}. Choose a smaller model"
+
+
+def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
+    """`free`: bytes of /dev/shm; None where there is none."""
+    task, of_trainer = experiment.task, experiment.arguments
+    workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
+    samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
+    if not samples or free is None or (needed := sum(each.nbytes for each in task.arrays(samples).values())) <= free:
+        return None
+    return (
+        f"dataloader_num_workers={workers}: prefetched batches take {bytes_text(needed)} of /dev/shm, but only "
+        f"{bytes_text(free)} are free. Enlarge it (docker run --shm-size=2g), or set dataloader_num_workers=0"
+    )
+
+
+def threads_of(experiment: Experiment) -> int | None:
+    """Threads that an experiment computes on: ranks share the cores; None: as many as torch takes."""
+    if experiment.threads or experiment.processes == 1:
+        return experiment.threads
+    return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
+
+
+def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
+    """Perform the experiment on its ranks; rank 0 speaks for all. Ranks that never met are launched once more."""
+    outcome = _launch_once(experiment, measure, on_step)
+    return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
+
+
+def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
+    """The same, under torch's elastic launcher."""
+    import multiprocessing
+
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    devices = torch.cuda.device_count()
+    if not experiment.function and not experiment.arguments.get("use_cpu") and 0 < devices < experiment.processes:
+        text = (
+            f"{experiment.processes} ranks need a GPU each, but there are {devices}: set use_cpu=True to train on CPU"
+        )
+        return Outcome("refused", text)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:  # torch's launcher would look for it for minutes
+        return Outcome("refused", f"ranks cannot connect over loopback ({error}): type `ip link set lo up`")
+    fork = multiprocessing.get_context("fork")
+    barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
+    threads, oom_kills = threads_of(experiment), outcomes.oom_kills()
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()) as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=experiment.processes,
+            run_id=f"perf_helpers-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",  # else the machine's name is looked up, which may fail or take seconds
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="fork",
+        )
+        try:
+            ranks = elastic_launch(config, _rank)(
+                experiment.replace(threads=threads), measure, on_step, folder, barrier, ends
+            )
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            told = {}
+            while not ends.empty():
+                told |= ends.get()
+            return _failed_rank(rank, first.exitcode, told, oom_kills)
+    every = tuple(ranks[rank] for rank in sorted(ranks))
+    refused = next((outcome for outcome in every if not outcome.ok), None)
+    return refused or every[0].replace(ranks=every)
+
+
+def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None], oom_kills: int) -> Outcome:
+    """The outcome of several ranks, of which one failed.
+
+    Args:
+        rank: the first one that ended so.
+        code: its exit code.
+        told: by rank: how it failed; None: it had come to its end by then. `oom_kills`: see `outcomes.died`.
+    """
+    outcome = told.get(rank) or outcomes.died(code, oom_kills)
+    if outcome.status == "invalid":
+        return outcome
+    message = f"rank {rank}: {outcome.message}"
+    early = [str(other) for other, end in sorted(told.items()) if end is None]
+    if early and _lost_connection(outcome):
+        others = f"rank{'s' * (len(early) > 1)} {', '.join(early)}"
+        message += f"; {others} had already ended, after fewer collectives"
+    return outcome.replace(message=message)
+
+
+def _lost_connection(outcome: Outcome) -> bool:
+    return any(words in outcome.message.lower() for words in _LOST_CONNECTION)
+
+
+def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
+    """One rank: a process of its own that dies with its parent.
+
+    A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
+    collective. The launcher keeps the first one that ends, which should be the one at fault: a rank that merely lost
+    its connection waits a moment. When runs take turns, all ranks of one stop and go together.
+    """
+    import torch
+
+    forked.die_with_parent()
+    rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handler, in Python, would wait for a collective
+    stack_dumps.tell(forked.own_folder() or folder, rank)
+    _meet_or_fail()
+    torch.distributed.set_debug_level_from_env()  # torch looked when it was imported, in another environment
+    tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+    if torch.cuda.device_count() >= experiment.processes:
+        torch.cuda.set_device(rank)
+
+    quiet.ASKING.ask = None  # ranks have one channel to ask by
+
+    def in_step(number: int) -> None:
+        barrier.wait()
+        if rank == 0:
+            on_step(number)
+        barrier.wait()
+
+    takes_turns = getattr(on_step, "takes_turns", False)
+    try:
+        outcome = _perform(experiment, measure, in_step if takes_turns else on_step if rank == 0 else None)
+    except BaseException as error:
+        outcome = outcomes.failed(error)
+        ends.put({rank: outcome})
+        if _lost_connection(outcome):
+            time.sleep(2)
+        sys.stdout.flush()
+        os._exit(1)  # no destroy_process_group: it waits for the others
+    ends.put({rank: None})
+    if torch.distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            torch.distributed.destroy_process_group()
+    return outcome
+
+
+def _meet_or_fail() -> None:
+    """Give ranks a minute to connect for a new group, instead of the half hour that they have for what they send.
+    gloo connects each rank with each other. Seldom (seen once, of eight ranks on two cores; not in 450 more launches)
+    that does not come about, and all of them wait without a word.
+    """
+    from torch.distributed import distributed_c10d
+
+    class Gloo(distributed_c10d.ProcessGroupGloo):
+        def __init__(self, *where, timeout, **options):  # torch adds options between releases: 2.14 had a new one
+            try:
+                super().__init__(*where, timeout=min(timeout, _TO_MEET), **options)
+            except RuntimeError as error:
+                raise RuntimeError(f"{_NEVER_MET}: {error}") from error
+            self._set_default_timeout(timeout)
+
+    distributed_c10d.ProcessGroupGloo = Gloo
+
+
+_TO_MEET = timedelta(seconds=60)
+_NEVER_MET = "the ranks did not connect to each other"  # nothing was measured by then
+_LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")

@@ -1,0 +1,432 @@
+"""Runs, ratios and comparisons, the results of experiments, and the files that keep them.
+
+A figure that was not requested is None; of a run that failed it is `Missing`, and a ratio with it is unknown. A missing
+measurement is never 0. All of these are null in files.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_args
+
+from filelock import FileLock
+
+from trainmem.unknown import Missing, NeedsValues, Unknown, is_measured
+
+SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
+
+
+class Category(StrEnum):
+    """What live memory is for, in the order of tables and pictures."""
+
+    WEIGHTS = "weights"  # that are trained; in inference all
+    FROZEN_WEIGHTS = "frozen_weights"  # that are kept frozen while others are trained
+    QUANTIZED_WEIGHTS = "quantized_weights"  # of 8 and 4 bits, with the constants to read them
+    WEIGHT_COPIES = "weight_copies"  # casts of weights, e.g. autocast's
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    ACTIVATIONS = "activations"  # made in forward while gradients are recorded
+    KEY_VALUE_CACHE = "key_value_cache"  # of the tokens that inference has read or written
+    INPUTS = "inputs"  # batches
+    TEMPORARIES = "temporaries"
+    INSIDE_OPERATIONS = "inside_operations"  # what no tensor shows: workspaces
+
+    __repr__ = str.__repr__  # a breakdown is shown as the dict of texts that a file holds
+
+
+WALL, CPU = range(2)  # clocks
+
+CATEGORIES = tuple(Category)
+TENSOR_CATEGORIES = CATEGORIES[:-1]
+
+
+class Phase(StrEnum):
+    """What a training is doing, by the hooks of modules, of `backward` and of the optimizer's step."""
+
+    SETUP = "setup"  # before the first forward
+    BEFORE = "before"  # between a step and the next forward: data are loaded
+    FORWARD = "forward"
+    AFTER_FORWARD = "after forward"
+    BACKWARD = "backward"
+    AFTER_BACKWARD = "after backward"  # gradients are clipped
+    STEP = "step"
+    REDUCER = "reducer"  # DistributedDataParallel makes its buckets, FSDP2 scatters gradients
+    GATHER = "gathering"  # FSDP2 gathers weights
+
+    __repr__ = str.__repr__
+
+    @property
+    def shown(self) -> str:
+        """As results have it: clipping belongs to the step, loading to the forward."""
+        if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
+            return Phase.FORWARD.value
+        return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
+
+
+class Record:
+    """A dataclass that a file of JSON holds: to_dict writes it, from_dict reads it, also what another version wrote."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return _as_json(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any] | None):
+        """The record; None of None. Unknown keys of a newer file are left out, and missing ones are as by default."""
+        known = [item for item in dataclasses.fields(cls) if item.name in (data or {})]
+        return None if data is None else cls(**{item.name: _read(item.type, data[item.name]) for item in known})
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return None if isinstance(value, Unknown | Missing) else value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """The value of a field of this type: a list is a tuple's, and a dict may be a record's."""
+    if isinstance(value, list | tuple):
+        return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
+    if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
+        raise ValueError("unexpected NaN: measure this row again")
+    of = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Record)]
+    return of[0].from_dict(value) if of and isinstance(value, dict) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Record):
+    """Memory of an experiment, in bytes; None is not measured."""
+
+    peak_bytes: int  # from the first forward on
+    # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
+    # handed out) or "estimated"
+    kind: str
+    peak_phase: str | None = None  # "forward", "backward" or "step"
+    peak_operation: str | None = None  # e.g. "aten.mm.default"
+    peak_module: str | None = None  # by its name in the model; in backward the one whose forward is undone
+    breakdown: dict[str, int] | None = None  # of `peak_bytes` by `Category`; sums to it
+    phases: dict[str, int] | None = None  # live at the end of each phase of the last step recorded
+    phase_breakdowns: dict[str, dict[str, int]] | None = None  # of these, by `Category`
+    # The last step recorded as a series: {"phase": [...], "operation": [...], "module": [...], "weights": [bytes, ...],
+    # ...}, one entry for each of some 200 stretches of operations, taken where the stretch is highest.
+    timeline: dict[str, Any] | None = None
+    parameters: int | None = None  # numbers, not bytes
+    trainable_parameters: int | None = None  # of these
+    reserved_bytes: int | None = None  # the most that the CUDA allocator held
+    device_used_bytes: int | None = None  # what NVML reports for the whole device, contexts included
+    context_bytes: int | None = None  # what the CUDA context takes of it
+    rss_bytes: int | None = None  # peak resident memory of the process: information only
+
+    def explained(self, categories: "Memory") -> "Memory":
+        """Return this total with the breakdowns of a second pass that traced all tensors; parts sum to the total."""
+        if categories.breakdown is None:
+            return self
+        return dataclasses.replace(
+            self,
+            peak_phase=categories.peak_phase,
+            peak_operation=categories.peak_operation,
+            peak_module=categories.peak_module,
+            breakdown=explain(categories.breakdown, self.peak_bytes),
+            phase_breakdowns={
+                phase: explain(parts, self.phases[phase])
+                for phase, parts in categories.phase_breakdowns.items()
+                if phase in self.phases
+            },
+            timeline=categories.timeline,
+        )
+
+
+def explain(live: dict[str, int], total: int) -> dict[str, int]:
+    """Return bytes by category, which sum to `total`; the rest are operator workspaces, which no tensor shows."""
+    seen = {category: live[category] for category in TENSOR_CATEGORIES}
+    return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing(Record):
+    """Seconds per optimizer step, without warm-up."""
+
+    step_seconds: float  # median
+    spread_seconds: float  # interquartile range
+    steps: int  # that were timed
+    warmup_steps: int  # that came before
+    samples_per_second: float | None  # None where it is not known how many samples a step sees
+    all_seconds: tuple[float, ...] = ()  # of every step that was timed
+    all_cpu_seconds: tuple[float, ...] = ()  # that the process computed meanwhile, all of its threads together
+    all_waited_seconds: tuple[float, ...] = ()  # in which its main thread could have gone on and had no core
+
+
+# What a run that failed did, and what to do about it, by its status.
+_FAILED = {
+    "out of memory": ("ran out of memory", "Use a smaller batch, shorter sequences or a smaller model"),
+    "timed out": ("timed out", "Give it more seconds with timeout=, or stop other work on this machine"),
+    "killed": ("was killed", "See how much memory is free, and run it again"),
+    "crashed": ("crashed", "Correct what the message names, and run it again"),
+    "refused": ("was refused", "Change what the message names"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Record):
+    """The result of one experiment.
+
+    A figure that was not requested is None. One that the run lacks because it failed is false, and any use of it raises
+    `trainmem.unknown.RunFailed` with the run's `failure`.
+    """
+
+    name: str  # for people: in tables and pictures
+    status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
+    message: str = ""  # why it is not "ok"
+    kind: str = "training"  # by the Trainer; "inference", or a "function" of the user's
+    arguments: dict[str, Any] = field(default_factory=dict)  # as they were given, see `arguments.Arguments`
+    task: dict[str, Any] = field(default_factory=dict)  # of `Task`
+    samples_per_step: int | None = None  # that one optimizer step sees, all processes together
+    memory: Memory | None = None
+    timing: Timing | None = None
+    losses: tuple[float, ...] | None = None  # of each optimizer step
+    value: Any = None  # what a function returned
+    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
+    ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, where there are several
+    processes: int = 1  # ranks
+    profile: str = ""  # of the lab
+    machine: dict[str, Any] = field(default_factory=dict)  # of `hardware.Machine`
+    versions: dict[str, str] = field(default_factory=dict)  # of packages
+    # By workers of a cluster, the last one counts: {"worker", "address", "began", "ended" (ISO 8601, UTC), "status",
+    # "message", "sharing" (experiments on that CPU at once)}; empty where the lab performed it itself.
+    attempts: tuple[dict[str, Any], ...] = ()
+    date: str = ""  # ISO 8601, UTC
+    id: str = ""
+
+    def __post_init__(self):
+        if not self.ok:
+            for name in ("memory", "timing", "losses", "value", *["ranks"] * (self.processes > 1)):
+                if not is_measured(getattr(self, name)):
+                    object.__setattr__(self, name, Missing(self.failure))
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def failure(self) -> str:
+        """How the run failed, with its message and what to do about it; empty if it is ok."""
+        if self.ok:
+            return ""
+        how, remedy = _FAILED.get(self.status, (f"is {self.status}", "Run it again"))
+        return f"{self.name!r} {how}{': ' * bool(self.message)}{self.message.rstrip('.')}. {remedy}."
+
+    @property
+    def experiment(self) -> str:
+        """Return the experiment as text: equal for equal experiments, apart from the code of a function."""
+        return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
+
+    @property
+    def peak_bytes(self) -> int | Missing | None:
+        return self.memory and self.memory.peak_bytes
+
+    @property
+    def step_seconds(self) -> float | Missing | None:
+        return self.timing and self.timing.step_seconds
+
+    @property
+    def samples_per_second(self) -> float | Missing | None:
+        return self.timing and self.timing.samples_per_second
+
+    def __repr__(self) -> str:
+        if not self.ok:
+            return f"{self.name}: {self.status}{': ' * bool(self.message)}{self.message}"
+        peak = "not measured" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:.1f} MB {self.memory.kind}"
+        rate = self.samples_per_second
+        speed = "" if rate is None else ", speed not known" if isinstance(rate, Unknown) else f", {rate:.3g} samples/s"
+        return f"{self.name}: {self.status}, {peak}{speed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio(Record):
+    """A measured ratio with its interval. If 1 is inside the interval, the effect is too small to tell."""
+
+    value: float  # the median of the pairs
+    low: float  # the bootstrap's interval, widened to the noise floor
+    high: float
+    pairs: tuple[float, ...] = ()  # the ratio of each pair of turns
+    floor: float | None = None  # the factor within which two speeds are not told apart where this was measured
+
+    def __post_init__(self):
+        for name in ("value", "low", "high"):
+            if getattr(self, name) is None:  # so it was written to a file
+                object.__setattr__(self, name, Unknown("it was not known when its file was written"))
+
+    @classmethod
+    def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":
+        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing. The arguments are
+        those of `Unknown`."""
+        return cls(*[Unknown(why, error)] * 3)
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
+        """Return the ratio of interleaved pairs of measurements: their median, with a bootstrap interval (95 %) widened
+        to the noise floor. If a pair is unknown, so is the ratio.
+
+        Args:
+            pairs: ratios, at least 3.
+            floor: the factor within which two speeds count as equal.
+
+        Raises:
+            ValueError: fewer than 3 pairs.
+        """
+        for pair in pairs:
+            if isinstance(pair, Unknown):
+                return cls.unknown(pair.why)
+        if len(pairs) < 3:
+            raise ValueError(f"{len(pairs)} pairs are too few for an interval: give at least 3")
+        return cls.of_processes([[pair] for pair in pairs], floor)
+
+    @classmethod
+    def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
+        """Return the ratio of pairs from several processes, equally many from each. Pairs of one process share its
+        luck, so the bootstrap first draws processes, then pairs of those processes.
+
+        Args:
+            groups: the ratios of each process.
+            floor: as in `of_pairs`.
+        """
+        import numpy as np
+
+        values = np.asarray(groups, dtype=float)
+        processes, pairs = values.shape
+        rng = np.random.default_rng(0)
+        which = rng.integers(processes, size=(2000, processes, 1))
+        drawn = values[which, rng.integers(pairs, size=(2000, processes, pairs))]
+        medians = np.median(drawn.reshape(2000, -1), axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        value = float(np.median(values))
+        every = tuple(map(float, values.flat))
+        return cls(value, min(float(low), value / floor), max(float(high), value * floor), every, floor)
+
+    @classmethod
+    def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
+        """Return how much faster the second of two recipes is, from interleaved runs inside one process, repeated in
+        several processes. The first recipe runs twice; how much it differs from itself is the noise floor.
+
+        Args:
+            taken: per process, per recipe (first, second, first again) and per turn: (WALL seconds, CPU seconds).
+            clock: WALL or CPU.
+            least_floor: lower limit of the noise floor.
+            per_sample: samples per step of the second recipe / samples per step of the first.
+        """
+        import numpy as np
+
+        for turns in (turns for process in taken for turns in process if isinstance(turns, Unknown)):
+            return cls.unknown(turns.why)
+        first, second, again = np.moveaxis(np.asarray(taken, dtype=float)[..., clock], 1, 0)
+        itself = abs(float(np.median(np.log(first / again))))
+        floor = max(least_floor, math.exp(itself))
+        return cls.of_processes((first + again) / 2 / second * per_sample, floor)
+
+    @property
+    def known(self) -> bool:
+        return not isinstance(self.value, Unknown)
+
+    def __truediv__(self, number: float) -> "Ratio":
+        parts = (part / number for part in (self.value, self.low, self.high))
+        return Ratio(*parts, tuple(pair / number for pair in self.pairs), self.floor)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})" if self.known else "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(Record):
+    """Two runs with their ratios. A ratio that was not measured is unknown; a claim that it decides is not testable."""
+
+    baseline: Run
+    other: Run
+    memory_ratio: float  # other / baseline, in peak bytes
+    speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by the seconds that it computed
+    wall_ratio: Ratio | None = None  # the same by the wall's clock, where that is another one
+    step_seconds: tuple[float, float] | None = None  # of the fastest step of each, by the clock that decides
+
+    def __repr__(self) -> str:
+        unknown = isinstance(self.memory_ratio, Unknown)
+        memory = "memory not measured" if unknown else f"{self.memory_ratio:.3f} x the memory"
+        speed = f"{self.speed_ratio} x the speed" if self.speed_ratio.known else "speed not measured"
+        if self.wall_ratio:
+            speed += f" by CPU time, {self.wall_ratio} by the clock"
+        return f"{self.other.name} against {self.baseline.name}: {memory}, {speed}"
+
+
+class Store:
+    """Records of one kind in a file of JSON lines, e.g. runs, or a learner's answers.
+
+    Several notebooks may write to one file at once: a line is appended whole, under a lock, and flushed to disk. A line
+    damaged by a crash or a full disk is skipped with a warning when the file is read.
+
+    Args:
+        path: the file; it and its folder are created with the first record.
+        record: the class of the records.
+    """
+
+    def __init__(self, path: str | os.PathLike, record: type[Record] = Run):
+        self.path, self._record = Path(path), record
+
+    def append(self, record: Record) -> None:
+        """Append a record. Raises OSError if the file cannot be written; nothing is left half written."""
+        line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b", 0) as file:
+            start = file.seek(0, os.SEEK_END)
+            file.seek(max(0, start - 1))
+            if start and file.read() != b"\n":  # a writer died in mid-line: begin on a line of our own
+                line = b"\n" + line
+            try:
+                while line:  # a disk that is nearly full takes a part
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(start)
+                raise
+
+    def read(self) -> list[Any]:
+        """Return all records in the order in which they were written; skip damaged lines with a warning."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records += [self._record.from_dict(json.loads(line) or {})] if line.strip() else []
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                warnings.warn(f"{self.path}, line {number} is damaged and was skipped ({error})", stacklevel=2)
+        return records
+
+
+def now(precision: str = "seconds") -> str:
+    """Return the current time in UTC as ISO 8601, to the second or another `timespec` of `datetime.isoformat`."""
+    return datetime.now(UTC).isoformat(timespec=precision)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: a reader, or a crash, finds the old content or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

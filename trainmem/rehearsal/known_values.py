@@ -1,0 +1,382 @@
+"""The values that are known in a rehearsal, where no kernel computes.
+
+Device memory is host memory there. So a tensor of whole numbers or booleans that is small and made of known values is
+computed for real: by the same operation on the CPU, in the very memory of the device's tensor. Masks, positions,
+labels, counts and lengths are then what they would be, and code that decides by them decides as on a device. Floating
+point stays unknown, but for single numbers that the host has written, and but for the sign of a norm. The one
+assumption: a test for NaN or infinity finds none.
+
+Code that reads an unknown value gets an `Unknown` where it asks for a float, and otherwise `NeedsValues`, at once.
+
+This is a function mode and no dispatch mode: it sees what Python calls and leaves alone what autograd does inside.
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from trainmem.unknown import NeedsValues, Unknown
+
+WHY = "a rehearsal computes no floating-point values"
+MASKS = {torch.bool, torch.uint8}
+EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
+LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: of an exact one, of any other
+LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
+LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
+
+# Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
+# nothing, that test for what is not finite (and what they find), that fill with random numbers, and that overwrite
+# whatever lay there before.
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
+_READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
+_COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
+_SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
+_SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
+_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
+_FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
+_OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
+_RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
+_RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+# Functions whose results are never below zero, and those whose results are not where nothing given is.
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
+_KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
+_KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
+_KEEP_SIGN |= {"where"}
+
+
+class Values(TorchFunctionMode):
+    """Follows which tensors hold known values; on while it is entered, in threads too (see `install`)."""
+
+    def __init__(self):
+        super().__init__()
+        # Storages of which something is noted, by their address, while they live: whether their values are known (of
+        # others the host's are, the device's are not), and whether they are of a norm. No other is asked for: its
+        # object in Python is a second reference, and autograd adds to a gradient in place where it has the only one.
+        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._sent: dict[str, int] = {}  # group -> broadcasts so far
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
+
+    def _mark(self, known: bool, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if self.is_known(tensor) != known:
+                self._remember(tensor).is_known = known
+
+    def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Its storage, if something is noted of it; another one may have lain there before it was resized."""
+        storage = self._storages.get(_address(tensor))
+        return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
+
+    def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        storage = self._storages[_address(tensor)] = tensor.untyped_storage()
+        return storage
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "__get__":
+            return function(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        on_device = any(tensor.is_cuda for tensor in given)
+        is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
+        if is_random and not on_device and torch.cuda.is_available():  # nobody will see the values of these weights
+            self._mark(False, *given)
+            return given[0]
+        if not on_device and all(map(self.is_known, given)):
+            made = function(*args, **kwargs)
+            if torch.cuda.is_initialized():
+                self._note_arrivals(function, name, args, kwargs, given, made)
+            return made
+        if name in _READS and given:
+            return self._read(function, name, args, kwargs, given)
+        if name in _SIZED_BY_VALUES and _is_sized_by_values(name, args, kwargs):
+            return self._sized_by_values(function, args, kwargs, given)
+        if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would look for them in the values
+            kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
+        made = function(*args, **kwargs)
+        if name == "broadcast" and function.__module__.startswith("torch.distributed"):
+            self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
+        else:
+            self._note_results(function, name, args, kwargs, given, made)
+        return made
+
+    def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
+        """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
+        for tensor in _tensors(made):
+            copied = len(given) == 1 and given[0].shape == tensor.shape
+            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
+            if known and _compute(function, args, kwargs, [tensor]):
+                self._mark(True, tensor)
+
+    def _note_results(self, function, name, args, kwargs, given, made) -> None:
+        """Compute what can be computed, and note what is known of the results."""
+        results = _tensors(made)
+        if not results and name != "__setitem__":
+            return
+        old = {*map(_address, given)}
+        fresh = [tensor for tensor in results if _address(tensor) not in old]
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
+        in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
+        if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
+            return self._fill(fresh[0], _FINITE[name])
+        if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
+            return self._fill(fresh[0], False)  # libraries test a norm for that
+        takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
+        chosen = args[2] if takes_other else (args, kwargs)
+        if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
+            for tensor in (each for each in fresh if each.numel() <= LARGEST_SENT):
+                self._remember(tensor).is_norm = True
+        elif in_place and given and getattr(self._noted(given[0]), "is_norm", False):
+            self._noted(given[0]).is_norm = name == "masked_fill_" and self._is_all_false(args[1])
+        if not fresh and not in_place:
+            return  # views
+        small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
+        whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
+        sources = [] if name in _FACTORIES else given[1:] if whole else given
+        computable = small and all(map(self.is_known, sources))
+        if computable and _compute(function, args, kwargs, fresh):
+            return self._mark(True, *fresh, *given[:whole])
+        if not all(map(self.is_known, given)):
+            self._mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
+        several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
+        if several:
+            self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
+        elif in_place:
+            self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
+        """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
+        rank holds already, and DeepSpeed asks whether the others hold the same."""
+        group = group or torch.distributed.group.WORLD
+        if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
+            return
+        number = self._sent[group.group_name] = self._sent.get(group.group_name, 0) + 1
+        store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
+        if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
+            with _out_of_sight():
+                numbers = _memory(tensor).flatten().tolist() if self.is_known(tensor) else None
+            store.set(key, json.dumps(numbers))
+        elif (numbers := json.loads(store.get(key))) is not None:
+            self._fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
+
+    def _has_no_sign(self, given: Any) -> bool:
+        """Whether nothing given is below zero, tensors and numbers."""
+        numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
+        if any(isinstance(number, Unknown) or number < 0 for number in numbers):
+            return False
+        return all(map(self._is_not_negative, _tensors(given)))
+
+    def _is_not_negative(self, tensor: torch.Tensor) -> bool:
+        if tensor.numel() > LARGEST_SENT or tensor.is_complex():
+            return False
+        if getattr(self._noted(tensor), "is_norm", False):
+            return True
+        with _out_of_sight():
+            return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
+
+    def _is_all_false(self, mask: torch.Tensor) -> bool:
+        with _out_of_sight():
+            return self.is_known(mask) and not _memory(mask).any()
+
+    def _read(self, function, name, args, kwargs, given):
+        if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
+            if name in _COMPARES:  # the allocator is asked as on a device, whose answer is not known
+                function(*args, **kwargs)
+            return _on_cpu(function, args, kwargs)
+        tensor = args[0]
+        if name in ("__repr__", "__format__"):
+            return f"tensor(unknown in a rehearsal, size={tuple(tensor.shape)}, dtype={tensor.dtype}, {tensor.device})"
+        if tensor.dtype not in EXACT and name in ("item", "tolist"):
+            return _nested(() if name == "item" else tensor.shape)
+        raise NeedsValues(WHY)
+
+    def _sized_by_values(self, function, args, kwargs, given):
+        """The result of a function whose size depends on values: computed on the CPU, and taken to the device."""
+        if all(map(self.is_known, given)):
+            device = next(tensor.device for tensor in given if tensor.is_cuda)
+            made = _on_cpu(function, args, kwargs)
+            return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
+        exact = [tensor for tensor in given if tensor.dtype in EXACT]
+        if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
+            if function.__name__ == "masked_select":
+                made = function(*args, **kwargs)  # it looks for positions, see `positions`
+                self._mark(False, made)
+                return made
+            if function.__name__ == "repeat_interleave":
+                return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
+        raise NeedsValues(WHY)
+
+    def positions(self, mask: torch.Tensor) -> torch.Tensor:
+        """What `aten.nonzero` makes on the device, which whatever chooses by a mask asks for, autograd too."""
+        if not self.is_known(mask):
+            raise NeedsValues(WHY)
+        with _out_of_sight():
+            positions = _memory(mask).nonzero()
+        return self._arrive(positions.t().contiguous(), mask.device).t()
+
+    def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        there = tensor.to(device)
+        if _is_small(there, "to"):
+            self._fill(there, tensor)
+        return there
+
+    def _fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
+        with _out_of_sight():
+            _memory(tensor).copy_(torch.as_tensor(value))
+        self._mark(True, tensor)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results that have memory behind them: no fake, meta, sparse or functorch ones."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
+    if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
+        return tensor.untyped_storage()._cdata  # it has no memory of its own
+    return there - tensor.storage_offset() * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether it is, of functions that also have forms whose result has a size of its own."""
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "one_hot":
+        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
+    if name == "repeat_interleave":
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+        return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+    return True
+
+
+def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
+    """Whether the values of a result are worth computing: a float tensor of one value may become a mask."""
+    return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the CPU."""
+    if not tensor.is_cuda:
+        return tensor.detach()
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    raw = torch.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _on_cpu(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a function returns for the same values on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
+            return torch.device("cpu")
+        return _memory(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
+
+    options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
+        options["device"] = "cpu"
+    with _out_of_sight():
+        args, options = tree_map(moved, (args, options))
+        return function(*args, **options)
+
+
+def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
+    """Do on the CPU what the device was asked for, in the memory of the results; False where that does not work."""
+    try:
+        made = _on_cpu(function, args, kwargs)
+        with _out_of_sight():
+            for tensor, value in zip(fresh, _tensors(made) if fresh else [], strict=True):
+                _memory(tensor).copy_(value)
+    except Exception:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _out_of_sight() -> Iterator[None]:
+    """Where no dispatch mode sees what is computed on the CPU, nor autograd."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _nested(shape: tuple[int, ...]) -> Any:
+    """Unknown numbers in lists, as `tolist` gives them for a tensor of this shape."""
+    return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
+
+
+def install() -> None:
+    """Follow values in this process from now on, in all its threads and in autograd's.
+
+    torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
+    """
+    mode, assert_close = Values(), torch.testing.assert_close
+
+    def entered(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
+                return function(*args, **kwargs)
+
+        return run
+
+    @functools.wraps(assert_close)
+    def close(*args, **kwargs):
+        """It looks the types of numbers up in a table of its own, and would not know an unknown one."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Unknown):
+                raise NeedsValues(value.why)
+        return assert_close(*args, **kwargs)
+
+    truncated_normal = torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor, *args, **kwargs):
+        """It draws again until all values are inside its bounds: of a large weight there are none."""
+        large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
+        return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
+
+    any_of = torch.Tensor.any
+
+    def any_outlier(tensor, *args, **kwargs):
+        """LLM.int8 looks for activations beyond its threshold, inside an operation, where no mode sees it: there are
+        none."""
+        found = any_of(tensor, *args, **kwargs)
+        if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
+            _memory(found).zero_()
+        return found
+
+    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
+        mode.library.impl("nonzero", mode.positions, "CUDA")
+    torch.Tensor.any = any_outlier
+    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
+    torch.nn.init._no_grad_trunc_normal_ = fill
+    torch.testing.assert_close = close
+    threading.Thread.run = entered(threading.Thread.run)
+    # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
+    torch.autograd.graph._engine_run_backward = entered(torch.autograd.graph._engine_run_backward)
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
+    mode.__enter__()

@@ -1,0 +1,205 @@
+"""Where rehearsals happen: a process of its own, with torch's CUDA build and the stand-in for the device."""
+
+import contextlib
+import functools
+import os
+import pickle
+import select
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from trainmem.cards import Card, card
+from trainmem.core import optional_packages
+from trainmem.core.task import Task
+from trainmem.estimate.allocator_replay import place
+from trainmem.measure import forked
+from trainmem.measure.runner import Runner
+from trainmem.records import Run
+from trainmem.rehearsal import build
+from trainmem.texts import arguments_of_kind, positive, whole_number
+
+
+def rehearse(
+    what: Task | Callable[[Task], Any],
+    *,
+    on: Card | str | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    device_memory: int | float | str | None = None,
+    task: Task | None = None,
+    processes: int = 1,
+    inference: bool = False,
+    snapshot: str | os.PathLike | None = None,
+    timeout: float = 600,
+    **arguments,
+) -> Run:
+    """What a training takes on a card that is not here: allocated, reserved, the breakdown, or torch's own error.
+
+    Args:
+        what: the task to train with transformers' Trainer, or a function that takes `task`.
+        on: a card or its name; or say `compute_capability` and `device_memory`, in bytes or as "16GB".
+        processes: ranks, each on a device of its own.
+        inference: forward passes without gradients.
+        snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
+        timeout, arguments: as `Runner.train` takes them.
+
+    Returns:
+        A run with memory and without time; `status` is "out of memory" where it does not fit, and
+        `message` torch's words.
+
+    Raises:
+        ValueError: unknown or wrong arguments.
+    """
+    arguments_of_kind(rehearse, locals())
+    whole_number("processes", processes, most=16)
+    positive("timeout", timeout)
+    chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
+    with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
+        runner = Runner("gpu", executor=stage, timeout=timeout)
+        if not isinstance(what, Task):
+            return runner.run(what, task=task, measure="memory", processes=processes)
+        if inference:
+            return runner.infer(str(what), task=what, **arguments)
+        return runner.train(str(what), task=what, measure="memory", processes=processes, **arguments)
+
+
+def run(words: list[str], on: Card) -> int:
+    """Run a command where it meets the card; its exit code. "python" is the one that rehearses.
+
+    Raises:
+        ValueError: no command, or one that is not found.
+    """
+    if not words:
+        raise ValueError("no command follows --: give one, e.g. -- python train.py")
+    with command(on) as (python, environment):
+        if words[0] in ("python", "python3"):
+            words = [str(python), *words[1:]]
+        try:
+            return subprocess.run(words, env=environment).returncode
+        except FileNotFoundError as error:
+            raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
+
+
+@contextlib.contextmanager
+def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
+    """The Python that rehearses, and the environment in which any program meets the card, while this is open."""
+    python = build.set_up()
+    library = build.library(python)
+    if doubts := build.doubts(python, library):
+        _warn(doubts)
+    with tempfile.TemporaryDirectory(prefix="perf_helpers-rehearsal-") as folder:
+        inside, tools = Path(__file__).with_name("inside"), [python.parent, library / "bin"]
+        first = {"LD_LIBRARY_PATH": [library], "PYTHONPATH": [inside, *optional_packages.offered()], "PATH": tools}
+        paths = {
+            name: os.pathsep.join(filter(None, [*map(str, folders), os.environ.get(name)]))
+            for name, folders in first.items()
+        }
+        variables = {
+            "LD_PRELOAD": str(library / "librehearsal.so"),
+            "CUDA_MODULE_LOADING": "LAZY",
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in clean processes
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
+        }
+        kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
+        yield python, kept | paths | variables | variables_of(on, str(Path(folder, "ledger")))
+
+
+@functools.cache
+def _warn(doubts: str) -> None:
+    """Once in a process."""
+    warnings.warn(doubts, stacklevel=2)
+
+
+def variables_of(card: Card, ledger: str) -> dict[str, str]:
+    """What native/device.h reads; `ledger` is the file that the processes of one rehearsal share."""
+    return {
+        "REHEARSAL_CAPABILITY": "{}{}".format(*card.capability),
+        "REHEARSAL_BYTES": str(card.memory_bytes),
+        "REHEARSAL_CONTEXT_BYTES": str(card.context_bytes),
+        "REHEARSAL_DEVICES": str(card.devices),
+        "REHEARSAL_NAME": f"rehearsed {card.name}",
+        "REHEARSAL_LEDGER": ledger,
+    }
+
+
+class Rehearsal(ThreadPoolExecutor):
+    """Performs what it is given on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
+
+    Use as a context manager, or `shutdown` it: the process behind it ends with it, and with this process.
+
+    Args:
+        on: the card.
+        snapshot: a file to which torch writes what its allocator did, for the viewer of its memory snapshots, whenever
+            an experiment's memory has been rehearsed, also where there was no room. Of several ranks it is the first's.
+
+    Raises:
+        ValueError: no file can be made there.
+    """
+
+    def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
+        variables = {"REHEARSAL_SNAPSHOT": str(place(snapshot))} if snapshot is not None else {}
+        super().__init__(1)  # one request at a time
+        self._open = contextlib.ExitStack()
+        python, environment = self._open.enter_context(command(on))
+        self._channel, theirs = Pipe()
+        with theirs:
+            code = f"from trainmem.rehearsal import rehearsal_process; rehearsal_process.serve({theirs.fileno()})"
+            # Its standard output is the caller's standard error: what is printed there is no result.
+            files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
+            self._process = subprocess.Popen([python, "-c", code], env=environment | variables, **files)
+
+    def submit(self, function: Callable, /, *arguments, **options) -> Future:
+        return super().submit(self._ask, cloudpickle.dumps((function, arguments, options)))
+
+    def _ask(self, request: bytes) -> Any:
+        try:
+            self._channel.send_bytes(request)
+            answer = self._channel.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise BrokenExecutor(f"the rehearsal's process ended (exit code {self._process.wait(10)})") from error
+        failed, value = pickle.loads(answer)
+        if failed:
+            raise value
+        return value
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process.kill()  # if it has not ended by itself
+        self._process.wait()
+        self._open.close()
+
+
+def serve(descriptor: int) -> None:
+    """The other side of `Rehearsal`: answers its requests until the channel closes."""
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+    with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
+        while True:
+            request = channel.recv_bytes()
+            try:
+                function, arguments, options = pickle.loads(request)
+                answer = cloudpickle.dumps((False, function(*arguments, **options)))
+            except Exception as error:
+                answer = cloudpickle.dumps((True, error))
+            channel.send_bytes(answer)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process, whatever it does, when the other side of the channel has ended; remove the files of both."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # the other side's end is told in any case
+    poll.poll()
+    forked.remove(str(Path(os.environ["REHEARSAL_LEDGER"]).parent))
+    print(end="", flush=True)
+    os._exit(0)

@@ -1,0 +1,210 @@
+"""Numbers and names as text, the same in lessons, tables, pictures, reports and errors; checks of arguments."""
+
+import contextlib
+import difflib
+import errno
+import json
+import math
+import os
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from trainmem.unknown import is_measured
+
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+MOST = 2**32 - 1  # of a whole number that an argument may have
+
+
+def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
+    """Return a number with its unit in `digits` digits, e.g. "0.3333 x". Larger whole numbers are written out, e.g.
+    "12,346 MB", so that 65,504 differs from 65,535. None and unknown give "not measured"."""
+    if not is_measured(value):
+        return "not measured"
+    number = f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
+    return f"{number} {unit}".strip()
+
+
+def bytes_text(size: float | None, binary: bool = False) -> str:
+    """Return bytes in a readable unit; None and unknown read "not measured".
+
+    Args:
+        size: in bytes.
+        binary: use GiB, MiB and KiB (2^30, 2^20, 2^10), as makers of GPUs and torch do; default: GB, MB and kB. Use it
+            wherever the text names a GPU, so that "24 GiB" can be compared with what a training needs.
+    """
+    if not is_measured(size):
+        return "not measured"
+    for unit in ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB"):
+        if abs(size) >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:,.{2 if unit[0] == 'G' else 1}f} {unit}"
+    return f"{size:,.0f} B"
+
+
+def phase_text(phase: str | None) -> str:
+    """Return when a peak is, e.g. "during the backward pass"; `phase` as in `records.Memory.peak_phase`."""
+    names = {"step": "the optimizer update", None: "an unknown phase"}
+    names |= {each: f"the {each} pass" for each in ("forward", "backward")}
+    return f"during {names.get(phase, phase)}"
+
+
+def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
+    """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. It
+    changes at twice the unit, so that the axis has more than one whole number."""
+    large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
+    unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
+    return _UNITS[unit], unit
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return seconds in s, ms or µs; None and unknown give "not measured"."""
+    if not is_measured(seconds):
+        return "not measured"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds:.1e} s"
+
+
+def name_text(category: str) -> str:
+    """Return a category as in a legend: "optimizer states" for "optimizer_states"."""
+    return category.replace("_", " ")
+
+
+def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
+    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB", without what is
+    0; `binary` as in `bytes_text`."""
+    return ", ".join(f"{name_text(name)} {bytes_text(size, binary)}" for name, size in parts.items() if size > 0)
+
+
+def nearest_text(given: str, allowed: Iterable[str]) -> str:
+    """Return a hint for a word that is not allowed: the two nearest words, by the whole word or its beginning.
+
+    If none is near, or few words are allowed, list all, in at most 500 characters. If a hundred or more are allowed and
+    none is near, return an empty text."""
+
+    def alike(word: str) -> float:
+        return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
+
+    allowed = sorted(allowed, key=lambda word: (alike(word), len(word) <= len(given)), reverse=True)
+    near = [repr(word) for word in allowed[:2] if alike(word) >= 0.6]
+    names = textwrap.shorten(", ".join(sorted(allowed)), 500, placeholder=" and more", break_on_hyphens=False)
+    every = f"Choose from {names}." if len(allowed) < (9 if near else 100) else ""
+    return " ".join(filter(None, [f"Did you mean {' or '.join(near)}?" if near else "", every]))
+
+
+def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    """Raise ValueError for the first name that is not allowed, with the nearest one; `where` names the place."""
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{where} has no {name!r}. {nearest_text(str(name), allowed)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value as text for a message: one line of at most 100 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of thousands of digits, or an object that fails at it
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def text_of(path: Path, most: int = 2**24) -> str:
+    """Return the text in a file. Raises OSError, before reading, if it is not a file or has more than `most` bytes."""
+    if path.exists() and (not path.is_file() or path.stat().st_size > most):
+        raise OSError(errno.EFBIG, f"not a file, or larger than {most:,} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def from_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError for invalid JSON, NaN and Infinity, and too many nested brackets."""
+    try:
+        return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
+    except RecursionError:
+        raise ValueError("too many nested brackets") from None
+
+
+@contextlib.contextmanager
+def reading(where: Any, kind: str, give: str) -> Iterator[None]:
+    """Turn errors of reading settings into a ValueError of one line: `where` (a file, or an argument with its value),
+    what is wrong, and what to give. `kind` is their format, e.g. "JSON"."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}). Give {give}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not {kind} ({error}). Give {give}") from None
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """Return the value if it is a whole number from `least` to `most`.
+
+    Raises:
+        ValueError: anything else; the message names the argument by `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        wanted = f"from {least} to {most:,}" if isinstance(value, int) and value > most else f"of at least {least}"
+        raise ValueError(f"{name}={shown(value)}: give a whole number {wanted}")
+    return value
+
+
+def positive(name: str, value: float) -> float:
+    """Return the value if it is a number above 0, or infinity. Raises ValueError otherwise, naming it by `name`."""
+    of_kind(name, value, float)
+    if not value > 0:
+        raise ValueError(f"{name}={shown(value)}: give a number above 0")
+    return value
+
+
+# How the values of a kind are called; and by what they are known, where that is another class.
+_WORDS = {bool: "True or False", Integral: "a whole number", Real: "a number", str: "a text", Mapping: "a mapping"}
+_WORDS |= {Callable: "a function", Sequence: "a list", Iterable: "a list", os.PathLike: "a path"}
+_CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Sequence}
+
+
+def of_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError if a value does not match an annotation, naming what to give. A tuple of fixed length is checked
+    by its parts too. A bool is not a number, a text is not a list, and NaN matches nothing."""
+    wanted = []
+    for each in typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]:
+        origin, parts = typing.get_origin(each) or each or type(None), typing.get_args(each)
+        base = _CLASSES.get(origin, origin)
+        if base is Any or not isinstance(base, type):
+            return
+        exact = origin is tuple and ... not in parts
+        other = isinstance(value, bool | str | bytes) and base in (Integral, Real, Sequence, Iterable)
+        fits = isinstance(value, base) and not other and (not exact or [*map(type, value)] == [*parts])
+        if fits and (base is not Real or value == math.inf or abs(value) < 1e300):
+            return
+        if base is not type(None):
+            wanted.append(f"{len(parts)} numbers, as (9, 0)" if exact else _WORDS.get(base, f"a {base.__name__}"))
+    raise ValueError(f"{name}={shown(value)}: give {' or '.join(dict.fromkeys(wanted))}")
+
+
+def arguments_of_kind(function: Callable, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if an argument of a function, or a field of a dataclass, does not match its annotation."""
+    for name in function.__annotations__.keys() & given:
+        of_kind(name, given[name], function.__annotations__[name])
+
+
+def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 1e6) -> int:
+    """Return bytes from a number of bytes, or a text such as "16GB" (10^9) or "16GiB" (2^30).
+
+    Raises:
+        ValueError: anything else, or fewer than `least` bytes; the message names the argument by `name`.
+    """
+    example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
+    if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):
+        size = float(text[1]) * _UNITS[text[2]]
+    if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < math.inf:
+        raise ValueError(f"{name}={shown(memory)}: {example}")
+    if not least <= size < 1e18:
+        raise ValueError(f"{name}={shown(memory)} is too {'small' if size < least else 'large'}: {example}")
+    return int(size)

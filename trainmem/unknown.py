@@ -1,0 +1,131 @@
+"""Figures that are not known: `Unknown`, a number without a value, and `Missing`, whatever a failed run does not have.
+
+Both carry the reason, `why`. Neither can decide a verdict: whatever needs the value raises an error with the reason.
+
+|                                        | `Unknown`                  | `Missing`         |
+|----------------------------------------|----------------------------|-------------------|
+| shown as                               | "unknown"                  | "not measured"    |
+| in a file                              | null                       | null              |
+| to libraries                           | NaN                        | raises            |
+| arithmetic, `round(value, digits)`     | is unknown again           | raises            |
+| `if value`                             | raises                     | is false          |
+| `<`, `==`, `int(value)`                | raises                     | raises            |
+
+`is_measured` asks for a value without an error.
+"""
+
+from typing import NoReturn
+
+
+class NeedsValues(RuntimeError):
+    """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes."""
+
+
+class RunFailed(RuntimeError):
+    """A figure or a value was used that a run does not have because its experiment failed."""
+
+
+def is_measured(value: "float | Missing | None") -> bool:
+    """Return whether a value is a number: not None, unknown, or missing because a run failed."""
+    return value is not None and not isinstance(value, _WithoutValue)
+
+
+class _WithoutValue:
+    """Refuse whatever needs a value, by raising `error`: comparisons, the truth, conversions to whole numbers."""
+
+    __slots__ = ()
+    why: str
+    error: type[RuntimeError]
+
+    def _refuse(self, *_) -> NoReturn:
+        error = self.error(self.why)
+        error.add_note("A value was needed here, and there is none: ask `trainmem.unknown.is_measured` first.")
+        raise error
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+
+
+class Unknown(_WithoutValue, float):
+    """A number whose value is unknown, e.g. a time in a rehearsal; see the table above.
+
+    Args:
+        why: the message of `error`, which is raised where the value would decide something.
+    """
+
+    __slots__ = ("error", "why")
+
+    def __new__(cls, why: str = "not measured", error: type[RuntimeError] = NeedsValues):
+        self = super().__new__(cls, "nan")
+        self.why, self.error = why, error
+        return self
+
+    def __reduce__(self):
+        return type(self), (self.why, self.error)
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+    def __format__(self, spec: str) -> str:
+        return "unknown"
+
+    __str__ = __repr__
+    __hash__ = object.__hash__
+
+    def _unknown_again(self, *_) -> "Unknown":
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown_again
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unknown_again
+    __neg__ = __pos__ = __abs__ = _unknown_again
+
+    def __round__(self, digits: int | None = None) -> "Unknown":
+        return self._refuse() if digits is None else self
+
+
+class Missing(_WithoutValue):
+    """In place of a figure or a value of a run that failed; false, so that `if run.memory` and `run.value or {}` work.
+
+    Args:
+        why: which run failed, how, and what to do about it.
+    """
+
+    __slots__ = ("why",)
+    error = RunFailed
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def __reduce__(self):
+        return type(self), (self.why,)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"not measured: {self.why}"
+
+    def __str__(self) -> str:
+        return "not measured"
+
+    def __format__(self, spec: str) -> str:
+        return "not measured"
+
+    def __eq__(self, other) -> bool:
+        return self.why == other.why if isinstance(other, Missing) else self._refuse()
+
+    __ne__ = object.__ne__  # the opposite of __eq__
+
+    def __hash__(self) -> int:
+        return hash(self.why)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # Python, IPython and numpy ask for what an object can do
+            raise AttributeError(name)
+        self._refuse()
+
+    _refuse = _WithoutValue._refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
+    __or__ = __ror__ = __and__ = __rand__ = __float__ = __index__ = __array__ = _refuse
+    __iter__ = __reversed__ = __len__ = __contains__ = __getitem__ = __setitem__ = __call__ = _refuse
