@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "perf_helpers"
+PACKAGES = ("trainmem", "perf_helpers")  # the engine, the course
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
@@ -99,7 +99,7 @@ def undeclared(source, distributions, owners):
 
     What is not installed, for it is built by itself, is taken to be provided by a distribution of its own name.
     """
-    wanted = heads(source) - set(sys.stdlib_module_names) - {PACKAGE}
+    wanted = heads(source) - set(sys.stdlib_module_names) - {*PACKAGES}
     provided = {
         head for head in wanted if {canonicalize_name(o) for o in owners.get(head, [head])} & set(distributions)
     }
@@ -107,16 +107,17 @@ def undeclared(source, distributions, owners):
 
 
 def modules():
-    """{name: source}: "cli", "lab.task", and "lab" for that room's door."""
+    """{name: source}: "perf_helpers.cli", and "perf_helpers.lab" for that package's `__init__`."""
     found = {}
-    for path in some(sorted((ROOT / PACKAGE).rglob("*.py")), "modules"):
-        name = ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path.read_text()
+    for package in PACKAGES:
+        for path in some(sorted((ROOT / package).rglob("*.py")), "modules"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path.read_text()
     return found
 
 
 def wrong_imports(folder):
-    """What import-linter says of the package in a folder by this repository's contracts; empty where all are kept."""
+    """What import-linter says of the packages in a folder by this repository's contracts; empty where all are kept."""
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / "pyproject.toml", "--no-cache"]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
@@ -132,16 +133,19 @@ def test_imports_run_one_way():
 @pytest.mark.parametrize(
     "module, line, told",
     [
-        ("lab/hardware", "from perf_helpers.lab import task", "inside the lab"),
-        ("lab/lab", "from perf_helpers import cli", "rooms"),
-        ("course/claims", "def f():\n    from perf_helpers import widgets", "rooms"),
-        ("plots", "from perf_helpers.lab import task", "rooms"),
-        ("lab/odds", "import json", "inside the lab"),
+        ("trainmem/core/hardware", "from trainmem.core import task", "inside the core"),
+        ("trainmem/records", "def f():\n    from trainmem import commands", "rooms of the engine"),
+        ("trainmem/advise/advice", "from perf_helpers.lab import Lab", "the engine knows no course"),
+        ("trainmem/tables", "def f():\n    import matplotlib", "the engine knows no course"),
+        ("perf_helpers/lab/lab", "from perf_helpers import cli", "rooms of the course"),
+        ("perf_helpers/course/claims", "def f():\n    from perf_helpers import widgets", "rooms of the course"),
+        ("perf_helpers/lab/odds", "import json", "inside the lab"),
     ],
 )
 def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, told):
-    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / PACKAGE / f"{module}.py"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / f"{module}.py"
     path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
     assert told in wrong_imports(tmp_path)
 
@@ -173,7 +177,11 @@ def test_modules_are_nouns():
     assert {path.stem for path in repository_files() if path.suffix == ".py"} & BANNED_NAMES == set()
 
 
-OF_THE_COURSE = ("course", "widgets", "plots")  # modules that may import what only the extra "course" installs
+OF_THE_COURSE = (
+    "perf_helpers.course",
+    "perf_helpers.widgets",
+    "perf_helpers.plots",
+)  # packages that may import what only the extra "course" installs
 
 
 def test_every_import_is_a_declared_dependency():
@@ -206,12 +214,15 @@ def loaded_after(statement, folder=ROOT):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    assert loaded_after(f"import {PACKAGE}") == []
+    assert loaded_after("import trainmem, perf_helpers") == []
 
 
 def test_its_public_names_and_its_command_load_nothing_heavy():
-    rooms = "".join(f"import {PACKAGE}.{path.parent.name}; " for path in (ROOT / PACKAGE).glob("*/__init__.py"))
-    names = f"{rooms}from {PACKAGE} import *; import {PACKAGE}.cli; {PACKAGE}.Lab, {PACKAGE}.Task, {PACKAGE}.plots"
+    rooms = [path.parent for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")]
+    names = "".join(f"import {room.parent.name}.{room.name}; " for room in some(rooms, "subpackages"))
+    names += (
+        "from perf_helpers import *; import perf_helpers.cli; perf_helpers.Lab, perf_helpers.Task, perf_helpers.plots"
+    )
     assert loaded_after(names) == []
 
 
@@ -259,7 +270,7 @@ def test_public_names():
 
     assert {"Lab", "Task", "claims", "hardware", "plots"} <= set(perf_helpers.__all__) <= set(dir(perf_helpers))
     assert all(getattr(perf_helpers, name) is not None for name in perf_helpers.__all__)
-    with pytest.raises(AttributeError, match="Choose from Lab"):
+    with pytest.raises(AttributeError, match="Choose from Claims, Lab"):
         perf_helpers.Labb  # noqa: B018
 
 
@@ -396,7 +407,7 @@ def test_stray_text_is_reported(pieces):
 def tree(page):
     """The paths in a page's file tree: the names before the first two blanks of each line, below their folders."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
-    blocks = [block for block in blocks if re.search(rf"^\W*{PACKAGE}/", block, re.M)]
+    blocks = [block for block in blocks if re.search(r"^\W*perf_helpers/", block, re.M)]
     assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"
     paths, folders = [], []
     for line in re.sub(r"[│├└─]", " ", blocks[0]).splitlines():
@@ -423,10 +434,10 @@ def tree_problems(page, files):
             problems.append(f"in the file tree, not in the repository: {path}")
     heads = {path.split("/")[0] for path in listed}
     expected = {path.parts[0] for path in files} - heads
-    inside = [path for path in files if path.parts[0] == PACKAGE and len(path.parts) > 1]
-    parts = {f"{PACKAGE}/{path.parts[1]}{'/' if len(path.parts) > 2 else ''}" for path in inside}
+    inside = [path for path in files if path.parts[0] in PACKAGES and len(path.parts) > 1]
+    parts = {f"{path.parts[0]}/{path.parts[1]}{'/' if len(path.parts) > 2 else ''}" for path in inside}
     expected |= parts - set(listed)
-    expected = {path for path in expected if not path.removeprefix(f"{PACKAGE}/").startswith((".", "__"))}
+    expected = {path for path in expected if not path.rstrip("/").rpartition("/")[2].startswith((".", "__"))}
     return problems + [f"in the repository, not in the file tree: {path}" for path in sorted(expected)]
 
 
@@ -438,10 +449,10 @@ def test_a_wrong_file_tree_is_reported():
     page = (
         "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab/  z\n  cli.py  z\n```\n"
     )
-    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "trainmem/core/task.py"]
+    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/task.py"]
     files = [Path(name) for name in [*names, "perf_helpers/cli.py"]]
     assert tree_problems(page, files) == []
-    for missing in ("tests", f"{PACKAGE}/runs.py", f"{PACKAGE}/estimate/"):
+    for missing in ("tests", "perf_helpers/runs.py", "perf_helpers/estimate/"):
         path = Path(missing) / "a.py" if not missing.endswith(".py") else Path(missing)
         assert tree_problems(page, [*files, path]) == [f"in the repository, not in the file tree: {missing}"]
     assert tree_problems(page, files[:-1]) == ["in the file tree, not in the repository: perf_helpers/cli.py"]
