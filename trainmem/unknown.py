@@ -42,6 +42,9 @@ class _WithoutValue:
         error.add_note("A value was needed here, and there is none: ask `trainmem.unknown.is_measured` first.")
         raise error
 
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
     __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
 
@@ -64,9 +67,6 @@ class Unknown(_WithoutValue, float):
         return type(self), (self.why, self.error)
 
     def __repr__(self) -> str:
-        return "unknown"
-
-    def __format__(self, spec: str) -> str:
         return "unknown"
 
     __str__ = __repr__
@@ -106,9 +106,6 @@ class Missing(_WithoutValue):
         return f"not measured: {self.why}"
 
     def __str__(self) -> str:
-        return "not measured"
-
-    def __format__(self, spec: str) -> str:
         return "not measured"
 
     def __eq__(self, other) -> bool:
