@@ -449,10 +449,10 @@ def test_a_wrong_file_tree_is_reported():
     page = (
         "```\nREADME.md LICENSE  what it is\nnotebooks/NN_slug.py  x\nperf_helpers/   y\n  lab/  z\n  cli.py  z\n```\n"
     )
-    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/task.py"]
+    names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/lab.py"]
     files = [Path(name) for name in [*names, "perf_helpers/cli.py"]]
     assert tree_problems(page, files) == []
-    for missing in ("tests", "perf_helpers/runs.py", "perf_helpers/estimate/"):
+    for missing in ("tests", "perf_helpers/runs.py", "trainmem/estimate/"):
         path = Path(missing) / "a.py" if not missing.endswith(".py") else Path(missing)
         assert tree_problems(page, [*files, path]) == [f"in the repository, not in the file tree: {missing}"]
     assert tree_problems(page, files[:-1]) == ["in the file tree, not in the repository: perf_helpers/cli.py"]
