@@ -2,6 +2,8 @@
 
 `import perf_helpers` is quick and changes nothing: the names below, and torch and transformers behind them, are
 loaded when they are first used.
+
+Not covered: how one training is measured, estimated, rehearsed or advised (`trainmem`).
 """
 
 from importlib import import_module

@@ -177,21 +177,21 @@ def test_modules_are_nouns():
     assert {path.stem for path in repository_files() if path.suffix == ".py"} & BANNED_NAMES == set()
 
 
-OF_THE_COURSE = (
-    "perf_helpers.course",
-    "perf_helpers.widgets",
-    "perf_helpers.plots",
-)  # packages that may import what only the extra "course" installs
+# The extra whose packages a part of the course may import, beside those that are always installed.
+EXTRA_OF = {"perf_helpers.course": "course", "perf_helpers.widgets": "course", "perf_helpers.plots": "course"}
+EXTRA_OF |= {"perf_helpers.sweep": "cluster"}
 
 
 def test_every_import_is_a_declared_dependency():
     project, owners = pyproject(), importlib.metadata.packages_distributions()
     every, core = declared(project), declared(project, extras=False)
-    course = core | declared({"dependencies": project["optional-dependencies"]["course"]}, extras=False)
-    problems = {
-        module: undeclared(source, course if module.startswith(OF_THE_COURSE) else core, owners)
-        for module, source in modules().items()
-    }
+    extras = project["optional-dependencies"]
+    of_extra = {name: declared({"dependencies": extras[name]}, extras=False) for name in {*EXTRA_OF.values()}}
+    of_extra["cluster"] = {*of_extra["cluster"], "distributed"}  # by dask[distributed]
+    problems = {}
+    for module, source in modules().items():
+        allowed = [of_extra[extra] for part, extra in EXTRA_OF.items() if module.startswith(part)]
+        problems[module] = undeclared(source, core.union(*allowed), owners)
     for folder in ("tests", "notebooks", "website"):
         near = [path for room in (folder, "benchmarks", "website") for path in (ROOT / room).rglob("*.py")]
         siblings = {other.stem: ["pytest"] for other in near}
@@ -452,7 +452,7 @@ def test_a_wrong_file_tree_is_reported():
     names = ["README.md", "LICENSE", "notebooks/01_a.py", "perf_helpers/__init__.py", "perf_helpers/lab/lab.py"]
     files = [Path(name) for name in [*names, "perf_helpers/cli.py"]]
     assert tree_problems(page, files) == []
-    for missing in ("tests", "perf_helpers/runs.py", "trainmem/estimate/"):
+    for missing in ("tests", "perf_helpers/runs.py", "perf_helpers/estimate/"):
         path = Path(missing) / "a.py" if not missing.endswith(".py") else Path(missing)
         assert tree_problems(page, [*files, path]) == [f"in the repository, not in the file tree: {missing}"]
     assert tree_problems(page, files[:-1]) == ["in the file tree, not in the repository: perf_helpers/cli.py"]

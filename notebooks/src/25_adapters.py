@@ -24,9 +24,8 @@ from itertools import pairwise
 
 import torch
 
-from perf_helpers import Claims, Lab, Task, exercises, optional_packages, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, optional_packages, plots, widgets
 from trainmem.core import adapters
-from trainmem.measure import interleaving
 from trainmem.records import CPU, Ratio
 
 no_peft = optional_packages.offer("peft")
