@@ -191,7 +191,7 @@ def test_every_import_is_a_declared_dependency():
     problems = {}
     for module, source in modules().items():
         allowed = [of_extra[extra] for part, extra in EXTRA_OF.items() if module.startswith(part)]
-        problems[module] = undeclared(source, core.union(*allowed), owners)
+        problems[module] = undeclared(source, {*core}.union(*allowed), owners)
     for folder in ("tests", "notebooks", "website"):
         near = [path for room in (folder, "benchmarks", "website") for path in (ROOT / room).rglob("*.py")]
         siblings = {other.stem: ["pytest"] for other in near}
