@@ -17,7 +17,7 @@ from pathlib import Path
 from perf_helpers import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTED = ("operator_workspaces", "estimates", "prediction", "estimate_exact")
+TESTED = ("operator_workspaces", "estimates", "peak_memory", "estimate_exact")
 TESTS = [f"tests/estimate/test_{name}.py" for name in TESTED]
 # (oneDNN's level, torch's, the feature by which a machine is above it), from the lowest on. Those without a feature are
 # safe anywhere: oneDNN takes no more than there is, and torch's default runs on every x86-64.
