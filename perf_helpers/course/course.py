@@ -19,7 +19,7 @@ import psutil
 
 from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.lesson_process import code_of, run_lesson, say
-from perf_helpers.course.report import report
+from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
 from perf_helpers.lab import forkserver, hardware, quiet
 from perf_helpers.lab.task import TINY, choose_profile
@@ -66,6 +66,7 @@ def run_course(
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     lock, stopped, began = quiet.QuietLock(), threading.Event(), time.monotonic()
+    pages: dict[str, dict[str, Any]] = {}
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A lesson's entry in results.json, and the lesson's own record."""
@@ -74,6 +75,7 @@ def run_course(
         started = time.monotonic()
         try:
             status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson, environment, stopped)
+            pages[source.stem] = lesson_page(out, source.stem)  # while the others run
         finally:
             lock.leave(source.stem)
         seconds = round(time.monotonic() - started, 1)
@@ -106,7 +108,7 @@ def run_course(
         data["claims"] += record.get("claims", [])
         data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
     write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
-    report(out)
+    report(out, pages)
     return data
 
 

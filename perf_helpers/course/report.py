@@ -5,7 +5,7 @@ Notable: they are made from results.json and the executed notebooks alone, so th
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ Case = tuple[str, str, float, str | None, str]
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def report(directory: str | Path) -> Path:
+def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = None) -> Path:
     """Make index.html, junit.xml and the lessons' pages from a folder's results.json and executed notebooks; with what
     changed since its baseline, where it has one. Returns the path of index.html.
+
+    Args:
+        pages: what `lesson_page` returned of the lessons whose pages are there already.
 
     Raises:
         ValueError: no results.json in the folder, or a damaged one.
@@ -33,7 +36,9 @@ def report(directory: str | Path) -> Path:
     baseline = data.get("baseline")
     changed = change_cases(baseline["changes"], data.get("fail_on", AXES)) if baseline else []
     write_whole(directory / "junit.xml", junit(data["date"], _cases(data) + changed))
-    data["lessons"] = [lesson | _lesson_page(directory, lesson["name"]) for lesson in data["lessons"]]
+    pages = pages or {}
+    for lesson in data["lessons"]:
+        lesson |= pages.get(lesson["name"]) or lesson_page(directory, lesson["name"])
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
     for shown in (4, 2, 1, 0):  # pictures of each lesson; the executed lesson has them all
@@ -44,7 +49,7 @@ def report(directory: str | Path) -> Path:
     return directory / "index.html"
 
 
-def _lesson_page(directory: Path, name: str) -> dict[str, Any]:
+def lesson_page(directory: Path, name: str) -> dict[str, Any]:
     """Write a lesson's executed notebook as HTML; return its title, page and pictures [(PNG in base64, alt text)]."""
     import nbformat
     from nbconvert import HTMLExporter
