@@ -2,6 +2,7 @@
 decide its claims; nightly at this machine's sizes under strict, where its verdicts must be the expected ones.
 """
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from perf_helpers import claims
 from perf_helpers.course import course
+from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import problems
 from trainmem.core.task import TINY
 
@@ -72,6 +74,17 @@ def test_every_cell_of_the_lesson_runs_and_every_claim_is_decided(smallest, name
     assert lesson["status"] == "ok", lesson["message"]
     decided = {claim["id"] for claim in smallest["claims"] if claim["lesson"] == name}
     assert decided == {claim.id for claim in claims.load().values() if claim.lesson == name[:2]}
+
+
+def test_claims_about_memory_have_the_verdicts_that_they_had(smallest):
+    """A quotient turned around, or another run's bytes, turns a verdict. A claim that is new or has rightly turned gets
+    the verdict of build/smallest/results.json in smallest_verdicts.json."""
+    by_memory = [claim for claim in claims.load().values() if claim.decided_by == "memory"]
+    counted = {claim.id for claim in by_memory if claim.lesson != "21"}  # its host memory is looked at, not counted
+    found = {claim["id"]: claim["verdict"] for claim in smallest["claims"] if claim["id"] in counted}
+    known = json.loads((HERE / "smallest_verdicts.json").read_text())
+    lacking = {id for id, verdict in found.items() if verdict == Verdict.NOT_TESTABLE}  # a package, or /proc
+    assert {id: found[id] for id in found.keys() - lacking} == {id: known[id] for id in known.keys() - lacking}
 
 
 def test_no_lesson_tries_the_network_at_the_smallest_sizes(smallest):

@@ -439,15 +439,18 @@ claims.check(
 
 
 # %%
+SEQUENCES = 512 if lab.profile.name != "tiny" else 64
+
+
 def one_epoch(task, base_rate=3e-4):
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     for seed in range(3):
-        train, unseen = (task.replace(seed=seed + more).batch(512, device) for more in (0, 100))
+        train, unseen = (task.replace(seed=seed + more).batch(SEQUENCES, device) for more in (0, 100))
         for micro_batch, steps, factor in ((4, 1, 1), (4, 8, 1), (4, 8, 8), (32, 1, 1)):
             model, losses = task.replace(seed=seed).build_model().to(device), []
             optimizer = torch.optim.AdamW(model.parameters(), lr=base_rate * factor, fused=True)
-            for i in range(0, 512, micro_batch):
+            for i in range(0, SEQUENCES, micro_batch):
                 loss = model(**{name: values[i : i + micro_batch] for name, values in train.items()}).loss / steps
                 loss.backward()
                 losses.append(loss.item() * steps)
@@ -456,7 +459,7 @@ def one_epoch(task, base_rate=3e-4):
                     optimizer.zero_grad()
             with torch.no_grad():
                 end = model.eval()(**unseen).loss.item()
-            found.append([torch.tensor(losses).view(16, -1).mean(1).tolist(), end])  # of each 32 sequences
+            found.append([torch.tensor(losses).view(SEQUENCES // 32, -1).mean(1).tolist(), end])  # of each 32 sequences
     return [[row[0] for row in found[i::4]] for i in range(4)], [[row[1] for row in found[i::4]] for i in range(4)]
 
 
