@@ -29,6 +29,8 @@ CourseFolder = Annotated[
     Path, typer.Option(help="Output folder for executed notebooks, results.json, junit.xml and index.html.")
 ]
 _WITH_CLEAN_PROCESSES = ("measure", "estimate", "explain", "advise")
+# Estimates use neither: transformers imports scipy for the matching of object detection, torch triton for its compiler.
+_UNUSED = ("scipy", "triton")
 _INTERRUPTED = 130  # the exit code after Ctrl-C
 TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # for any option typer does not know
 
@@ -214,7 +216,8 @@ def main() -> None:
         optional_packages.offer("peft")
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
-        SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
+        unused = () if sys.argv[1] == "measure" else _UNUSED
+        SERVER.start(sys.argv[1] == "advise", unused)
     try:
         code = app(standalone_mode=False) or 0
     except (typer.Abort, KeyboardInterrupt):  # older versions of typer raise; newer ones return the exit code

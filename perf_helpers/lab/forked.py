@@ -51,9 +51,9 @@ COURSE_SERVER = "PERF_HELPERS_SERVER"
 own_folder: str | None = None  # of the clean process that this is; None: this is none
 
 
-def serve(descriptor: int, with_bitsandbytes: bool) -> None:
-    """Be the server of one process."""
-    has_gpus = _import_libraries()
+def serve(descriptor: int, with_bitsandbytes: bool, unused: Iterable[str]) -> None:
+    """Be the server of one process. `unused`: packages that libraries would import although no job uses them."""
+    has_gpus = _import_libraries(unused)
     _serve(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
 
@@ -136,14 +136,18 @@ def _be_module(output: int, name: str, arguments: list[str], environment: dict[s
         os._exit(code)
 
 
-def _import_libraries() -> bool:
+def _import_libraries(unused: Iterable[str] = ()) -> bool:
     """Import what jobs need; return whether there are GPUs."""
     gc.disable()  # until all is imported, see `_preload`
+    hidden = dict.fromkeys(unused)  # what is None here counts as not installed
+    sys.modules.update(hidden)
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
     optional_packages.import_peft()
     _preload(PRELOAD)
+    for name in hidden:
+        sys.modules.pop(name, None)
     return has_gpus
 
 

@@ -62,8 +62,9 @@ class ForkServer:
         self._offered: list[Path] = []  # what was offered by then
         self._forked: set[int] = set()  # by the server of now
 
-    def start(self, with_bitsandbytes: bool = False) -> None:
-        """Start it, if there is none, without waiting for it; if wanted, its second job has bitsandbytes. One that
+    def start(self, with_bitsandbytes: bool = False, unused: tuple[str, ...] = ()) -> None:
+        """Start it, if there is none, without waiting for it; if wanted, its second job has bitsandbytes, and libraries
+        that look for an `unused` package as they are imported do not find it. One that
         was started before a package was offered has libraries that lack it: it is replaced, its forks go on."""
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
@@ -72,7 +73,7 @@ class ForkServer:
                 return
             if is_ours and not (lives and self._forked):
                 self._end()
-            self._process, self._control = _joined() or _started(with_bitsandbytes)
+            self._process, self._control = _joined() or _started(with_bitsandbytes, unused)
             self._owner, self._forked = os.getpid(), set()
             self._offered = [*optional_packages.OFFERED]
             self._end = functools.partial(_end, self._process, self._control, self._owner, self._forked)
@@ -116,10 +117,10 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _started(with_bitsandbytes: bool) -> tuple[subprocess.Popen, connection.Connection]:
+def _started(with_bitsandbytes: bool, unused: tuple[str, ...]) -> tuple[subprocess.Popen, connection.Connection]:
     """Start a server of this process's own; return it and the connection to it."""
     ours, theirs = multiprocessing.Pipe()
-    process = _python(f"serve({theirs.fileno()}, {with_bitsandbytes})", theirs.fileno())
+    process = _python(f"serve({theirs.fileno()}, {with_bitsandbytes}, {unused})", theirs.fileno())
     theirs.close()
     return process, ours
 
