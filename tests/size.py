@@ -17,10 +17,10 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # (part, patterns of its files, lines at most, files at most). A lesson imports lab, course, widgets and plots, which
 # import the other modules of that row.
 BUDGETS = (
-    ("perf_helpers", ["perf_helpers/**/*.py"], 14_163, 96),
+    ("perf_helpers", ["perf_helpers/**/*.py"], 14_255, 97),
     ("  lab", ["perf_helpers/lab/*.py"], 4_178, 26),
     ("  sweep", ["perf_helpers/sweep/*.py"], 536, 3),
-    ("  estimate", ["perf_helpers/estimate/*.py"], 3_633, 22),
+    ("  estimate", ["perf_helpers/estimate/*.py"], 3_720, 23),
     ("  rehearsal", ["perf_helpers/rehearsal/**/*.py"], 606, 5),
     ("  course", ["perf_helpers/course/*.py"], 959, 8),
     ("  compare", ["perf_helpers/compare/*.py"], 457, 4),

@@ -63,9 +63,13 @@ class ForkServer:
         self._forked: set[int] = set()  # by the server of now
 
     def start(self, with_bitsandbytes: bool = False, unused: tuple[str, ...] = ()) -> None:
-        """Start it, if there is none, without waiting for it; if wanted, its second job has bitsandbytes, and libraries
-        that look for an `unused` package as they are imported do not find it. One that
-        was started before a package was offered has libraries that lack it: it is replaced, its forks go on."""
+        """Start it, if there is none, without waiting for it. One that was started before a package was offered has
+        libraries that lack it: it is replaced, its forks go on.
+
+        Args:
+            with_bitsandbytes: whether its second job has bitsandbytes.
+            unused: packages that libraries do not find while they are imported.
+        """
         with self._lock:
             is_ours = self._process is not None and self._owner == os.getpid()
             lives = is_ours and self._process.poll() is None

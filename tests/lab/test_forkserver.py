@@ -78,6 +78,23 @@ def test_bitsandbytes_is_imported_beside_the_first_job_where_the_second_will_nee
     assert done.stdout.split("\n")[:2] == ["[False, True]", f"[{wanted}, True]"]
 
 
+@pytest.mark.nightly
+def test_an_unused_package_is_hidden_while_libraries_are_imported_and_no_longer():
+    code = textwrap.dedent(
+        """
+        from perf_helpers.lab import processes
+        from perf_helpers.lab.forkserver import SERVER
+        def look(tell):
+            import importlib.util, sys
+            return ["scipy" in sys.modules, importlib.util.find_spec("scipy") is not None]
+        SERVER.start(unused=("scipy",))
+        print(processes.call(look, timeout=300))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, True]"
+
+
 def test_functions_travel_with_what_they_close_over(lab):
     factor = 7
 
