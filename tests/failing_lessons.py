@@ -43,7 +43,7 @@ def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
     failed = []
     patches = [mock.patch.object(Lab, "_measured", timed_out), mock.patch.object(Lab, "foresee", lambda *_, **__: None)]
     patches += [mock.patch("IPython.display.display", lambda *_, **__: None)]
-    patches += [mock.patch("perf_helpers.lab.lab.SERVER")]
+    patches += [mock.patch("trainmem.measure.runner.SERVER")]
     patches += [mock.patch("time.process_time", lambda: 0.0)]  # lesson 20 limits the seconds that an answer computes
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with contextlib.ExitStack() as stack:

@@ -299,7 +299,11 @@ CALLS = {
     "run": ("run", {"function": print, "task": TINY}, {"name": (1, 11, 12), "task": (11,), "use_cpu": (0,)}),
     "estimate": (estimate, {"task": TINY, "device": "cuda"}, {"name": (1, 12), "training": (0,), "task": (1, 12)}),
     "explain": (explanation.explain, {"task": TINY, "a": {}, "b": {"bf16": True}}, {}),
-    "advise": (advise, {"task": TINY, "effective_batch": 4, "memory": "1GB"}, {"avoid": (), "runs": (7, 11)}),
+    "advise": (
+        advise,
+        {"task": TINY, "effective_batch": 4, "memory": "1GB"},
+        {"avoid": (), "runs": (7, 11), "published": (11,)},
+    ),
     "parallelism": (parallelism, {"task": TINY, "cards": 2, "card": "t4"}, {"slow_link": (0,)}),
     "rehearse": (rehearse, {"what": TINY, "on": "t4"}, {"inference": (0,), "what": (), "task": (11,)}),
     "card": (cards.card, {"name": "t4"}, {}),

@@ -20,14 +20,13 @@ from trainmem.records import Store
 ROOT = Path(__file__).resolve().parents[1]
 # Where bytes are unpickled: they come from a process that this one started, or go to it, and never from a file.
 CHANNELS = {
-    "estimate/fresh_process.py",
-    "estimate/trace.py",
-    "lab/forked.py",
-    "lab/forkserver.py",
-    "lab/training.py",
-    "lab/worker.py",
+    "trainmem/estimate/trace.py",
+    "trainmem/measure/forked.py",
+    "trainmem/measure/forkserver.py",
+    "trainmem/core/training.py",
+    "trainmem/measure/worker.py",
 }
-CHANNELS |= {"rehearsal/rehearsal_process.py", "sweep/dask_workers.py"}
+CHANNELS |= {"trainmem/rehearsal/rehearsal_process.py", "perf_helpers/sweep/dask_workers.py"}
 
 
 class Planted:
@@ -99,10 +98,10 @@ def calls(path):
 
 def test_only_channels_between_own_processes_are_unpickled():
     found = set()
-    for path in sorted((ROOT / "perf_helpers").rglob("*.py")):
+    for path in sorted([*(ROOT / "trainmem").rglob("*.py"), *(ROOT / "perf_helpers").rglob("*.py")]):
         for whose, options in calls(path):
             assert whose in ("pickle", "cloudpickle") or options.get("weights_only") == "True", path
-            found.add(path.relative_to(ROOT / "perf_helpers").as_posix())
+            found.add(path.relative_to(ROOT).as_posix())
     assert found == CHANNELS
 
 

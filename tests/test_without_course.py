@@ -48,7 +48,8 @@ def python(tmp_path_factory):
         for name in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if (here / name).exists() and not (site / name).exists():
                 (site / name).symlink_to(here / name)
-    (site / "perf_helpers").symlink_to(ROOT / "perf_helpers")
+    for package in ("trainmem", "perf_helpers"):
+        (site / package).symlink_to(ROOT / package)
     return python
 
 

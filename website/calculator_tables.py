@@ -66,7 +66,8 @@ _NO_BYTES = re.compile(
 _MOST_TOKENS = 2**18  # of a micro-batch
 _LONGEST = 8192
 _SECONDS = 1800.0  # that the traces of a table may take
-_OF_LAB = ("task.py", "configurations.py", "training.py", "arguments.py", "adapters.py", "tracker.py", "watcher.py")
+_OF_CORE = ("task.py", "configurations.py", "training.py", "arguments.py", "adapters.py")
+_OF_MEASURE = ("tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
@@ -153,8 +154,9 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
 @functools.cache
 def made_from(model: str) -> str:
     """What a model's tables depend on, as one short text."""
-    package = ROOT / "perf_helpers"
-    files = [*sorted(package.glob("estimate/*.*")), *(package / "lab" / name for name in _OF_LAB)]
+    package = ROOT / "trainmem"
+    files = [*sorted(package.glob("estimate/*.*"))]
+    files += [package / part / name for part, names in (("core", _OF_CORE), ("measure", _OF_MEASURE)) for name in names]
     files.append(Path(event_tables.__file__))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     content.update(json.dumps([PRESETS[model], {name: hardware.version_of(name) for name in _OF_TABLES}]).encode())

@@ -226,7 +226,7 @@ def test_nothing_fits_where_the_context_takes_all(ask, followed):
 def test_earlier_runs_are_read_without_making_a_lab(ask, pairs, home, monkeypatch):
     for run in pairs(5.0, gradient_checkpointing=True):
         Store(home / "runs.jsonl").append(run)
-    monkeypatch.setattr("trainmem.advise.advice.Lab", None)
+    monkeypatch.setattr("trainmem.advise.advice.Runner", None)
     advice = ask(memory=420 * MB, runs=None)
     assert {recipe.name: recipe.speed for recipe in advice.recipes}["checkpointing, AdamW, 64 x 1"] == 0.5
 

@@ -12,7 +12,7 @@ from perf_helpers.course import course_server
 
 
 def test_processes_of_a_course_share_one_import_and_each_has_a_server_of_its_own():
-    code = "from perf_helpers.lab import processes; import os\n"
+    code = "from trainmem.measure import processes; import os\n"
     code += "ask = lambda tell: [os.getppid(), 'PERF_HELPERS_SERVER' in os.environ]\n"
     code += "print(*processes.call(ask, timeout=300), *processes.call(ask, timeout=300), flush=True); input()"
     with course_server.shared() as variables:
@@ -57,7 +57,7 @@ def test_a_module_is_run_in_a_fork_of_the_courses_server_as_python_would(tmp_pat
 def test_without_its_course_a_process_starts_a_server_of_its_own():
     with course_server.shared() as variables:
         pass
-    code = "from perf_helpers.lab import processes; import os\nask = lambda tell: os.getppid()\n"
+    code = "from trainmem.measure import processes; import os\nask = lambda tell: os.getppid()\n"
     code += "print(processes.call(ask, timeout=300), os.getpid())"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
     server, caller = done.stdout.split()

@@ -161,7 +161,7 @@ print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memo
     lock = quiet.QuietLock()
     lock.take("a", SHARE)
     with quiet.served(lock) as address:
-        environment = os.environ | {"OMP_NUM_THREADS": "2"} | quiet.entry("a", 1, address)
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"} | quiet.entry("a", 1, address)
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True
         )

@@ -1,4 +1,4 @@
-"""Names of other libraries that the package replaces or that are private: perf_helpers/lab/wrapped.toml lists them."""
+"""Names of other libraries that the package replaces or that are private: trainmem/core/wrapped.toml lists them."""
 
 import ast
 import importlib
@@ -13,9 +13,10 @@ import torch
 
 import perf_helpers
 
-PACKAGE = Path(perf_helpers.__file__).parent
-USES = tomllib.loads((PACKAGE / "lab" / "wrapped.toml").read_text())["use"]
-SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+ROOT = Path(perf_helpers.__file__).parents[1]
+USES = tomllib.loads((ROOT / "trainmem/core/wrapped.toml").read_text())["use"]
+FILES = sorted(path for package in ("trainmem", "perf_helpers") for path in (ROOT / package).rglob("*.py"))
+SOURCES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
 # Of Python's own classes, and names that this package gives.
 KNOWN = {"_asdict", "_exit", "_getframe", "_replace"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -155,7 +156,10 @@ def used(tree):
             return False
         where = imported.get(word)
         module = (getattr(where[0], "module", None) or where[1]) if where else ""
-        return not module.startswith("perf_helpers") and module.partition(".")[0] not in sys.stdlib_module_names
+        return (
+            not module.startswith(("trainmem", "perf_helpers"))
+            and module.partition(".")[0] not in sys.stdlib_module_names
+        )
 
     for scope in ast.walk(tree):
         if isinstance(scope, FUNCTIONS):
@@ -167,7 +171,7 @@ def used(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_of_aten(ast.unparse(node)):
             if is_foreign(node.value):
                 yield node.attr
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("perf_helpers", "_")):
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("trainmem", "perf_helpers", "_")):
             inner = any(map(is_private, node.module.split(".")))
             yield from (alias.name for alias in node.names if inner or is_private(alias.name))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
@@ -250,6 +254,6 @@ def f():
 def test_every_listed_use_is_one():
     """No file and no name in the list that the package no longer has."""
     for use in USES:
-        texts = [(PACKAGE / file).read_text() for file in use["files"]]
+        texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]
         assert use["why"] and use["without"] and use["files"]
