@@ -19,6 +19,7 @@ from trainmem.records import CATEGORIES, Comparison, Run
 from trainmem.tables import Table
 from trainmem.tables import table as table  # lessons call plots.table
 from trainmem.texts import bytes_text, bytes_unit, name_text, parts_text
+from trainmem.texts import seconds_text as seconds_text  # lessons call plots.seconds_text
 from trainmem.unknown import RunFailed, is_measured
 
 if TYPE_CHECKING:
