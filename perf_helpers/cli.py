@@ -13,7 +13,7 @@ import typer
 from perf_helpers.course.published_speedups import published
 from perf_helpers.lab import Lab
 from trainmem import commands
-from trainmem.commands import Json, answer
+from trainmem.commands import Invocation, Json, answer
 from trainmem.core import hardware, optional_packages
 from trainmem.measure.forkserver import SERVER
 from trainmem.texts import nearest_text
@@ -216,7 +216,7 @@ def main() -> None:
         # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
         SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
     try:
-        code = app(standalone_mode=False, obj=published) or 0  # `advise` finds it in its context
+        code = app(standalone_mode=False, obj=Invocation(sys.argv[1:], published)) or 0
     except (typer.Abort, KeyboardInterrupt):  # older versions of typer raise; newer ones return the exit code
         code = _INTERRUPTED
     except Exception as error:

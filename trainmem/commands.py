@@ -5,12 +5,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import runpy
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from trainmem.measure.runner import Runner
 from trainmem.records import Memory, Run
 from trainmem.tables import table
 from trainmem.texts import bytes_text, name_text, phase_text, whole_number
+
+if TYPE_CHECKING:
+    from trainmem.advise.measured_speedups import Published
 
 # Options that several commands have. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
@@ -52,6 +55,14 @@ Card = Annotated[
     str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
 ]
 Capability = Annotated[str | None, typer.Option(help="Compute capability of the GPU, e.g. 9.0 (default: the card's).")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Invocation:
+    """What a command gets beside its options, as the `obj` of its context."""
+
+    words: list[str] = dataclasses.field(default_factory=list)  # of the command line, as they were typed
+    published: "Published | None" = None  # speed ratios for `advise`
 
 
 def measure(
@@ -199,7 +210,8 @@ def explain(
     if words.count("--then") != 1 or words[-1] == "--then":
         raise ValueError("--then must be given once, followed by training arguments of recipe B, e.g. --then --bf16")
     own = {name for parameter in context.command.params for name in parameter.opts} - {"--json"}
-    if late := own & {word.partition("=")[0] for word in sys.argv[sys.argv.index("--then") :]}:
+    typed = _invocation(context).words  # `words` lacks the command's own options
+    if late := own & {word.partition("=")[0] for word in itertools.dropwhile("--then".__ne__, typed)}:
         raise ValueError(f"{min(late)} applies to both recipes: give it before --then")
     place = words.index("--then")
     first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
@@ -248,13 +260,14 @@ def rehearse(
 
     whole_number("processes", processes, most=16)
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
-    if "--" in sys.argv:
+    typed = _invocation(context).words
+    if "--" in typed:
         if snapshot is not None:
             raise ValueError(
                 "--snapshot needs --model or --function: in a command of yours call torch.cuda.memory._dump_snapshot"
             )
         with _rehearsing():
-            return rehearsal.run(sys.argv[sys.argv.index("--") + 1 :], on)
+            return rehearsal.run(typed[typed.index("--") + 1 :], on)
     given = _given(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
@@ -335,7 +348,7 @@ def advise(
         compute_capability=_capability(compute_capability),
         context_memory=context_memory,
         processes=processes,
-        published=context.obj,
+        published=_invocation(context).published,
     )
     with _rehearsing():
         verified = advise_package.verify(advice) if verify and advice.recipes else None
@@ -350,6 +363,10 @@ def _rehearsing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ValueError(f"cannot be rehearsed: {error}") from error
+
+
+def _invocation(context: typer.Context) -> Invocation:
+    return context.obj or Invocation()
 
 
 def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:

@@ -191,18 +191,21 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """By the number of the row: the latest run in the store that has what the row asks for."""
+    """Return, by the number of the row, the latest run in the store that has what the row asks for; one that has the
+    row's name comes first."""
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     here = {(machine.name, _telling(versions)) for machine, versions in places_here}
-    stored = {
-        run.experiment: run
-        for run in lab.store.read()
-        if run.ok and (run.machine.get("name"), _telling(run.versions)) in here
-    }
+    stored: dict[str, dict[str, Run]] = {}  # by experiment and name, the latest run last
+    for run in lab.store.read():
+        if run.ok and (run.machine.get("name"), _telling(run.versions)) in here:
+            runs = stored.setdefault(run.experiment, {})
+            runs.pop(run.name, None)
+            runs[run.name] = run
     found = {}
     for number, experiment in enumerate(experiments):
         of_row = {"task": experiment.task.to_dict(), "arguments": dict(experiment.arguments.given)}
-        run = stored.get(Run(experiment.name, "asked for", processes=experiment.processes, **of_row).experiment)
+        runs = stored.get(Run(experiment.name, "asked for", processes=experiment.processes, **of_row).experiment, {})
+        run = runs.get(experiment.name) or next(reversed(runs.values()), None)
         if run and _has(run, plan, experiment):
             found[number] = run
     return found

@@ -1,5 +1,6 @@
 """A sweep as a user has it: rows on several workers, kept, gone on with; and the command."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -92,6 +93,14 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, quick, monkeypatch)
     assert not sweep.run(Lab("cpu", out=tmp_path), longer).reused, "another task"
     timed = sweep.run(Lab("cpu", out=tmp_path), FOUR | {"measure": ["memory", "time"]})
     assert not timed.reused, "their time is not known yet"
+
+
+def test_a_row_is_taken_from_a_run_of_its_name_before_one_of_another(quick, tmp_path):
+    quick()
+    lab = Lab("cpu", out=tmp_path)
+    first = sweep.run(lab, FOUR).runs[0]
+    lab.store.append(dataclasses.replace(first, name="the same, trained by itself", id="later"))
+    assert sweep.run(Lab("cpu", out=tmp_path), FOUR).runs[0] == first
 
 
 def test_what_failed_is_tried_again_and_what_the_libraries_refuse_is_a_row_that_failed(tmp_path, monkeypatch):
