@@ -5,8 +5,8 @@ import os
 import signal
 import tempfile
 import time
-from multiprocessing import resource_tracker
 from datetime import timedelta
+from multiprocessing import resource_tracker
 
 import psutil
 import pytest
