@@ -12,7 +12,7 @@ from trainmem.core.hardware import Machine
 from trainmem.records import Ratio
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"
-_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is not told from 1 within this factor
+_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval counts as 1 within this factor
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:

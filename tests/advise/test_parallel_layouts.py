@@ -102,7 +102,6 @@ def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
 @pytest.mark.nightly
 def test_deepspeed_sums_in_its_second_stage_after_each_pass(monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])  # an offered DeepSpeed would be imported in every training after this
-    monkeypatch.setattr(optional_packages, "OFFERED", [])
     if why := optional_packages.offer("deepspeed"):
         pytest.skip(why)
     stages, three = sent(sharding="deepspeed"), sent(sharding="deepspeed", gradient_accumulation_steps=3)

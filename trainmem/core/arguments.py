@@ -12,7 +12,6 @@ import enum
 import functools
 import importlib.util
 import runpy
-import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -230,10 +229,7 @@ class Arguments:
 
 @functools.cache
 def _declared() -> type:
-    """Return the installed `TrainingArguments`, or a dataclass with its fields, read from the source, which takes less
-    time than to import it."""
-    if module := sys.modules.get("transformers.training_args"):
-        return module.TrainingArguments
+    """Return the installed `TrainingArguments`, or a dataclass with its fields, read from the source."""
     try:
         return _read()
     except Exception:  # of a release whose source is written in another way: then it is imported

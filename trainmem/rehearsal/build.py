@@ -44,10 +44,7 @@ def interpreter() -> Path | None:
     if hardware.torch_build()[1]:
         return Path(sys.executable)
     python = environment() / "bin" / "python"
-    if not ((environment() / "complete").exists() and python.exists()):
-        return None
-    _link_this_package(python)  # again: an earlier version may have had another name
-    return python
+    return python if (environment() / "complete").exists() and python.exists() else None
 
 
 def environment() -> Path:
@@ -69,6 +66,8 @@ def set_up() -> Path:
     if why := problem():
         raise RuntimeError(why)
     if python := interpreter():
+        if python != Path(sys.executable):
+            _link_this_package(python)  # an earlier version linked it by another name
         return python
     folder = environment()
     print(f"Installing torch's CUDA build into {folder}: 5 GB, some minutes.", file=sys.stderr)
