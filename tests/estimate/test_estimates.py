@@ -1,6 +1,5 @@
 """The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
 
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -16,7 +15,7 @@ from trainmem.cards import CARDS, DEFAULT_CAPABILITY
 from trainmem.core import hardware
 from trainmem.core.outcomes import Invalid, Outcome
 from trainmem.core.task import Task
-from trainmem.estimate import allocator_settings, api, estimate, estimates_so_far, fresh_process
+from trainmem.estimate import allocator_settings, estimate, estimates_so_far, fresh_process
 from trainmem.estimate.memory_estimate import MemoryEstimate
 from trainmem.measure import processes
 from trainmem.records import CATEGORIES, Memory
@@ -255,39 +254,14 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
     assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=DEFAULT_CAPABILITY)
 
 
-# ---- what clean processes learn is stored for the next ones; their failures are told in words
-
-
-@pytest.mark.parametrize("options", [{"device": "cpu"}, {"card": "t4"}], ids=["cpu", "cuda"])
-def test_an_estimate_is_the_same_with_what_earlier_processes_stored(monkeypatch, tmp_path, options):
-    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
-    found = []
-    for _ in range(2):
-        monkeypatch.setattr(api, "_made", {})
-        made = estimate(TINY, **options, per_device_train_batch_size=2, weight_decay=0.5)
-        found.append(dataclasses.replace(made, seconds=0.0, own_bytes=None))
-        (file,) = (tmp_path / "operations").iterdir()
-        found.append(file.read_text())
-    assert found[2:] == found[:2], "nothing was learned again"
-    assert len(json.loads(found[1])) > 100
-
-
-def test_what_an_own_function_teaches_is_not_stored(monkeypatch, tmp_path):
-    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
-    estimate(TINY, device="cpu", function=one_product)
-    assert not (tmp_path / "operations").exists()
-
-
-def one_product(task):
-    layer = torch.nn.Linear(3, 5)
-    layer(torch.ones(7, 3)).sum().backward()
+# ---- failures of fresh subprocesses
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """A clean process that raises the exception it is given."""
 
-    def call(with_known, function, arguments, is_saved, timeout, on_percent):
+    def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]
 
     monkeypatch.setattr(processes, "call", call)

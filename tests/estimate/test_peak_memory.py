@@ -1,7 +1,7 @@
 """Peak memory of several ranks, of shards, on a GPU; and the facts that one fresh subprocess leaves to the next."""
 
+import contextlib
 import dataclasses
-from unittest.mock import patch
 
 import pytest
 
@@ -11,8 +11,6 @@ from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 from trainmem.core.training import Experiment
 from trainmem.estimate import estimate, peak_memory
-from trainmem.estimate.fresh_process import with_known
-from trainmem.estimate.knowledge import Knowledge
 from trainmem.estimate.memory_estimate import Device
 from trainmem.estimate.operator_workspaces import Probe
 from trainmem.estimate.peak_memory import enough_samples, memory_of, trace_all
@@ -91,22 +89,23 @@ def experiment(model=TINY):
     return Experiment("e", model, Arguments({"per_device_train_batch_size": 2}))
 
 
-def learn_twice(tell):
-    """What two generations of knowledge say of one experiment, and what each learned."""
-    told, learned, job = [], [], (trace_all, ([experiment()], Device("cpu")))
-    save = Knowledge.save
-    with patch.object(Knowledge, "save", lambda known: learned.append({*known.learned}) or save(known)):
-        (first,), (second,) = (with_known(*job, True, told.append) for _ in range(2))
-    return [memory_of(first), memory_of(second)], told, learned
+def trace_twice(tell):
+    """Trace one experiment twice with one probe; return the estimates, the progress, and the facts after each."""
+    percentages, facts, estimates = [], [], []
+    with contextlib.closing(Probe()) as probe:
+        for _ in range(2):
+            (traced,) = trace_all([experiment()], Device("cpu"), probe, percentages.append)
+            estimates.append(memory_of(traced))
+            facts.append(set(probe.known))
+    return estimates, percentages, facts
 
 
-def test_a_clean_process_leaves_what_it_learned_to_the_next_and_nothing_twice(monkeypatch, tmp_path):
-    monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
-    # In a clean process, for forks of one that has run a backward cannot run another.
-    (one, other), told, (learned, again) = processes.call(learn_twice, timeout=300)
-    assert one == other and told == [80, 80]
-    assert {type(key[0]) for key in learned} == {str, int}, "what operations make, and what they hide"
-    assert not {key for key in again if key[1].startswith("aten.") and key[0] == "cpu"}
+def test_facts_of_a_trace_are_known_to_the_next_one_with_the_same_probe():
+    # In a fresh subprocess, for a fork of a process that has run a backward cannot run another one.
+    (one, other), percentages, (first, second) = processes.call(trace_twice, timeout=300)
+    assert one == other and percentages == [80, 80]
+    assert {type(key[0]) for key in first} == {str, int}, "results of operations, and their workspaces"
+    assert first == second
 
 
 def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):

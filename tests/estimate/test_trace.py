@@ -1,6 +1,5 @@
 """A training followed on fake tensors: what is carried out and what is not, and the bytes at each operation."""
 
-import json
 from types import SimpleNamespace
 
 import cloudpickle
@@ -11,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 from trainmem.core.training import Experiment
-from trainmem.estimate.knowledge import Knowledge
 from trainmem.estimate.operation_cache import OperationCache, grouped_product
 from trainmem.estimate.trace import FakeTracker, follow, recorded
 from trainmem.estimate.trace_records import Operation, Spec
@@ -68,9 +66,9 @@ class Forgetful(OperationCache):
 def test_following_from_a_cache_gives_the_same_trace():
     plain, cache = followed(loop, cache=Forgetful()), OperationCache()
     first = followed(loop, cache=cache)
-    known = dict(cache.known.learned)
+    known = dict(cache.known)
     again = followed(loop, cache=cache)
-    assert known and cache.known.learned == known
+    assert known and cache.known == known
     for trace in (first, again):
         assert trace.operations == plain.operations and trace.phases == plain.phases
         assert (trace.live == plain.live).all() and (trace.high == plain.high).all()
@@ -163,8 +161,7 @@ def described(result):
 def test_a_result_from_the_cache_is_the_one_that_torch_gives(work):
     caches, seen, asked = [OperationCache()], [], []
     for _ in range(2):
-        known = Knowledge(json.loads(json.dumps(caches[-1].known.lasting())))
-        tracker = FakeTracker(cache=OperationCache(known))
+        tracker = FakeTracker(cache=OperationCache(dict(caches[-1].known)))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             x, w = torch.empty(2, 3, 8), torch.empty(8, 5)
         tracker.fake, ask = mode, tracker._fake_result
@@ -174,7 +171,7 @@ def test_a_result_from_the_cache_is_the_one_that_torch_gives(work):
         seen[-1] += tuple((block.bytes, sign) for block, sign in tracker.log)
         caches.append(tracker.cache)
     assert seen[0] == seen[1]
-    assert caches[1].known.learned and not caches[2].known.learned
+    assert caches[1].known and caches[2].known == caches[1].known
     assert (asked.count(1) > 0, asked.count(2)) == (True, NOT_KEPT.get(work, 0)), "what is known is not asked again"
 
 
@@ -186,7 +183,7 @@ def test_views_of_what_was_never_followed_and_shared_results_are_not_kept():
     with tracker:
         torch.ops.aten.set_.source_Tensor(x, y)
         x.unsqueeze_(0)
-    assert tracker.cache.known.learned == {}
+    assert tracker.cache.known == {}
 
 
 GROUPED = {
@@ -271,4 +268,4 @@ def test_under_autocast_a_product_of_4_bits_is_another_question():
             ask = lambda: tensor.to(cache.within or torch.float32, copy=True)  # noqa: E731
             made.append(cache.result(operation, function, (tensor,), [tensor], mode, ask))
     assert [each.dtype for each in made] == [torch.float32, torch.bfloat16] * 2
-    assert len(cache.known.learned) == 2
+    assert len(cache.known) == 2

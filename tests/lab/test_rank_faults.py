@@ -1,5 +1,6 @@
 """Ranks that die, hang, disagree or have no room: what a run says of each, and that it leaves nothing behind."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -31,7 +32,7 @@ def provoke(lab, tmp_path, monkeypatch):
     lab.run(lambda task: 1, measure=("none",))  # the server of forks is there
     resource_tracker.ensure_running()  # a library starts it at some time, and it keeps a pipe open
     gc.collect()  # what earlier tests left open
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = descriptors()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
@@ -55,10 +56,22 @@ def provoke(lab, tmp_path, monkeypatch):
         time.sleep(0.05)
     assert not any(map(alive, started))
     assert [*temporary.iterdir()] == []
-    while len(os.listdir("/proc/self/fd")) > opened and time.monotonic() < until:
+    while (
+        (left := descriptors().keys() - opened.keys()) and len(descriptors()) > len(opened) and time.monotonic() < until
+    ):
         gc.collect()  # an exception that was caught holds what its frames had open; threads close theirs later
         time.sleep(0.05)
-    assert len(os.listdir("/proc/self/fd")) <= opened
+    now = descriptors()
+    assert len(now) <= len(opened), {number: now.get(number) for number in left}
+
+
+def descriptors() -> dict[str, str]:
+    """The open descriptors of this process, and what each is open on."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
 
 
 def on_rank_1(fault):

@@ -1,8 +1,7 @@
 """Predict the peak memory of a training without running it: the functions that callers use.
 
 `estimate` calls `peak_memory.estimate_experiment` in a fresh subprocess (`fresh_process`), which traces the training on
-fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`). What a subprocess learns
-of operators is stored for the next ones (`knowledge`).
+fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`).
 """
 
 import dataclasses
@@ -98,7 +97,7 @@ def estimate(
         began, job = time.perf_counter(), (peak_memory.estimate_experiment, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
-            made, log = ask(*job, model=task.model, is_saved=not (function or optimizer), **more)
+            made, log = ask(*job, model=task.model, **more)
         made = dataclasses.replace(made, seconds=time.perf_counter() - began)
         if file:
             save(file, log, target_device.settings, target_device.memory_bytes, target_device.rules)

@@ -99,7 +99,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """The fields of a `Line` for each training; to be called by `fresh_process.with_known`."""
+    """The fields of a `Line` for each training; to be called by `fresh_process.with_probe`."""
     found = []
     traced = peak_memory.trace_all(experiments, device, probe, tell)
     for count, each in zip(_SHALLOW, traced, strict=True):

@@ -177,7 +177,7 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
-    """The estimate, bytes by tensor at its peak, and warnings. To be called by `fresh_process.with_known`."""
+    """The estimate, bytes by tensor at its peak, and warnings. To be called by `fresh_process.with_probe`."""
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
 

@@ -3,28 +3,39 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainmem.core.outcomes import Invalid
-from trainmem.estimate.knowledge import IN_PLACE, Knowledge, View
 from trainmem.estimate.trace_records import Operation, Spec, nested
+
+IN_PLACE = "in place"  # the operation returns its first argument, or nothing
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result that shares the memory of the operation's first argument."""
+
+    spec: Spec
+    offset: int  # in elements
 
 
 class OperationCache:
-    """What operations make, by their arguments: to ask torch takes most of the time of following a training, and it
-    depends on the arguments alone. Left out is whatever cannot be made again from a `Spec`, a `View`, or several
-    `Spec`s.
+    """Cache what operations return, by their arguments.
+
+    Running an operation on fake tensors takes most of the time of a trace, and the result depends on the arguments
+    alone. A result is kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
-        known: facts, also of other kinds; what torch is asked is added.
-        device: whose kernels make it: "cpu", or "cuda, torch 2.15".
+        known: facts about operations by key, also of other kinds; new results are added.
+        device: whose kernels compute: "cpu", or "cuda, torch 2.15".
     """
 
-    def __init__(self, known: Knowledge | None = None, device: str = "cpu"):
-        self.known = known or Knowledge()
+    def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
+        self.known = {} if known is None else known
         self._device = device
         self.within: torch.dtype | None = None  # autocast's, which bears on products of 4 bits beside their arguments
 
@@ -33,12 +44,12 @@ class OperationCache:
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.within, torch.get_default_dtype()
         key = self._device, *operation.signature, *about  # what it depends on
-        made = self.known.find(key)
+        made = self.known.get(key)
         if made is None:
             result = ask()
             self._keep(key, function, args, result, tensors)
             return result
-        if made is IN_PLACE:
+        if made == IN_PLACE:  # not `is`: it may come from another process
             return args[0] if function._schema.returns else None
         if type(made) in (tuple, list):
             return type(made)(part if part is None else fake(part, mode) for part in made)
@@ -51,15 +62,15 @@ class OperationCache:
         if function._schema.is_mutable:
             on_fake = tensors and isinstance(tensors[0], FakeTensor)
             if on_fake and ((result is None and not function._schema.returns) or result is args[0]):
-                self.known.learn({key: IN_PLACE})
+                self.known[key] = IN_PLACE
         elif type(result) in (tuple, list):
             made = type(result)(None if part is None else _made(part, tensors) for part in result)
             if all(part is None or type(new) is Spec for part, new in zip(result, made, strict=True)):
-                self.known.learn({key: made})
+                self.known[key] = made
         else:
             made = _made(result, tensors)
             if type(made) is Spec or (type(made) is View and args[0] is tensors[0]):
-                self.known.learn({key: made})
+                self.known[key] = made
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:

@@ -18,12 +18,11 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trainmem.estimate.knowledge import Hidden, Knowledge
 from trainmem.estimate.trace_records import Operation, Spec, nested
 from trainmem.measure import memory_meter
 from trainmem.measure.watcher import MARK
@@ -56,6 +55,15 @@ class Seen:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The bytes that one operation allocates and frees inside itself, at its own size."""
+
+    bytes: int | None  # None if it cannot be run by itself
+    how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
+    seconds: float = field(default=0.0, compare=False)  # that it took, if it was run at its own, large size
+
+
 _UNKNOWN = Hidden(None, "unknown")
 
 
@@ -67,9 +75,9 @@ class Probe:
         known: facts, also of other kinds; what is found is added, by (threads, *the operation's signature).
     """
 
-    def __init__(self, threads: int | None = None, known: Knowledge | None = None):
+    def __init__(self, threads: int | None = None, known: dict[tuple, Any] | None = None):
         self.threads = threads or torch.get_num_threads()
-        self.known = known or Knowledge()
+        self.known = {} if known is None else known
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
@@ -84,7 +92,7 @@ class Probe:
 
     def __getitem__(self, operation: Operation) -> Hidden:
         """Raises KeyError where it was never asked for."""
-        if hidden := self.known.find(self._key(operation)):
+        if hidden := self.known.get(self._key(operation)):
             return hidden
         raise KeyError(operation.name)
 
@@ -98,33 +106,33 @@ class Probe:
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
             key = self._key(operation)
-            if self.known.find(key):
+            if self.known.get(key):
                 continue
             if operation.name.startswith(_HIDES_NOTHING) or operation.is_view:
-                self.known.learn({key: Hidden(0, "measured")})
+                self.known[key] = Hidden(0, "measured")
             else:
                 tried[key] = _Tried(operation, _at_first(operation))
         seen = iter(run([cut for each in tried.values() for cut in each.group]))
         for key, each in tried.items():
             each.seen = list(itertools.islice(seen, len(each.group)))
             if hidden := each.conclusion():
-                self.known.learn({key: hidden})
+                self.known[key] = hidden
         # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of
         # how long it takes.
-        again = [each for key, each in tried.items() if not self.known.find(key) and each.seen and each.seen[0]]
+        again = [each for key, each in tried.items() if not self.known.get(key) and each.seen and each.seen[0]]
         for each, warm in zip(again, run([each.group[0] for each in again]), strict=True):
             each.warm = warm
         left = OWN_SIZE_SECONDS
         for operation in operations:
             key = self._key(operation)
-            if hidden := self.known.find(key):
+            if hidden := self.known.get(key):
                 left -= hidden.seconds  # as when it was run, so that what is known changes no other result
                 continue
             ran, seconds = None, tried[key].expected_seconds()
             if operation.bytes <= OWN_SIZE_BYTES and seconds <= left:
                 (ran,) = run([operation])
                 left -= ran.seconds if ran else seconds
-            self.known.learn({key: Hidden(ran.bytes, "measured", ran.seconds) if ran else tried[key].assumption()})
+            self.known[key] = Hidden(ran.bytes, "measured", ran.seconds) if ran else tried[key].assumption()
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:

@@ -32,7 +32,6 @@ from trainmem.measure import worker
 from trainmem.records import TENSOR_CATEGORIES, Memory, explain
 
 if TYPE_CHECKING:
-    from trainmem.estimate.knowledge import Knowledge
     from trainmem.estimate.operator_workspaces import Probe
 
 
@@ -40,7 +39,7 @@ def estimate_experiment(
     experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
     """Return the estimate of one experiment, and, `with_log`, the allocations and frees on CUDA that it was made from.
-    To be called by `fresh_process.with_known`: it replaces parts of torch.
+    To be called by `fresh_process.with_probe`: it replaces parts of torch.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be traced.
@@ -102,7 +101,7 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
             _with.update(settings)
         for number, (trace, facts) in enumerate(run(_trace_one, plain), 1):
             traces.append(trace)
-            probe.known.learn(facts)
+            probe.known.update(facts)
             tell(80 * number // len(plain))
     return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
@@ -139,18 +138,18 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return the trace of an experiment, and the facts about operators that it learned."""
+    """Return the trace of an experiment, and the facts about operations that it added."""
     import torch
 
     torch.set_num_threads(1)
     gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # full collections take a quarter of the time
-    learned = _with["known"].learned
-    before = set(learned)
+    known = _with["known"]
+    before = set(known)
     trace = trace_of(experiment, **_with)
-    return trace, {key: learned[key] for key in learned.keys() - before}
+    return trace, {key: known[key] for key in known.keys() - before}
 
 
-def trace_of(experiment: Experiment, device: Device, known: "Knowledge | None" = None) -> Trace:
+def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
     """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch."""
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
