@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainmem.advise import target
 from trainmem.advise.changes import Change, helpful_changes
 from trainmem.advise.largest import LARGEST
 from trainmem.advise.largest import largest as largest_of
 from trainmem.advise.measured_speedups import Evidence, Published
 from trainmem.advise.search import Candidate, Choices, Once, Ranking, RecipeSearch, native_precisions
-from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
+from trainmem.cards import DEFAULT_CAPABILITY, MARGIN
 from trainmem.cards import card as card_like
 from trainmem.core import hardware, progress
 from trainmem.core.arguments import Arguments
@@ -30,9 +31,8 @@ from trainmem.recipes import LORA
 from trainmem.records import Run, Store
 from trainmem.rehearsal import build, rehearse
 from trainmem.tables import Table
-from trainmem.texts import arguments_of_kind, bytes_text, parse_bytes, shown, whole_number
+from trainmem.texts import arguments_of_kind, bytes_text, shown, whole_number
 
-_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
 _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
 
 
@@ -231,10 +231,9 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
             `timeout`.
     """
-    limit, named_capability = memory_of_card(card, memory, compute_capability)  # which says best how to write a memory
     arguments_of_kind(advise, locals())
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
+    machine = machine or hardware.describe()
+    on = target.find(machine, card, memory, device, compute_capability, context_memory, margin, processes)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         whole_number(name, value)
     if largest not in (None, *LARGEST):
@@ -243,71 +242,69 @@ def advise(
         raise ValueError(
             f"effective_batch={effective_batch} is not a multiple of processes={processes}: change one of the two"
         )
-    machine = machine or hardware.describe()
-    kind, assumed = machine.kind if device is None else device, ()
-    if device is None and machine.kind == "cpu" and (named_capability or limit in _AS_SOLD):
-        kind = "cuda"
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
-    here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
-    capability = tuple(named_capability or here or DEFAULT_CAPABILITY)
-    if kind == "cuda" and not (named_capability or here):
-        sold = (
-            ""
-            if device
-            else f", because GPUs are sold with {bytes_text(limit, binary=True)} (device='cpu' means this CPU)"
-        )
-        assumed = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
-    context, kept = _kept(context_memory, kind, processes)
-    must, fixed = dict(must or {}), Arguments.of(must or {})
-    weights = task.weights(fixed.get("dtype"), fixed.quantization)
-    if weights.bits and not fixed.quantization and "peft" not in must:
-        must |= LORA.arguments
-        assumed += (f"{task.model} was saved in {weights.bits} bits, so only adapters can be trained: LoRA, rank 16.",)
-    native, base = native_precisions(machine, kind, capability), _base(task, weights, largest)
+    must, weights, notes = _of_saved_quantized(task, must or {})
+    native, base = native_precisions(machine, on.kind, on.capability), _base(task, weights, largest)
     choices = Choices(effective_batch // processes, must, avoid, native, may, base)
     if runs is None:
         runs = Store(hardware.cache_folder() / "runs.jsonl").read()
-    evidence = Evidence(machine, kind, capability, task, runs, published)
-    ranking, room = Ranking(choices, evidence), limit - round(limit * margin)
-    whose = {"device": kind, "processes": processes, "compute_capability": capability if kind == "cuda" else None}
-    predict = functools.partial(estimate, device_memory=max(room - context, 0) if kind == "cuda" else None, **whose)
-    line = functools.partial(depth.line, **whose)
+    evidence = Evidence(machine, on.kind, on.capability or DEFAULT_CAPABILITY, task, runs, published)
+    ranking = Ranking(choices, evidence)
+    options = {"device": on.kind, "processes": processes, "compute_capability": on.capability}
+    predict = functools.partial(estimate, device_memory=on.allocator_bytes, **options)
+    line = functools.partial(depth.line, **options)
     with progress.bar("advising", bar_format="{desc}: look {n}, {elapsed}{postfix}") as bar, within(timeout):
-        task_to_fit = _with_enough_data(task, effective_batch)
         search = RecipeSearch(
-            task_to_fit, predict, room, context, choices, ranking, Once(bar), line, on_gpu=kind == "cuda"
+            _with_enough_data(task, effective_batch),
+            predict,
+            on.room_bytes,
+            on.context_bytes,
+            choices,
+            ranking,
+            Once(bar),
+            line,
+            on_gpu=on.kind == "cuda",
         )
         if largest is None:
             fitting = search.find(most)
             smallest = None if fitting else search.smallest()
         else:
-            search, leanest, does_fit, told = largest_of(search, largest)
-            task, assumed = search.task.replace(dataset_size=task.dataset_size), (*assumed, told)
-            search.needed(leanest)  # what is said of it below is from this estimate
+            search, leanest, does_fit, found = largest_of(search, largest)
+            task, notes = search.task.replace(dataset_size=task.dataset_size), (*notes, found)
+            search.needed(leanest)  # so that `search` describes this recipe's estimate
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
-        beside = _notes(search, fitting[0], evidence, capability if kind == "cuda" else None) if fitting else ()
-    free = bytes_text(limit - room, binary=kind == "cuda")
+        beside = _notes(search, fitting[0], evidence, on.capability) if fitting else ()
+    free = bytes_text(on.margin_bytes, binary=on.kind == "cuda")
     free = f"{margin:.0%} of the memory, {free}, is kept free for what an estimate cannot predict."
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
         weights=str(weights),
-        memory_bytes=limit,
+        memory_bytes=on.memory_bytes,
         effective_batch=effective_batch,
         processes=processes,
-        device=kind,
-        compute_capability=capability if kind == "cuda" else None,
-        context_bytes=context,
-        margin_bytes=limit - room,
-        recipes=tuple(_recipe(candidate, search, limit, max(measured, default=None)) for candidate in fitting),
-        smallest=smallest and _recipe(smallest, search, limit, None),
+        device=on.kind,
+        compute_capability=on.capability,
+        context_bytes=on.context_bytes,
+        margin_bytes=on.margin_bytes,
+        recipes=tuple(_recipe(each, search, on.memory_bytes, max(measured, default=None)) for each in fitting),
+        smallest=smallest and _recipe(smallest, search, on.memory_bytes, None),
         changes=changes,
-        notes=(*assumed, kept, free, *search.notes, *beside),
+        notes=(*on.notes, *notes, on.kept, free, *search.notes, *beside),
         assumptions=tuple(search.assumptions),
         estimates=search.count,
     )
+
+
+def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
+    """Return the arguments to keep, the weights' type, and a note if both follow from a model that was saved quantized:
+    only adapters can be trained on it."""
+    fixed = Arguments.of(must)
+    weights = task.weights(fixed.get("dtype"), fixed.quantization)
+    if not weights.bits or fixed.quantization or "peft" in must:
+        return dict(must), weights, ()
+    note = f"{task.model} was saved in {weights.bits} bits, so only adapters can be trained: LoRA, rank 16."
+    return dict(must) | LORA.arguments, weights, (note,)
 
 
 def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
@@ -354,22 +351,6 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
     if advice.device != "cuda" or machine.kind != "cuda":
         return machine.kind == advice.device
     return any(gpu.capability in (None, advice.compute_capability) for gpu in machine.gpus)
-
-
-def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Bytes that are kept for the CUDA context, and what is said of them."""
-    if kind == "cpu":
-        if given is not None:
-            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
-        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
-    context, source = CONTEXT_BYTES, CONTEXT_SOURCE
-    if given is not None:
-        context, source = parse_bytes(given, "context_memory", 0), "as given"
-    note = (
-        f"'needs' is what the allocator reserves, fragmentation included, plus {context / 2**20:,.0f} MiB for the CUDA "
-    )
-    note += f"context ({source})."
-    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:

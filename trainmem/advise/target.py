@@ -1,0 +1,79 @@
+"""The device that a training must fit: what kind it is, its memory, and what of it is kept free."""
+
+from dataclasses import dataclass
+
+from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
+from trainmem.core import hardware
+from trainmem.texts import bytes_text, parse_bytes, shown
+
+_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device, and the part of its memory that a training may take."""
+
+    kind: str  # "cpu" or "cuda"
+    capability: tuple[int, int] | None  # compute capability; None: a CPU
+    memory_bytes: int
+    context_bytes: int  # kept for the CUDA context
+    margin_bytes: int  # kept free for what an estimate cannot predict
+    notes: tuple[str, ...]  # assumptions about the device, one sentence each
+    kept: str  # in words: what is compared with the memory, and what is kept
+
+    @property
+    def room_bytes(self) -> int:
+        """The memory less the margin."""
+        return self.memory_bytes - self.margin_bytes
+
+    @property
+    def allocator_bytes(self) -> int | None:
+        """What torch's caching allocator may reserve; None: a CPU has no limit of its own."""
+        return max(self.room_bytes - self.context_bytes, 0) if self.kind == "cuda" else None
+
+
+def find(
+    machine: hardware.Machine,
+    card: str | None,
+    memory: int | float | str | None,
+    device: str | None,
+    compute_capability: tuple[int, int] | None,
+    context_memory: int | float | str | None,
+    margin: float,
+    processes: int,
+) -> Target:
+    """Return the target that these arguments of `advise` describe, completed from this machine.
+
+    Raises:
+        ValueError: a card or device that is unknown, a memory that cannot be read, or a margin outside 0 to 1.
+    """
+    limit, named = memory_of_card(card, memory, compute_capability)
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
+    kind, notes = machine.kind if device is None else device, ()
+    if device is None and machine.kind == "cpu" and (named or limit in _AS_SOLD):
+        kind = "cuda"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
+    here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
+    if kind == "cuda" and not (named or here):
+        why = f", because GPUs are sold with {bytes_text(limit, binary=True)} (device='cpu' means this CPU)"
+        sold = "" if device else why
+        notes = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
+    capability = tuple(named or here or DEFAULT_CAPABILITY) if kind == "cuda" else None
+    context, kept = _kept(context_memory, kind, processes)
+    return Target(kind, capability, limit, context, round(limit * margin), notes, kept)
+
+
+def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
+    """Return the bytes that are kept for the CUDA context, and a note about them."""
+    if kind == "cpu":
+        if given is not None:
+            raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
+        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
+    context, source = CONTEXT_BYTES, CONTEXT_SOURCE
+    if given is not None:
+        context, source = parse_bytes(given, "context_memory", 0), "as given"
+    reserved = "'needs' is what the allocator reserves, fragmentation included"
+    note = f"{reserved}, plus {context / 2**20:,.0f} MiB for the CUDA context ({source})."
+    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
