@@ -12,6 +12,7 @@ import pytest
 # A shell's background job ignores Ctrl-C, and what is started here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["PERF_HELPERS_ANSWERS"] = "0"  # a stored answer would hide a fault; tests of stored answers turn them on
 matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would show no pictures in the lessons
 
 

@@ -141,7 +141,9 @@ def estimate(
     Takes the same training arguments as `measure`, e.g. --bf16 --per_device_train_batch_size 4.
     """
     from trainmem import estimate as estimate_package
+    from trainmem.estimate import answers
 
+    stored = context.with_resource(answers.stored())
     given = _given(context, context.args)
     target_device = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
     if lengths is not None:
@@ -181,7 +183,8 @@ def estimate(
     on_gpu = estimated.device == "cuda"
     peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, {phase_text(memory.peak_phase)}"
     lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}"]
-    lines += [*_sizes(memory, on_gpu), *map(repr, fits), f"estimated in {estimated.seconds:.1f} s"]
+    how = stored.note or f"estimated in {estimated.seconds:.1f} s"
+    lines += [*_sizes(memory, on_gpu), *map(repr, fits), how]
     lines += ["assumptions:"] if estimated.assumptions else []
     answer([*lines, *(f"- {text}" for text in estimated.assumptions)])
 
@@ -204,8 +207,9 @@ def explain(
     Recipe B is A with the arguments after --then added; they replace A's values.
     Example: perf-helpers explain --model gpt2 --card t4 --then --gradient_checkpointing --optim adafactor
     """
-    from trainmem.estimate import explanation
+    from trainmem.estimate import answers, explanation
 
+    stored = context.with_resource(answers.stored())
     words = context.args
     if words.count("--then") != 1 or words[-1] == "--then":
         raise ValueError("--then must be given once, followed by training arguments of recipe B, e.g. --then --bf16")
@@ -224,7 +228,8 @@ def explain(
         compute_capability=_capability(compute_capability),
         processes=processes,
     )
-    answer({"status": "ok", **found.to_dict(), "versions": hardware.versions()} if json_output else [repr(found)])
+    lines = [repr(found), *([stored.note] if stored.note else [])]
+    answer({"status": "ok", **found.to_dict(), "versions": hardware.versions()} if json_output else lines)
 
 
 def rehearse(
@@ -334,7 +339,9 @@ def advise(
     If nothing fits, it prints by how much, and which changes would help; the exit code is 0 then, too.
     """
     from trainmem import advise as advise_package
+    from trainmem.estimate import answers
 
+    stored = context.with_resource(answers.stored())
     advice = advise_package.advise(
         Task(model, seq_len, architecture=architecture),
         effective_batch=effective_batch,
@@ -352,7 +359,7 @@ def advise(
     )
     with _rehearsing():
         verified = advise_package.verify(advice) if verify and advice.recipes else None
-    lines = [repr(advice), *([f"Verified: {verified!r}"] if verified else [])]
+    lines = [repr(advice), *([f"Verified: {verified!r}"] if verified else []), *([stored.note] if stored.note else [])]
     answer(advice.to_dict() | {"verification": verified and verified.to_dict()} if json_output else lines)
 
 

@@ -119,6 +119,10 @@ class Task(Record):
             return Path(cached) if isinstance(cached, str) else None
         return None
 
+    def is_described_here(self) -> bool:
+        """Return whether the configuration is a preset or a local file; otherwise it belongs to a name on the Hub."""
+        return self._file() is not None or _ALIASES.get(self.model, self.model) in PRESETS
+
     def _file(self) -> Path | None:
         """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
         path = Path(self.model)

@@ -7,12 +7,14 @@ fake tensors (`trace`) and measures what operators allocate internally (`operato
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from trainmem import cards
 from trainmem.core import hardware, progress
 from trainmem.core.arguments import Arguments
+from trainmem.core.dropped_settings import dropped
 from trainmem.core.task import Task
 from trainmem.core.training import Experiment
 from trainmem.estimate import peak_memory
@@ -87,6 +89,8 @@ def estimate(
     )
     if experiment.arguments.compiles:
         raise ValueError(OF_COMPILED)
+    for text in dropped(experiment.arguments.training):
+        warnings.warn(text, stacklevel=2)
     key = (repr(experiment.replace(name="")), task.identity(), target_device)
     made, file = _made.get(key), None
     if snapshot is not None:

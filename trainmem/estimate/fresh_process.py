@@ -1,10 +1,12 @@
 """Call functions that trace trainings in fresh subprocesses: `ask` in the caller, `with_probe` in the subprocess."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainmem.estimate import answers
 from trainmem.measure import processes
 
 Tell = Callable[[int], Any]  # is called with the percentage of the work that is done
@@ -17,7 +19,7 @@ def ask(
     timeout: float,
     on_percent: Tell | None = None,
 ) -> Any:
-    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess.
+    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess, or a stored answer (see `answers`).
 
     Args:
         function: e.g. `peak_memory.estimate_experiment`.
@@ -28,9 +30,9 @@ def ask(
     Raises:
         ValueError: the function raised `Invalid`, or its process failed or took too long.
     """
-    job = with_probe, function, arguments
+    call = functools.partial(processes.call, with_probe, function, arguments, timeout=timeout, on_percent=on_percent)
     try:
-        return processes.call(*job, timeout=timeout, on_percent=on_percent)
+        return answers.remembered(function, arguments, call)
     except processes.Failed as failed:
         if failed.outcome.status == "timed out":
             raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None

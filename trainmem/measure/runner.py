@@ -11,6 +11,7 @@ from typing import Any
 
 from trainmem.core import hardware, progress
 from trainmem.core.arguments import Arguments
+from trainmem.core.dropped_settings import dropped
 from trainmem.core.outcomes import Outcome
 from trainmem.core.task import Task, choose_profile
 from trainmem.core.training import Experiment, pickled
@@ -94,6 +95,8 @@ class Runner:
         if self.machine.kind == "cpu" or parsed.get("use_cpu"):
             for text in parsed.passed_over_on_a_cpu:
                 warnings.warn(text, stacklevel=2)
+        for text in dropped(parsed.training):
+            warnings.warn(text, stacklevel=2)
         optimizer = None if optimizer is None else pickled(optimizer)
         steps = self.profile.steps if steps is None else steps
         how = {"arguments": parsed, "optimizer": optimizer, "processes": processes, "steps": steps}

@@ -1,0 +1,114 @@
+"""Store the answers of estimates for commands, so that a repeated question is answered in a tenth of the time.
+
+An answer follows from the question, the installed libraries, this package's code, the CPU and the environment: the key
+of a stored answer names all of them. Only commands use stored answers (see `stored`): lessons and callers of
+`estimate` always trace.
+"""
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainmem.core import hardware
+from trainmem.core.task import Task
+from trainmem.core.training import Experiment
+from trainmem.records import write_whole
+
+SWITCH = "PERF_HELPERS_ANSWERS"  # environment variable; "0" turns stored answers off
+_MOST_FILES = 300  # that are kept; the oldest are removed first
+# Environment variables that decide what libraries do.
+_DECIDING = ("ACCELERATE_", "ATEN_", "BNB_", "CUDA_", "DNNL_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH")
+_active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answers", default=None)
+
+
+class Answers:
+    """The stored answers of this user. `used` counts those that were found."""
+
+    def __init__(self, folder: Path):
+        self.used = 0
+        self._folder = folder
+
+    @property
+    def note(self) -> str:
+        """How many stored answers were used, and how to estimate again; "" if none was."""
+        count = f"{self.used} stored answers" if self.used > 1 else "a stored answer"
+        return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
+
+    def get(self, key: str) -> tuple[Any] | None:
+        """Return the stored answer in a tuple, or None if there is none or its file is damaged."""
+        with contextlib.suppress(Exception):  # a damaged pickle may raise anything
+            answer = pickle.loads((self._folder / key).read_bytes())
+            self.used += 1
+            return (answer,)
+        return None
+
+    def put(self, key: str, answer: Any) -> None:
+        """Store an answer, unless the folder cannot be written to."""
+        with contextlib.suppress(OSError):
+            write_whole(self._folder / key, pickle.dumps(answer))
+            for old in sorted(self._folder.iterdir(), key=os.path.getmtime)[:-_MOST_FILES]:
+                old.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stored() -> Iterator[Answers]:
+    """Use and extend the stored answers in this context, unless the environment variable `SWITCH` is "0"."""
+    answers = Answers(hardware.cache_folder() / "answers")
+    token = _active.set(None if os.environ.get(SWITCH) == "0" else answers)
+    try:
+        yield answers
+    finally:
+        _active.reset(token)
+
+
+def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
+    """Return the stored answer of `function` to these arguments; otherwise call `ask` and store what it returns."""
+    answers = _active.get()
+    if answers is None or (question := _question(arguments)) is None:
+        return ask()
+    text = repr((function.__module__, function.__qualname__, question, _surroundings()))
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    if found := answers.get(key):
+        return found[0]
+    answer = ask()
+    answers.put(key, answer)
+    return answer
+
+
+def _question(arguments: Sequence) -> list[str] | None:
+    """Return the arguments as text, with the content or time of each file that they name. None: the answer also depends
+    on something that cannot be named, e.g. a function of the user's, or a model on the Hub."""
+    parts = [repr(arguments)]
+    for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):
+        if isinstance(each, Experiment):
+            if each.function or each.optimizer:
+                return None
+            named = [
+                value for value in each.arguments.given.values() if isinstance(value, str) and os.path.isfile(value)
+            ]
+            parts += [f"{name} {os.stat(name).st_mtime_ns}" for name in named]
+        task = each.task if isinstance(each, Experiment) else each
+        if isinstance(task, Task):
+            if not task.is_described_here():
+                return None
+            parts.append(task.identity())
+    return parts
+
+
+@functools.cache
+def _surroundings() -> str:
+    """Return what decides an answer beside the question."""
+    code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
+    folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
+    times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]
+    variables = sorted(pair for pair in os.environ.items() if pair[0].startswith(_DECIDING))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return repr((sys.version, platform.machine(), hardware.read_cpu(), cores, times, variables))
