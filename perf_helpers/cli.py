@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -215,6 +216,7 @@ def main() -> None:
     if sys.argv[1] in _WITH_CLEAN_PROCESSES:
         # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
         SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
+    warnings.formatwarning = lambda message, *_, **__: f"perf-helpers: {message}\n"
     try:
         code = app(standalone_mode=False, obj=Invocation(sys.argv[1:], published)) or 0
     except (typer.Abort, KeyboardInterrupt):  # older versions of typer raise; newer ones return the exit code
