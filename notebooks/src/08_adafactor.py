@@ -6,7 +6,7 @@
 # **You will see**
 # - how a row and a column of averages replace a whole matrix, and how far off they are
 # - what Adafactor saves at the peak, and what its update costs in time
-# - that two optimizers can be compared only when each has its own learning rate, and that the winner depends on the task
+# - what a fair comparison of two optimizers needs, and why the winner depends on the task
 #
 # **Minutes:** plan 35 for reading and trying; the cells compute for about 1 on two cores.
 #
@@ -302,7 +302,7 @@ print("Adafactor's throughput / AdamW's:", cost)
 # %% [markdown]
 # ## Does it learn as well?
 #
-# "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other. Here each gets the same four rates to try on one seed, and its best one is judged on five other seeds. Two tasks, since one could happen to suit one of them:
+# Each optimizer gets the same four rates to try on one seed, and its best one is judged on five other seeds. Two tasks, since one could happen to suit one of them:
 #
 # - **look-up**: name each token's class, its number modulo 8. A thousand tokens, each of them rare.
 # - **copy**: predict the next token where the second half repeats the first. The model must find the rule.
@@ -380,7 +380,26 @@ for (above, below), (name, found) in zip(axes.T, contests.items()):
 for ax in axes[:, 0]:
     ax.set_yscale("log")
 
+# %%
+exercises.question(
+    lab,
+    "same-rate",
+    "A post trains both at the rate of an AdamW recipe, finds AdamW ahead and calls Adafactor the worse learner. "
+    "What does the post show?",
+    {
+        "that Adafactor learns worse: all else was equal": "Equal is not fair here. A rate is in units of the optimizer's "
+        "own step, and the two steps have different sizes. In the upper row, a shared rate decides who is ahead.",
+        "that AdamW's rate suits AdamW": "The rate was found for one of the two. A fair trial gives each a search of the "
+        "same size, and judges each one's best on seeds that the search has not seen.",
+        "nothing, until both have trained for longer": "Longer training does not repair a rate that suits one of the two. "
+        "The search has to be fair first; then the steps are a question of their own.",
+    },
+    right="that AdamW's rate suits AdamW",
+)
+
 # %% [markdown]
+# "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other.
+#
 # A ratio above 1: Adafactor ended higher. Each comes with the range of its five seeds, which misses the true median one time in sixteen (2 × ½⁵).
 #
 # Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves it further: it tends to like smaller ones. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
@@ -402,23 +421,6 @@ claims.check("adafactor-cost", cost)
 hardest = max(ratios, key=lambda name: ratios[name].value)
 others = "; ".join(f"on {name}: {ratio}" for name, ratio in ratios.items() if name != hardest)
 claims.check("adafactor-convergence", ratios[hardest], note=f"decided on {hardest}; {others}")
-
-# %%
-exercises.question(
-    lab,
-    "same-rate",
-    "A post trains both at the rate of an AdamW recipe, finds AdamW ahead and calls Adafactor the worse learner. "
-    "What does the post show?",
-    {
-        "that Adafactor learns worse: all else was equal": "Equal is not fair here. A rate is in units of the optimizer's "
-        "own step, and the two steps have different sizes. In the upper row, a shared rate decides who is ahead.",
-        "that AdamW's rate suits AdamW": "The rate was found for one of the two. A fair trial gives each a search of the "
-        "same size, and judges each one's best on seeds that the search has not seen.",
-        "nothing, until both have trained for longer": "Longer training does not repair a rate that suits one of the two. "
-        "The search has to be fair first; then the steps are a question of their own.",
-    },
-    right="that AdamW's rate suits AdamW",
-)
 
 # %% [markdown]
 # ## Explore

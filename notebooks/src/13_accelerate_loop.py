@@ -328,7 +328,7 @@ _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, an
 #
 # ## Two processes
 #
-# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them and averages the gradients. So two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
+# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them and combines their gradients. So two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
