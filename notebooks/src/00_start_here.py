@@ -407,7 +407,7 @@ def check(verdicts):
 exercises.check(lab, "verdicts", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-# The middle of 0.60 to 0.96 is inside the rule, and still nobody knows: an end reaches outside. 400 MiB lie between the
+# The middle of 0.60 to 0.96 is inside the rule, and still nobody knows: an end reaches outside. 400 MiB are between the
 # rule and no effect. The claim on Adafactor is about a size alone, without a "no effect": outside of it is refuted.
 verdicts = ["holds", "too small to tell", "refuted", "smaller than promised", "not testable here"]
 exercises.prove(check, solution=verdicts, mistake=["holds", "holds", "refuted", "refuted", "not testable here"])

@@ -152,8 +152,8 @@ for step in (1, 2):
 
 # %%
 counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch_size=4)
-born = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
-for kind, moment in born.items():
+allocated_in = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
+for kind, moment in allocated_in.items():
     mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
     print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,}")
     if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
@@ -161,7 +161,7 @@ for kind, moment in born.items():
 
 _, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
 bottom = [0.0] * len(account)
-for kind in born:
+for kind in allocated_in:
     heights = [parts[kind] / 1e6 for parts in account.values()]
     ax.bar(range(len(account)), heights, bottom=bottom, color=plots.PALETTE[kind], label=plots.name_text(kind))
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -507,8 +507,8 @@ note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes
 claims.check("activations-scale", min(slopes.values()), note=note)
 
 # %% [markdown]
-# An exponent of 1 is a straight line: twice the batch, twice the bytes. Length lies above it where attention keeps its
-# tables of length x length.
+# An exponent of 1 is a straight line: twice the batch, twice the bytes. The exponent of the
+# length is larger where attention keeps its tables of length x length.
 #
 # ## Predicted without training
 #

@@ -256,7 +256,7 @@ no = "No: with dropout torch takes the plain way here, and the square is back."
 exercises.question(
     lab,
     "dropout",
-    "Your model has a dropout of 0.1 inside attention. You switch from eager to SDPA on this machine. Does the square go?",
+    "Your model has a dropout of 0.1 inside attention. You switch from eager to SDPA on this machine. Does the square of scores go?",
     {
         yes: "This is true of GPUs. Their kernels draw the dropout mask of a tile when they need it, and again in the "
         "backward pass. Look at the row *dropout 0.1* of the next table.",
@@ -287,8 +287,8 @@ def grouped(_, times):
 
 def beyond_inputs(release, times):
     given = dict(function=lambda task: grouped(task, times), card="a100", torch_version=release)
-    asked = lab.foresee(estimate, Task("bert-tiny"), **given)
-    return f"{asked.peak_bytes / 2**20 - 192:,.0f}" if asked else "no answer"  # 192: the inputs
+    estimated = lab.foresee(estimate, Task("bert-tiny"), **given)
+    return f"{estimated.peak_bytes / 2**20 - 192:,.0f}" if estimated else "no estimate"  # 192: the inputs
 
 
 display(plots.Table(["case", "type", "torch takes", *BACKENDS], rows))
