@@ -268,7 +268,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# The table below has one row per case. Its third column is torch's choice.
+# The table below has one row per case and type. Its third column is torch's choice.
 #
 # On a CPU there is one fused kernel, and it has no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
 #
